@@ -1,0 +1,1 @@
+"""Models larger than memory: weight files, device maps, offload and meta initialisation."""

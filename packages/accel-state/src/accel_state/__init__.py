@@ -1,0 +1,1 @@
+"""Processes, devices, transports and settings of a PyTorch program: the answer to `who am I`."""

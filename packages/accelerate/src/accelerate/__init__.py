@@ -1,0 +1,1 @@
+"""Drop-in addresses: scripts written for `accelerate` run on accel-torch unchanged."""
