@@ -1,0 +1,156 @@
+"""The commands of this repository; `.venv/bin/nox -l` lists them.
+
+Most sessions run in the `.venv` that `python3 tools/bootstrap.py setup` makes. `isolated` makes one environment for
+each package, to prove what that package needs, and `bench` one for the original library, to measure it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).parent
+VENV = ROOT / ".venv"
+WHEELS = ROOT / ".nox" / "wheels"
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+PROJECT = ROOT / "pyproject.toml"
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+EXAMPLE = "docs/tutorials/train_digits.py"
+
+# Two processes that compute with all cores each are slower than two with one core each.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["tests", "lint", "types", "contracts", "light", "docs"]
+
+
+def program(name: str) -> str:
+    """The path of a program in `.venv`."""
+    return str(VENV / ("Scripts" if os.name == "nt" else "bin") / name)
+
+
+def run(session: nox.Session, name: str, *arguments: str) -> None:
+    """Runs a program of `.venv`."""
+    if shutil.which(program("python")) is None:
+        session.error("there is no .venv here yet; make it with: python3 tools/bootstrap.py setup")
+    session.run(program(name), *arguments, external=True, env=ONE_THREAD)
+
+
+def pytest(session: nox.Session, *paths: str) -> None:
+    """Runs tests in `.venv`; each file stays on one process, so that what its tests share is started once."""
+    run(session, "python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *paths, *session.posargs)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train the example on two processes."""
+    run(session, "accel", "launch", "--cpu", "--num_processes", "2", EXAMPLE, *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests of every package and those that need several packages."""
+    pytest(session)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run the tests that need several packages."""
+    pytest(session, "tests-integration")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format, and that each package declares what it imports."""
+    run(session, "ruff", "check")
+    run(session, "ruff", "format", "--check")
+    run(session, "python", "tools/check_dependencies.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy, and with pyright where it starts (it needs Node.js)."""
+    run(session, "mypy")
+    try:
+        run(session, "pyright", "--version")
+    except CommandFailed:
+        session.warn("pyright does not start on this machine: the types were checked by mypy alone")
+    else:
+        run(session, "pyright")
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Check which module may import which."""
+    run(session, "lint-imports")
+
+
+@nox.session
+def light(session: nox.Session) -> None:
+    """Check that settings, manifests, configurations, trackers and the command line start without torch."""
+    run(session, "python", "tools/check_light.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Check that links between documents lead somewhere."""
+    run(session, "python", "tools/check_links.py")
+
+
+@nox.session(default=False)
+def wheels(session: nox.Session) -> None:
+    """Build the nine wheels, and a list of constraints that takes each package from its wheel."""
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    sources = [f"./packages/{package}" for package in PACKAGES]
+    run(session, "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS), *sources)
+    own = "".join(f"{package} @ {wheel_of(package).as_uri()}\n" for package in PACKAGES)
+    (WHEELS / "constraints.txt").write_text(own + CONSTRAINTS.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def wheel_of(package: str) -> Path:
+    """The wheel that `wheels` built of a package."""
+    (wheel,) = WHEELS.glob(f"{package.replace('-', '_')}-*.whl")
+    return wheel
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
+def base(session: nox.Session) -> None:
+    """Install torch and the test tools, which every package's own environment looks through to."""
+    tools = nox.project.dependency_groups(nox.project.load_toml(PROJECT), "test")
+    session.install("-q", "-c", str(CONSTRAINTS), "torch", *tools)
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=False, requires=["wheels", "base"])
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def isolated(session: nox.Session, package: str) -> None:
+    """Install one package's wheel with nothing but what it declares, and run its own tests outside the source tree."""
+    look_through_to_base(session)
+    extras = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+    testing = "[testing]" if "testing" in extras.get("optional-dependencies", {}) else ""
+    session.install("-q", "-c", str(WHEELS / "constraints.txt"), f"{wheel_of(package)}{testing}")
+
+    with tempfile.TemporaryDirectory() as outside:
+        copy = shutil.copytree(ROOT / "packages" / package / "tests", Path(outside) / "tests")
+        settings = ["-c", str(PROJECT), "--rootdir", outside, "-p", "no:cacheprovider"]
+        session.run("python", "-m", "pytest", *settings, str(copy), *session.posargs, env=ONE_THREAD)
+
+
+def look_through_to_base(session: nox.Session) -> None:
+    """Makes the packages of `base` visible here: torch once on the disk serves nine environments."""
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    here = Path(str(session.run("python", "-c", script, silent=True)).strip())
+    there = ROOT / ".nox" / "base" / here.relative_to(session.virtualenv.location)
+    (here / "base.pth").write_text(f"{there}\n", encoding="utf-8")
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """Measure against the original library, in one run, and write docs/benchmarks.md."""
+    session.install("-q", "-c", str(CONSTRAINTS), "accelerate==1.15.0", "torch", "psutil", "numpy")
+    peer = str(Path(session.bin) / "python")
+    run(session, "python", "tools/bench/run.py", "--peer", peer, *session.posargs)

@@ -1,0 +1,119 @@
+"""Prove that what must start fast starts without torch and numpy.
+
+    python tools/check_light.py [packages folder]
+
+The launcher, the wizard and `accel --help` read settings, manifests, configurations and tracker names long before torch
+is needed. The import linter does not see what a package's `__init__` brings along, so each module is imported for real
+in a fresh interpreter. Which modules: found by the rules in `LIGHT`, so that a new backend or command is covered by
+being there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("numpy", "torch")
+
+# Package folder, and the files in it that must be light.
+LIGHT = (
+    ("accel-state", "accel_state/__init__.py"),
+    ("accel-state", "accel_state/errors.py"),
+    ("accel-state", "accel_state/labels.py"),
+    ("accel-state", "accel_state/marks.py"),
+    ("accel-state", "accel_state/topology.py"),
+    ("accel-state", "accel_state/settings/**/*.py"),
+    ("accel-plugins", "accel_plugins/__init__.py"),
+    ("accel-plugins", "accel_plugins/**/manifest.py"),
+    ("accel-plugins", "accel_plugins/**/config.py"),
+    ("accel-tracking", "accel_tracking/**/*.py"),
+    ("accel-cli", "accel_cli/**/*.py"),
+)
+
+# Run by each fresh interpreter: imports the modules named by its arguments and says who first brought each heavy one.
+PROBE = """
+import importlib, json, sys, traceback
+
+class Watch:
+    found = {}
+    def find_spec(self, name, path=None, target=None):
+        if name in HEAVY and name not in self.found:
+            stack = [f for f in traceback.extract_stack()[:-1] if not f.filename.startswith("<")]
+            self.found[name] = [f"{f.filename}:{f.lineno}" for f in stack if "importlib" not in f.filename]
+        return None
+
+HEAVY = json.loads(sys.argv[1])
+sys.meta_path.insert(0, Watch())
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+print(json.dumps(Watch.found))
+"""
+
+
+def light_modules(packages: Path) -> list[str]:
+    """Names of the modules that must be light.
+
+    Raises:
+        SystemExit: a rule matches no file, so it would prove nothing.
+    """
+    found: dict[str, None] = {}
+    for package, pattern in LIGHT:
+        source = packages / package / "src"
+        files = [
+            path for path in sorted(source.glob(pattern)) if path.name != "__main__.py" and "testing" not in path.parts
+        ]
+        if not files:
+            sys.exit(f"light: the rule {package}/{pattern} matches no file; correct it in {Path(__file__).name}")
+        found.update(dict.fromkeys(module_name(path.relative_to(source)) for path in files))
+    return list(found)
+
+
+def module_name(path: Path) -> str:
+    """`a/b/__init__.py` to `a.b`, `a/c.py` to `a.c`."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def brought_by(modules: list[str], packages: Path) -> dict[str, list[str]]:
+    """For each heavy library that importing `modules` loads: the files and lines that led there.
+
+    Raises:
+        SystemExit: one of the modules cannot be imported.
+    """
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in sorted(packages.glob("*/src")))
+    command = [sys.executable, "-c", PROBE, json.dumps(HEAVY), *modules]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"light: importing {', '.join(modules)} failed:\n{done.stderr}")
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(module: str, packages: Path) -> list[str]:
+    """One line for each heavy library that this module loads."""
+    return [
+        f"{module} loads {library}, by way of {' > '.join(lines[-3:]) or 'a file without source'}"
+        for library, lines in brought_by([module], packages).items()
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Checks every light module and returns the exit code."""
+    packages = Path(arguments[0]) if arguments else ROOT / "packages"
+    modules = light_modules(packages)
+    if not brought_by(modules, packages):
+        print(f"light: {len(modules)} modules start without {' and '.join(HEAVY)}")
+        return 0
+    # Only now one interpreter each, to name all that are at fault.
+    for module in modules:
+        for line in report(module, packages):
+            print(f"light: {line}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
