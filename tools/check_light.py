@@ -50,7 +50,7 @@ HEAVY = json.loads(sys.argv[1])
 sys.meta_path.insert(0, Watch())
 for module in sys.argv[2:]:
     importlib.import_module(module)
-print(json.dumps(Watch.found))
+print(json.dumps({name: stack for name, stack in Watch.found.items() if name in sys.modules}))
 """
 
 

@@ -1,0 +1,69 @@
+"""The check for a start without torch names the module at fault and the way torch came in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import check_light
+
+# One file for each rule, all light.
+TREE = {
+    "accel-state": ["__init__", "errors", "labels", "marks", "topology", "settings/__init__", "settings/schema"],
+    "accel-plugins": ["__init__", "ddp/__init__", "ddp/manifest", "ddp/config"],
+    "accel-tracking": ["__init__", "registry"],
+    "accel-cli": ["__init__", "main"],
+}
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A packages folder in which everything is light."""
+    for package, modules in TREE.items():
+        for module in modules:
+            write(tmp_path, package, module, "import json")
+    return tmp_path
+
+
+def write(packages: Path, package: str, module: str, text: str) -> None:
+    path = packages / package / "src" / package.replace("-", "_") / f"{module}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def test_a_light_tree_passes(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_light.main([str(packages)]) == 0
+    assert "14 modules start without numpy and torch" in capsys.readouterr().out
+
+
+def test_torch_in_a_manifest_is_named(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(packages, "accel-plugins", "ddp/manifest", "import torch")
+    assert check_light.main([str(packages)]) == 1
+    told = capsys.readouterr().err
+    assert "accel_plugins.ddp.manifest loads torch" in told
+    assert "manifest.py:1" in told
+    assert "accel_cli" not in told
+
+
+def test_what_an_init_brings_along_is_seen(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(packages, "accel-state", "settings/__init__", "import importlib\nimportlib.import_module('numpy')")
+    assert check_light.main([str(packages)]) == 1
+    assert "accel_state.settings.schema loads numpy" in capsys.readouterr().err
+
+
+def test_asking_whether_torch_is_installed_does_not_load_it(packages: Path) -> None:
+    write(packages, "accel-cli", "main", "import importlib.util\nassert importlib.util.find_spec('torch')")
+    assert check_light.main([str(packages)]) == 0
+
+
+def test_a_module_that_cannot_be_imported_is_an_error(packages: Path) -> None:
+    write(packages, "accel-cli", "main", "raise RuntimeError('broken on purpose')")
+    with pytest.raises(SystemExit, match="broken on purpose"):
+        check_light.main([str(packages)])
+
+
+def test_a_rule_that_covers_nothing_is_an_error(packages: Path) -> None:
+    (packages / "accel-plugins/src/accel_plugins/ddp/manifest.py").unlink()
+    with pytest.raises(SystemExit, match="matches no file"):
+        check_light.main([str(packages)])
