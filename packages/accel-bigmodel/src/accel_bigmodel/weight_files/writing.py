@@ -1,0 +1,184 @@
+"""Writing weights: one file, or a folder with shards and their index.
+
+Each file is written under another name in the same folder and renamed when it is complete, so a failed or interrupted
+save leaves every file that was there as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accel_bigmodel.byte_counts import convert_bytes
+from accel_bigmodel.tied import id_tensor_storage, memory_of
+from accel_bigmodel.weight_files.names import index_name, is_safetensors, shards_of, weights_name
+from accel_bigmodel.weight_files.sharding import Shards, split_state_dict, stored_names
+from accel_state.errors import CheckpointError
+
+__all__ = ("save_weights", "save_weights_file")
+
+_METADATA: Mapping[str, str] = {"format": "pt"}
+
+
+def save_weights(
+    state_dict: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    metadata: Mapping[str, str] = _METADATA,
+    *,
+    name: str | None = None,
+    fsync: bool = False,
+) -> Shards:
+    """Write weights into a folder, in shards with an index when they are larger than `max_shard_size`.
+
+    What an earlier save of the same name left there (shards, index, single file) is removed once the new files are
+    complete, so that a reader never mixes the two. The folder is created.
+
+    Args:
+        safe_serialization: safetensors; False writes with `torch.save`.
+        metadata: text kept in the header of each safetensors file.
+        name: file name; `model.safetensors` or `pytorch_model.bin` by default.
+        fsync: return only when the disk, not just the page cache, holds everything.
+
+    Raises:
+        CheckpointError: a weight has no data (meta device) or no place in the format, or the disk refuses.
+
+    Example:
+        save_weights(model.state_dict(), "checkpoint", max_shard_size="2GB")
+    """
+    folder = Path(folder)
+    name = name or weights_name(safe_serialization)
+    shards = split_state_dict(state_dict, max_shard_size, name)
+    _check_values(state_dict, folder / name)
+    _make_folder(folder)
+    for file, names in shards.files.items():
+        save_weights_file({key: state_dict[key] for key in names}, folder / file, metadata, fsync=fsync)
+    index = shards.index
+    if index is not None:
+        text = index.text().encode()
+        _write(folder / index_name(name), lambda path: path.write_bytes(text), len(text), fsync)
+    _remove_stale(folder, name, keep={*shards.files, *([] if index is None else [index_name(name)])})
+    if fsync:
+        _fsync_folder(folder)
+    return shards
+
+
+def save_weights_file(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] = _METADATA,
+    *,
+    fsync: bool = False,
+) -> None:
+    """Write weights into one file; a name ending in `.safetensors` chooses that format, any other `torch.save`.
+
+    Tied weights are written once (safetensors keeps their first name only), and a view of a larger storage is written
+    without the rest of that storage.
+
+    Raises:
+        CheckpointError: as `save_weights`.
+    """
+    path = Path(path)
+    _check_values(state_dict, path)
+    size = sum(value.numel() * value.element_size() for value in state_dict.values() if isinstance(value, Tensor))
+    if is_safetensors(path):
+        kept = {name: state_dict[name].detach().contiguous() for name in stored_names(state_dict, path.name)}
+        own = _with_own_memory(kept)
+        _write(path, lambda target: save_file(own, target, dict(metadata)), size, fsync)
+    else:
+        own = _with_own_memory(state_dict)
+        _write(path, lambda target: torch.save(own, target), size, fsync)
+
+
+def _check_values(state_dict: Mapping[str, Any], path: Path) -> None:
+    """Refuse, before anything is written, what cannot be stored."""
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise CheckpointError(
+                f"Save the weights in {str(path)!r}.",
+                f"{name!r} of shape {tuple(value.shape)} is on the meta device and has no data.",
+                "Load or initialise the model first, or leave this weight out.",
+            )
+        if is_safetensors(path) and not (isinstance(value, Tensor) and value.layout == torch.strided):
+            what = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"Save the weights in {str(path)!r}.",
+                f"{name!r} is a {what}; safetensors holds dense tensors only.",
+                "Pass safe_serialization=False, or leave it out.",
+            )
+
+
+def _with_own_memory(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, where views of a larger or shared storage are copied; tied names stay tied."""
+    result: dict[str, Any] = {}
+    owned: dict[tuple[Any, ...], Tensor] = {}
+    storages: set[tuple[Any, ...]] = set()
+    for name, value in state_dict.items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            result[name] = value
+            continue
+        key = memory_of(value)
+        if key not in owned:
+            storage = id_tensor_storage(value)
+            shares = storage in storages or storage[-1] != value.nbytes
+            owned[key] = value.detach().clone(memory_format=torch.contiguous_format) if shares else value.detach()
+            storages.add(storage)
+        result[name] = owned[key]
+    return result
+
+
+def _write(path: Path, write: Callable[[Path], object], size: int, fsync: bool) -> None:
+    """Run `write` on a name beside `path`, then rename; nothing is left behind when it fails."""
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        write(beside)
+        if fsync:
+            with open(beside, "rb+") as file:
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"Write {str(path)!r} ({convert_bytes(size)}).",
+            f"{type(error).__name__}: {error}",
+            "Check the free space and the permissions of the folder; what was there before is untouched.",
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"Save weights into the folder {str(folder)!r}.",
+            f"It cannot be created: {error}.",
+            "Name a folder that is not a file, in a place where you may write.",
+        ) from error
+
+
+def _remove_stale(folder: Path, name: str, keep: Iterable[str]) -> None:
+    shard = shards_of(name)
+    stale = {file.name for file in folder.iterdir() if shard.fullmatch(file.name)} | {name, index_name(name)}
+    for file in sorted(stale.difference(keep)):
+        (folder / file).unlink(missing_ok=True)
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Make the renames durable, where the system can open a folder (Windows cannot)."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

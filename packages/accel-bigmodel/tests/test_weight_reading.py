@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_bigmodel.weight_files import (
+    find_weights,
+    load_weights,
+    load_weights_file,
+    read_header,
+    read_index,
+    save_weights,
+    save_weights_file,
+)
+from accel_state.errors import CheckpointError
+
+STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5)}
+
+
+class Runs:
+    """A pickle of this creates a file when it is loaded carelessly."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+def test_a_file_a_folder_and_an_index_are_found(tmp_path: Path) -> None:
+    save_weights(STATE, tmp_path, 16)
+    index = tmp_path / "model.safetensors.index.json"
+    for path in (tmp_path, index, str(index)):
+        assert [source.path.name for source in find_weights(path)] == [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        ]
+    single = tmp_path / "model-00001-of-00002.safetensors"
+    assert load_weights(single).keys() == {"a"}
+
+
+def test_a_folder_with_both_formats_gives_the_torch_file(tmp_path: Path) -> None:
+    save_weights({"new": torch.zeros(1)}, tmp_path)
+    save_weights({"old": torch.zeros(1)}, tmp_path, safe_serialization=False)
+    assert load_weights(tmp_path).keys() == {"old"}
+
+
+def test_a_folder_without_weights_or_with_two_indexes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no index file"):
+        load_weights(tmp_path)
+    for name in ("a.index.json", "b.index.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"2 index files: a\.index\.json, b\.index\.json"):
+        load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_weights(tmp_path / "missing")
+
+
+def test_only_what_the_index_names_is_taken(tmp_path: Path) -> None:
+    save_weights(STATE, tmp_path, 16)
+    index = tmp_path / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    del document["weight_map"]["b"]
+    index.write_text(json.dumps(document))
+    assert load_weights(tmp_path).keys() == {"a"}
+
+
+def test_an_index_that_places_a_weight_in_the_wrong_file_names_both(tmp_path: Path) -> None:
+    save_weights(STATE, tmp_path, 16)
+    index = tmp_path / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"]["b"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"Read 'b' from .*model-00001-of-00002\.safetensors"):
+        load_weights(tmp_path)
+
+
+def test_missing_shards_are_counted_and_named(tmp_path: Path) -> None:
+    save_weights(STATE, tmp_path, 16)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1 of the 2 files .* missing: model-00002-of-00002\.safetensors"):
+        load_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../secret.safetensors",
+        "x/../../secret",
+        "/etc/passwd",
+        "..\\secret",
+        "C:\\secret",
+        "C:secret",
+        "\\\\h\\s",
+        "",
+        "a\0b",
+        3,
+        None,
+    ],
+)
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, file: object) -> None:
+    (tmp_path / "m.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match="no file in or below its folder"):
+        load_weights(tmp_path)
+
+
+def test_an_index_may_name_links_and_files_below(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "snapshot" / "part").mkdir(parents=True)
+    save_weights_file({"a": STATE["a"]}, tmp_path / "cache" / "blob.safetensors")
+    (tmp_path / "snapshot" / "one.safetensors").symlink_to(tmp_path / "cache" / "blob.safetensors")
+    save_weights_file({"b": STATE["b"]}, tmp_path / "snapshot" / "part" / "two.safetensors")
+    weight_map = {"a": "one.safetensors", "b": "part/two.safetensors"}
+    (tmp_path / "snapshot" / "m.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert load_weights(tmp_path / "snapshot").keys() == {"a", "b"}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    content=st.binary(max_size=200)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | JSON.map(lambda value: json.dumps({"weight_map": value}).encode())
+)
+def test_whatever_an_index_holds_only_typed_errors_come_out(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "m.index.json"
+    path.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        assert not read_index(path).weight_map
+
+
+def test_a_deeply_nested_index_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "m.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, -1, -5])
+def test_a_truncated_safetensors_file_is_refused_before_it_is_mapped(tmp_path: Path, cut: int) -> None:
+    save_weights(STATE, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_weights(path)
+
+
+def test_the_error_of_a_truncated_file_names_key_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_weights_file({"only": torch.zeros(100)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-40])
+    with pytest.raises(CheckpointError) as error:
+        load_weights(path)
+    assert f"'only' ends at byte {len(content)}, the file has {len(content) - 40} bytes" in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_a_changed_byte_in_the_header_is_a_typed_error_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, position: int, value: int
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "model.safetensors"
+    save_weights_file(STATE, path)
+    content = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[position % header] = value
+    path.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        assert len(load_weights(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "takes 8 bytes, not 4"),
+        ({"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}, "unknown dtype 'F99'"),
+        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "unknown dtype"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "the shape"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "begins at byte"),
+        ({"dtype": "F32", "shape": [1]}, "says of 'w' only"),
+        (3, "says of 'w' only"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: object, words: str) -> None:
+    header = json.dumps({"w": entry}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with pytest.raises(CheckpointError, match=words):
+        read_header(path)
+
+
+def test_the_header_tells_where_each_tensor_lies(tmp_path: Path) -> None:
+    save_weights_file(STATE, tmp_path / "w.safetensors")
+    entry = read_header(tmp_path / "w.safetensors").entries["a"]
+    content = (tmp_path / "w.safetensors").read_bytes()[entry.begin : entry.end]
+    assert torch.equal(torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(entry.shape), STATE["a"])
+
+
+@pytest.mark.parametrize("cut", [0, 10, 100, -30])
+def test_a_truncated_torch_file_is_a_typed_error(tmp_path: Path, cut: int) -> None:
+    save_weights(STATE, tmp_path, safe_serialization=False)
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        load_weights(tmp_path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_a_changed_byte_in_a_torch_file_is_a_typed_error_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, position: int, value: int
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "model.bin"
+    save_weights_file(STATE, path)
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] = value
+    path.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        load_weights(path)
+
+
+def test_a_torch_file_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    torch.save({"a": Runs(str(tmp_path / "ran"))}, tmp_path / "evil.bin")
+    with open(tmp_path / "old.bin", "wb") as file:
+        pickle.dump({"a": Runs(str(tmp_path / "ran"))}, file, protocol=2)
+    for name in ("evil.bin", "old.bin"):
+        with pytest.raises(CheckpointError, match="not a plain file of tensors"):
+            load_weights(tmp_path / name)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_torch_format_before_zip_files_is_read(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_weights(tmp_path / "old.bin")["a"], STATE["a"])
+
+
+@pytest.mark.parametrize(
+    "content", [[torch.zeros(1)], {"model": {"a": torch.zeros(1)}}, {1: torch.zeros(1)}, torch.zeros(1)]
+)
+def test_a_torch_file_that_is_no_state_dict_is_refused(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "odd.bin")
+    with pytest.raises(CheckpointError, match="mapping of names to tensors"):
+        load_weights(tmp_path / "odd.bin")
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
+def test_single_weights_of_a_file(tmp_path: Path, name: str) -> None:
+    save_weights_file(STATE, tmp_path / name)
+    assert load_weights_file(tmp_path / name, names=["b"]).keys() == {"b"}
+    assert load_weights_file(tmp_path / name, device="meta")["a"].is_meta if name == "w.bin" else True
+    with pytest.raises(CheckpointError, match="Read 'c' from"):
+        load_weights_file(tmp_path / name, names=["b", "c"])
