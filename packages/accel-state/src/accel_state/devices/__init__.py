@@ -1,0 +1,1 @@
+"""Device families: one object per kind of device, asked for everything that differs between kinds."""

@@ -1,0 +1,62 @@
+"""Keyword arguments for objects that this project creates on a user's behalf, grouped in plain data classes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from accel_state.errors import SettingError
+
+__all__ = ("InitProcessGroupKwargs", "KwargsHandler")
+
+
+@dataclass
+class KwargsHandler:
+    """Base of the classes handed over in `kwargs_handlers`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from the defaults of the class."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group of a run is initialised.
+
+    Args:
+        backend: name of the torch.distributed backend; "nccl" and None mean the one that fits the device.
+        init_method: where the processes meet; from the environment by default. A first argument that holds "://" is
+            taken as this one.
+        timeout: how long a collective may take, as a timedelta or in seconds; by default 30 minutes, 10 on GPUs.
+
+    Raises:
+        SettingError: the timeout is not a positive duration.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | float | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and "://" in self.backend:
+            self.backend, self.init_method = None, self.backend
+        if self.timeout is not None:
+            self.timeout = _duration(self.timeout)
+
+
+def _duration(given: object) -> timedelta:
+    duration = timedelta(seconds=given) if isinstance(given, (int, float)) and not isinstance(given, bool) else given
+    if not isinstance(duration, timedelta) or duration <= timedelta(0):
+        raise SettingError(
+            f"InitProcessGroupKwargs(timeout={given!r}) was asked for.",
+            "A timeout is a positive duration.",
+            "Give seconds or a datetime.timedelta.",
+        )
+    return duration

@@ -1,0 +1,132 @@
+"""The fixed names that users and config files read: kinds of runs, precisions, environments, generators.
+
+Values are those of the interface this project speaks; code compares members of these enums only inside the folder of the
+backend or device family that owns them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, EnumMeta
+
+__all__ = (
+    "BaseEnum",
+    "ComputeEnvironment",
+    "CustomDtype",
+    "DistributedType",
+    "DynamoBackend",
+    "EnumWithContains",
+    "PrecisionType",
+    "RNGType",
+    "SageMakerDistributedType",
+)
+
+
+class EnumWithContains(EnumMeta):
+    """Metaclass that lets `"value" in SomeEnum` work on every supported Python."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """Enum whose text form is its value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Values of all members, in order of definition."""
+        return [str(member) for member in cls]
+
+
+class DistributedType(str, BaseEnum):
+    """What users read as `distributed_type`: which strategy and which kind of processes a run has."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(str, BaseEnum):
+    """Names of the mixed-precision modes."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class ComputeEnvironment(str, BaseEnum):
+    """Where a configured run takes place."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(str, BaseEnum):
+    """Kinds of distribution that SageMaker offers."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class RNGType(BaseEnum):
+    """Random number generators that can be synchronised between processes."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+class DynamoBackend(str, BaseEnum):
+    """Names of the backends that `torch.compile` takes, in the upper case of config files."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+class CustomDtype(BaseEnum):
+    """Data types narrower than a byte, or without a torch dtype, that device maps can count."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"

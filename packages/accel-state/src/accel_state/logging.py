@@ -1,0 +1,90 @@
+"""Logging that knows about processes: a record goes out once, or from every process in turn."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from accel_state import current
+from accel_state.errors import NotReady
+from accel_state.settings.environ import read
+from accel_state.settings.schema import TEXT, Setting
+
+__all__ = ("MultiProcessAdapter", "get_logger")
+
+_LEVEL = Setting("log_level", TEXT, None, variable="ACCELERATE_LOG_LEVEL")
+
+# Frames between the caller and the logger: this module's `log`.
+_OWN_FRAMES = 1
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """Logger whose records go out on the main process only, unless the call says otherwise.
+
+    Each call takes two keywords more: `main_process_only` (True by default), and `in_order`, with which all processes log
+    one after the other.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log where the keywords say.
+
+        Raises:
+            NotReady: no state was made yet, so nobody knows which process this is.
+        """
+        process = current.process_or_none()
+        if process is None:
+            raise NotReady(
+                f"A message was logged through the logger {self.logger.name!r}.",
+                "No state was made yet, so it is not known which process this is.",
+                "Create a PartialState() or an Accelerator() before logging.",
+            )
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _OWN_FRAMES
+        if not self.isEnabledFor(level):
+            return
+        if in_order:
+            self._log_in_order(level, msg, args, kwargs)
+        elif not main_process_only or process.rank == 0:
+            self._emit(level, msg, args, kwargs)
+
+    def _emit(self, level: int, msg: object, args: tuple[object, ...], kwargs: MutableMapping[str, Any]) -> None:
+        text, kwargs = self.process(msg, kwargs)
+        self.logger.log(level, text, *args, **{**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
+
+    def _log_in_order(
+        self, level: int, msg: object, args: tuple[object, ...], kwargs: MutableMapping[str, Any]
+    ) -> None:
+        process = current.process()
+        for rank in range(process.world_size):
+            if rank == process.rank:
+                self._emit(level, msg, args, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
+            process.transport.barrier()
+
+    @functools.cache  # noqa: B019 - loggers live as long as the process
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warn the first time that these arguments are given."""
+        self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """A logger that knows about processes.
+
+    Args:
+        name: usually `__name__`.
+        log_level: such as "INFO"; from the variable ACCELERATE_LOG_LEVEL when None.
+
+    Example:
+        >>> logger = get_logger(__name__)
+        >>> logger.info("once")
+        >>> logger.info("by every process", main_process_only=False)
+    """
+    given = read(_LEVEL)
+    level = log_level if log_level is not None else (given.value if given else None)
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

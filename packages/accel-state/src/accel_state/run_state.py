@@ -1,0 +1,99 @@
+"""`AcceleratorState`: the process together with the run it takes part in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_state import current
+from accel_state.current import Run
+from accel_state.errors import Conflict
+from accel_state.labels import DistributedType, PrecisionType
+from accel_state.process import PartialState
+from accel_state.settings.environ import resolve
+from accel_state.settings.run import RunSettings
+from accel_state.settings.schema import settings_of
+
+__all__ = ("AcceleratorState", "check_given", "precision_name")
+
+
+def precision_name(mixed_precision: PrecisionType | str | None) -> str:
+    """The precision mode that was asked for, else that of the environment, else "no".
+
+    Raises:
+        SettingError: there is no such mode.
+    """
+    if mixed_precision is None:
+        return str(resolve(RunSettings, {})["mixed_precision"].value)
+    return str(settings_of(RunSettings)["mixed_precision"].parse(str(mixed_precision), "argument"))
+
+
+def check_given(asked: dict[str, Any]) -> None:
+    """Compare options given by argument with those that the run was made with.
+
+    Raises:
+        Conflict: one of them differs; options that are None were not given.
+    """
+    run = current.run_or_none()
+    for name, value in asked.items():
+        if run is None or value is None:
+            continue
+        before = getattr(run, name) if hasattr(run, name) else run.given.get(name)
+        if before != value:
+            raise Conflict(
+                f"{name}={value!r} was asked for.",
+                f"The run of this process was made with {name}={before!r}, and all Accelerators share the run.",
+                f"Give the same {name} to every Accelerator, or give it to the first one only.",
+            )
+
+
+class AcceleratorState(PartialState):
+    """The process and its run: mixed precision, strategy, mesh.
+
+    An Accelerator makes the run; made alone, this makes one without a strategy.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; from the environment when None.
+        cpu: work on the CPU even if another device is present.
+        kwargs: fields of `InitProcessGroupKwargs`.
+
+    Raises:
+        Conflict: the run was made with another precision.
+        SettingError: there is no such precision mode.
+    """
+
+    def __init__(self, mixed_precision: PrecisionType | str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        super().__init__(cpu, **kwargs)
+        asked = None if mixed_precision is None else precision_name(mixed_precision)
+        if current.run_or_none() is None:
+            current.set_run(Run(precision_name(mixed_precision), super().distributed_type))
+        check_given({"mixed_precision": asked})
+
+    def __repr__(self) -> str:
+        return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the run is known."""
+        return current.run_or_none() is not None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of the run: the label of its strategy, else that of the process."""
+        return current.run().distributed_type
+
+    @property
+    def mixed_precision(self) -> str:
+        """Precision mode of the run."""
+        return current.run().mixed_precision
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh that the devices of the run form, or None."""
+        return current.run().mesh
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        if reset_partial_state:
+            current.clear()
+        else:
+            current.set_run(None)

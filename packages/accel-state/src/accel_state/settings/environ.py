@@ -1,0 +1,95 @@
+"""Settings and the environment: reading the variables of a settings class, and writing them for a child process.
+
+Variable names are a public protocol that other libraries read too, so they are spelled only in the definitions of the
+settings. The own process's environment is written in one place only, `publish`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from accel_state.settings.schema import Setting, settings_of
+
+__all__ = ("DEFAULT", "Given", "from_environment", "publish", "read", "resolve", "to_environment")
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value and where it came from, such as `argument`, `$ACCELERATE_USE_CPU`, `run.yaml:12` or `default`."""
+
+    value: Any
+    origin: str
+
+
+DEFAULT: Final = "default"
+
+
+def read(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
+    """Value of a setting from the first of its variables that is set and not empty, or None.
+
+    Raises:
+        SettingError: the variable holds something that is not of the setting's kind.
+    """
+    source = os.environ if environ is None else environ
+    for variable in setting.variables:
+        text = source.get(variable, "")
+        if text.strip():
+            return Given(setting.parse(text, f"${variable}"), f"${variable}")
+    return None
+
+
+def resolve(
+    settings_class: type,
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    file: Mapping[str, Given] | None = None,
+) -> dict[str, Given]:
+    """Every setting of a class with its origin: argument before environment before config file before default.
+
+    Args:
+        settings_class: a dataclass made with `setting`.
+        arguments: values given in code or by flag; None means not given.
+        environ: variables to read; the process's own by default.
+        file: values of a config file by setting name, with their line as origin.
+    """
+    resolved = {}
+    for name, known in settings_of(settings_class).items():
+        if arguments.get(name) is not None:
+            resolved[name] = Given(arguments[name], "argument")
+        else:
+            fallback = (file or {}).get(name) or Given(known.default, DEFAULT)
+            resolved[name] = read(known, environ) or fallback
+    return resolved
+
+
+def from_environment(settings_class: type[S], environ: Mapping[str, str] | None = None, **arguments: Any) -> S:
+    """An instance of a settings class, from the arguments that are not None, the environment and the defaults.
+
+    Raises:
+        SettingError: a variable holds something that is not of its setting's kind.
+    """
+    resolved = resolve(settings_class, arguments, environ)
+    others = {name: value for name, value in arguments.items() if name not in resolved}
+    return settings_class(**{name: given.value for name, given in resolved.items()}, **others)
+
+
+def to_environment(settings: object) -> dict[str, str]:
+    """Variables that carry an instance of a settings class to a child; settings that are None are left out."""
+    variables = {}
+    for name, known in settings_of(type(settings)).items():
+        value = getattr(settings, name)
+        if known.variable is not None and value is not None:
+            variables[known.variable] = known.kind.format(value)
+    return variables
+
+
+def publish(variables: Mapping[str, str], remove: Iterable[str] = ()) -> None:
+    """Write variables into this process's own environment, for libraries that read them there."""
+    for name in remove:
+        os.environ.pop(name, None)
+    os.environ.update(variables)

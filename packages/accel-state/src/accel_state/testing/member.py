@@ -1,0 +1,69 @@
+"""What each process of `accel_state.testing.processes` runs: read a call, make it in a clean state, send the answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import sys
+import traceback
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+
+from accel_state.settings.environ import publish
+from accel_state.testing.fresh import fresh
+
+__all__ = ("main",)
+
+
+def _module(name: str, file: str) -> ModuleType:
+    """The module of a test file, under the name it has in the parent so that its classes can be pickled."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dict[str, str]) -> Any:
+    found: Any = _module(name, file)
+    for part in function.split("."):
+        found = getattr(found, part)
+    with fresh(launched=True):
+        publish(place)
+        return found(*args)
+
+
+def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
+    try:
+        text = pickle.dumps((value, error))
+    except Exception:
+        text = pickle.dumps((None, "The value could not be pickled.\n" + traceback.format_exc()))
+    answers.write(text)
+    answers.flush()
+
+
+def main() -> None:
+    """Serve calls until the parent closes the pipe."""
+    torch.set_num_threads(1)
+    calls, answers = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
+    while True:
+        try:
+            call = pickle.load(calls)
+        except EOFError:
+            return
+        try:
+            value, error = _call(*call), None
+        except BaseException:
+            value, error = None, traceback.format_exc()
+        sys.stdout.flush()
+        _answer(answers, value, error)
+
+
+if __name__ == "__main__":
+    main()

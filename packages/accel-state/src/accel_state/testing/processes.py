@@ -1,0 +1,291 @@
+"""Real processes for tests: started once, used for many calls, bounded in time, with every rank's output on failure.
+
+@pytest.fixture(scope="module")
+def two():
+    with Processes(2) as group:
+        yield group
+
+def total(start):
+    return PartialState().process_index + start
+
+def test_ranks(two):
+    assert two.run(total, 10) == [10, 11]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any
+
+__all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "run_command")
+
+_GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did with a call.
+
+    Args:
+        rank: which one.
+        value: what the function returned.
+        error: the traceback as text, or None.
+        exitcode: exit code of a process that died (negative for a signal), else None.
+        output: what it printed meanwhile.
+        hung: whether it was still busy when time was up.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+    output: str = ""
+    hung: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode is None and not self.hung
+
+    def __str__(self) -> str:
+        what = "returned" if self.ok else "was still busy" if self.hung else "raised" if self.error else "died"
+        code = "" if self.exitcode is None else f" (exit code {self.exitcode})"
+        return f"--- rank {self.rank} {what}{code} ---\n{self.output}{self.error or ''}"
+
+
+class ProcessesFailed(AssertionError):
+    """Met when a rank raised, died or hung; the message shows what every rank printed."""
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        super().__init__("\n".join(str(outcome) for outcome in outcomes))
+        self.outcomes = tuple(outcomes)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Processes:
+    """A group of real processes that have imported torch and take calls.
+
+    Each call starts from a clean state and a rendezvous of its own. After a rank died or hung the group is started anew at
+    the next call.
+
+    Args:
+        count: number of processes.
+        timeout: seconds a call may take.
+    """
+
+    def __init__(self, count: int, timeout: float = 60.0) -> None:
+        self.count = count
+        self.timeout = timeout
+        self._members: list[_Member] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call a function on every rank and return each rank's value.
+
+        Args:
+            function: a module-level function; sent by the file and name it stands under.
+            args: what it is called with; pickled.
+            timeout: seconds, instead of the group's.
+            environment: variables set during the call.
+
+        Raises:
+            ProcessesFailed: a rank raised, died or hung.
+        """
+        outcomes = self.outcomes(function, *args, timeout=timeout, environment=environment)
+        if not all(outcome.ok for outcome in outcomes):
+            raise ProcessesFailed(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Outcome]:
+        """Like `run`, but what went wrong is returned, not raised."""
+        if any(member.process.poll() is not None for member in self._members):
+            self.close()
+        if not self._members:
+            self._members = [_Member(rank, self.count) for rank in range(self.count)]
+        module = sys.modules[function.__module__]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environment or {})}
+        call = (module.__name__, module.__file__, function.__qualname__, args, place)
+        for member in self._members:
+            member.send(call)
+        deadline = time.monotonic() + (timeout or self.timeout)
+        found = [member.receive(deadline) for member in self._members]
+        if any(outcome.hung or outcome.exitcode is not None for outcome in found):
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        for member in self._members:
+            member.end()
+        self._members = []
+
+
+class _Member:
+    """One process of a group: calls go in through a pipe, answers come back through another, output goes to a file."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank = rank
+        self.output: IO[bytes] = tempfile.TemporaryFile()
+        answers, their_answers = os.pipe()
+        their_calls, calls = os.pipe()
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "accel_state.testing.member", str(their_calls), str(their_answers)],
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=self.output,
+            env=environment,
+            pass_fds=(their_calls, their_answers),
+            start_new_session=True,
+        )
+        os.close(their_calls)
+        os.close(their_answers)
+        self._calls = os.fdopen(calls, "wb")
+        self._answers = os.fdopen(answers, "rb")
+        self._reader: threading.Thread | None = None
+
+    def send(self, call: tuple[Any, ...]) -> None:
+        self._seen = self.output.seek(0, os.SEEK_END)
+        self._answer: tuple[Any, str | None] | None = None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(call, self._calls)
+            self._calls.flush()
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            self._answer = pickle.load(self._answers)
+        except (EOFError, OSError, ValueError):
+            self._answer = None
+
+    def receive(self, deadline: float) -> Outcome:
+        assert self._reader is not None
+        self._reader.join(max(0.0, deadline - time.monotonic()))
+        if self._answer is not None:
+            value, error = self._answer
+            return Outcome(self.rank, value, error, output=self._printed())
+        if self._reader.is_alive():
+            return Outcome(self.rank, output=self._printed(), hung=True)
+        return Outcome(self.rank, exitcode=self.process.wait(_GRACE), output=self._printed())
+
+    def _printed(self) -> str:
+        self.output.seek(self._seen)
+        return self.output.read().decode(errors="replace")
+
+    def end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._calls.close()
+        try:
+            self.process.wait(_GRACE if self._idle() else 0)
+        except subprocess.TimeoutExpired:
+            _kill(self.process)
+        if self._reader is not None:
+            self._reader.join(_GRACE)
+        self._answers.close()
+        self.output.close()
+
+    def _idle(self) -> bool:
+        return self._reader is None or not self._reader.is_alive()
+
+
+def run_command(
+    argv: Sequence[str],
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Finished:
+    """Run a command and return how it ended; its whole process group is ended when time is up.
+
+    Args:
+        argv: the command.
+        timeout: seconds it may take.
+        env: variables in addition to those of this process.
+        cwd: folder to run it in.
+
+    Raises:
+        AssertionError: it was still running when time was up; the message shows what it printed.
+    """
+    process = subprocess.Popen(
+        list(argv),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **(env or {})},
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        stdout, stderr = process.communicate()
+        shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
+        raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
+    return Finished(process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _loopback() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+    process.wait(_GRACE)

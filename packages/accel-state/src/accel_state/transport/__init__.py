@@ -1,0 +1,1 @@
+"""Transports: how tensors and bytes travel between the processes of a run."""

@@ -1,0 +1,89 @@
+"""The interface of a transport: the few collectives that everything above is built from.
+
+Calls start a collective and return at once; `wait` on the result makes it complete. Every process of the run makes the same
+calls in the same order. Sizes must be equal on all processes: the layer above checks them before it calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+
+__all__ = ("DONE", "Done", "Reduction", "Transport", "Work")
+
+Reduction = Literal["sum", "max", "min"]
+
+
+class Work(Protocol):
+    """A collective that was started."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Block until it is complete; raises what went wrong. After a timeout it may be waited for again."""
+
+
+class Done:
+    """A collective that was complete when it was started."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return at once."""
+        return True
+
+
+DONE = Done()
+
+
+class Transport(ABC):
+    """Collectives between the processes of a run, on process groups that nobody else uses.
+
+    Attributes:
+        rank: index of this process.
+        world_size: number of processes.
+        device: where tensors must lie for the data collectives.
+        timeout: how long a collective may take.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout: timedelta
+
+    @abstractmethod
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:
+        """Collect `input` of every process into `output`, which holds `world_size * input.numel()` elements, by rank.
+
+        Both are contiguous. With `header` both lie on the CPU, whatever `device` is.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
+        """Combine `tensor` of all processes, in place on every one."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Overwrite `tensor` with that of process `source`, in place."""
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+        """Give each process its own of the `inputs` that process `source` holds; the others pass None."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, destination: int) -> Work:
+        """Bring `input` of every process to process `destination`, which passes one output per rank; the others None."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every process has called this."""
+
+    @abstractmethod
+    def store(self) -> Any | None:
+        """The key-value store that the processes share, or None when there is only one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the groups of this transport; no call may follow."""

@@ -1,0 +1,77 @@
+"""The transport over torch.distributed, on process groups of our own.
+
+Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can then
+only wait, never mix. Headers always travel on the CPU; where the data lives on another device, a second group over gloo
+carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from accel_state.transport.base import Reduction, Transport, Work
+
+__all__ = ("TorchDistTransport",)
+
+_REDUCTIONS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch 2.13 renamed it and warns about the old name; earlier releases have the old name only."""
+
+
+class TorchDistTransport(Transport):
+    """Collectives over a process group made for us; torch.distributed must be initialised.
+
+    Args:
+        device: where the tensors of this process lie.
+        timeout: how long a collective may take before it fails.
+        store: the store the process group was made from.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta, store: Any | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+        self.timeout = timeout
+        self._store = store
+        self._data = dist.new_group(timeout=timeout)
+        on_host = dist.get_backend(self._data) == dist.Backend.GLOO
+        self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:
+        group = self._header if header else self._data
+        return _started(_all_gather(output, input, group=group, async_op=True))
+
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
+        return _started(dist.all_reduce(tensor, op=_REDUCTIONS[operation], group=self._data, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return _started(dist.broadcast(tensor, src=source, group=self._data, async_op=True))
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+        given = None if inputs is None else list(inputs)
+        return _started(dist.scatter(output, given, src=source, group=self._data, async_op=True))
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, destination: int) -> Work:
+        taken = None if outputs is None else list(outputs)
+        return _started(dist.gather(input, taken, dst=destination, group=self._data, async_op=True))
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._header)
+
+    def store(self) -> Any | None:
+        return self._store
+
+    def close(self) -> None:
+        for group in {self._data, self._header}:
+            dist.destroy_process_group(group)
+
+
+def _started(work: Any) -> Work:
+    started: Work = work
+    return started

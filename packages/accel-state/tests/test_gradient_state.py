@@ -1,0 +1,66 @@
+"""Gradient accumulation state: one per Accelerator, the last one reachable by everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accel_state import GradientAccumulationPlugin, GradientState
+from accel_state.errors import NotReady, SettingError
+from accel_state.testing.fresh import fresh
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+class Loader:
+    end_of_dataloader = False
+    remainder = -1
+
+
+def test_one_state_is_shared_until_another_is_made() -> None:
+    shared = GradientState()
+    assert GradientState() is shared
+
+    own = GradientState.of(GradientAccumulationPlugin(num_steps=4))
+
+    assert GradientState() is own
+    assert own.num_steps == 4
+    assert shared.num_steps == 1
+    assert own.plugin_kwargs == {"num_steps": 4}
+
+
+def test_the_innermost_loader_answers() -> None:
+    state, outer, inner = GradientState(), Loader(), Loader()
+    assert not state.in_dataloader
+    state.begin(outer)
+    state.begin(inner)
+    inner.end_of_dataloader, inner.remainder = True, 3
+
+    assert state.end_of_dataloader
+    assert state.remainder == 3
+    state.finish(inner)
+    assert not state.end_of_dataloader
+    assert state.remainder == -1
+    assert state.active_dataloader is outer
+    assert state.dataloader_references == [None, outer]
+
+
+def test_loaders_may_leave_in_any_order() -> None:
+    state, first, second = GradientState(), Loader(), Loader()
+    state.begin(first)
+    state.begin(second)
+    state.finish(first)
+    assert state.loaders == [second]
+    with pytest.raises(NotReady):
+        state.finish(first)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True])
+def test_steps_that_are_none(steps: object) -> None:
+    with pytest.raises(SettingError, match="at least 1"):
+        GradientAccumulationPlugin(num_steps=steps)  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""A record goes out once, or from every process in turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from accel_state import PartialState, get_logger
+from accel_state.errors import NotReady
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def records() -> list[tuple[str, str]]:
+    PartialState(cpu=True)
+    logger = get_logger("accel.test.records", log_level="INFO")
+    seen: list[tuple[str, str]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append((record.getMessage(), record.funcName))
+
+    logger.logger.addHandler(Keep())
+    logger.info("once")
+    logger.info("everywhere", main_process_only=False)
+    logger.info("in turn", in_order=True)
+    logger.debug("never", main_process_only=False)
+    return seen
+
+
+def test_who_logs_what(two: Processes) -> None:
+    first, second = two.run(records)
+    assert first == [("once", "records"), ("everywhere", "records"), ("in turn", "records")]
+    assert second == [("everywhere", "records"), ("in turn", "records")]
+
+
+def test_logging_too_early() -> None:
+    with fresh(), pytest.raises(NotReady, match="before logging"):
+        get_logger("accel.test.early").warning("lost")

@@ -1,0 +1,280 @@
+"""Who a process is, and the order in which processes do things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import AcceleratorState, DistributedType, InitProcessGroupKwargs, PartialState, current
+from accel_state.errors import CollectiveError, Conflict, NotReady, SettingError, ShapeMismatch, UnknownKind
+from accel_state.split import split_inputs
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes, ProcessesFailed, free_port
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def test_a_process_that_runs_alone() -> None:
+    state = PartialState(cpu=True)
+
+    assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
+    assert state.device == torch.device("cpu")
+    assert state.distributed_type is DistributedType.NO
+    assert state.backend is None
+    assert state.is_main_process
+    assert state.is_local_main_process
+    assert state.is_last_process
+    assert not state.use_distributed
+
+
+def test_all_instances_show_the_same_process() -> None:
+    first = PartialState(cpu=True)
+    second = PartialState()
+
+    assert second.device == first.device
+    PartialState._reset_state()
+    assert not first.initialized
+
+
+def test_the_process_is_asked_for_too_early() -> None:
+    with pytest.raises(NotReady, match="Create a PartialState"):
+        current.process()
+
+
+def describe() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+    return {
+        "rank": state.process_index,
+        "count": state.num_processes,
+        "type": str(state.distributed_type),
+        "backend": state.backend,
+        "last": state.is_last_process,
+    }
+
+
+def test_two_processes_meet(two: Processes) -> None:
+    assert two.run(describe) == [
+        {"rank": 0, "count": 2, "type": "MULTI_CPU", "backend": "gloo", "last": False},
+        {"rank": 1, "count": 2, "type": "MULTI_CPU", "backend": "gloo", "last": True},
+    ]
+
+
+def collectives() -> list[Any]:
+    transport = current.process_or_start().transport
+    rank = transport.rank
+    gathered = torch.zeros(4)
+    transport.all_gather(gathered, torch.tensor([float(rank), 10.0])).wait()
+    total, least = torch.tensor([rank + 1.0]), torch.tensor([rank + 1.0])
+    transport.all_reduce(total).wait()
+    transport.all_reduce(least, "min").wait()
+    told = torch.tensor([float(rank)])
+    transport.broadcast(told, source=1).wait()
+    mine = torch.zeros(1)
+    transport.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None, source=0).wait()
+    brought = [torch.zeros(1), torch.zeros(1)] if rank == 1 else None
+    transport.gather(brought, torch.tensor([rank + 7.0]), destination=1).wait()
+    return [
+        gathered.tolist(),
+        total.item(),
+        least.item(),
+        told.item(),
+        mine.item(),
+        torch.cat(brought or [mine]).tolist(),
+    ]
+
+
+def test_the_collectives_of_the_transport(two: Processes) -> None:
+    first, second = two.run(collectives)
+
+    assert first == [[0.0, 10.0, 1.0, 10.0], 3.0, 1.0, 1.0, 5.0, [5.0]]
+    assert second == [[0.0, 10.0, 1.0, 10.0], 3.0, 1.0, 1.0, 6.0, [7.0, 8.0]]
+
+
+def collectives_alone() -> None:
+    transport = PartialState(cpu=True)._process.transport
+    gathered, mine = torch.zeros(2), torch.zeros(1)
+    transport.all_gather(gathered, torch.tensor([1.0, 2.0])).wait()
+    transport.scatter(mine, [torch.tensor([3.0])], source=0).wait()
+    transport.barrier()
+
+    assert gathered.tolist() == [1.0, 2.0]
+    assert mine.item() == 3.0
+    assert transport.store() is None
+
+
+def test_the_collectives_of_one_process() -> None:
+    collectives_alone()
+
+
+def order(path: str) -> None:
+    state = PartialState(cpu=True)
+    with state.main_process_first(), open(path, "a") as file:
+        file.write(f"{state.process_index}")
+
+
+def test_the_main_process_goes_first(two: Processes, tmp_path: Any) -> None:
+    for attempt in range(3):
+        two.run(order, str(tmp_path / str(attempt)))
+        assert (tmp_path / str(attempt)).read_text() == "01"
+
+
+def decorated() -> list[Any]:
+    state = PartialState(cpu=True)
+
+    @state.on_main_process
+    def main() -> str:
+        return "main"
+
+    @state.on_last_process
+    def last() -> str:
+        return "last"
+
+    @state.on_process(process_index=1)
+    def first() -> str:
+        return "one"
+
+    @state.on_local_process(local_process_index=0)
+    def local() -> str:
+        return "local"
+
+    return [main(), last(), first(), local()]
+
+
+def test_decorators_choose_the_process(two: Processes) -> None:
+    assert two.run(decorated) == [["main", None, None, "local"], [None, "last", "one", None]]
+
+
+def fail_on_one() -> None:
+    if PartialState(cpu=True).process_index == 1:
+        raise ValueError("told on purpose")
+
+
+def test_a_failing_rank_is_shown_with_its_traceback(two: Processes) -> None:
+    with pytest.raises(ProcessesFailed, match="told on purpose"):
+        two.run(fail_on_one)
+    assert [outcome["rank"] for outcome in two.run(describe)] == [0, 1]
+
+
+def hang_on_one() -> None:
+    state = PartialState(cpu=True)
+    if state.process_index == 1:
+        state.wait_for_everyone()
+    else:
+        import signal
+
+        signal.pause()
+
+
+def test_a_hanging_rank_is_ended() -> None:
+    with Processes(2) as group:
+        outcomes = group.outcomes(hang_on_one, timeout=10)
+    assert [outcome.hung for outcome in outcomes] == [True, True]
+
+
+def die_on_one() -> None:
+    import os
+
+    if PartialState(cpu=True).process_index == 1:
+        os._exit(7)
+
+
+def test_a_dead_rank_is_reported_with_its_exit_code() -> None:
+    with Processes(2) as group:
+        outcomes = group.outcomes(die_on_one)
+        assert outcomes[1].exitcode == 7
+        assert group.run(describe)[1]["rank"] == 1
+
+
+def meet_nobody() -> str:
+    with pytest.raises(CollectiveError) as caught:
+        PartialState(cpu=True, timeout=1)
+    return str(caught.value)
+
+
+def test_an_address_where_nobody_answers(two: Processes) -> None:
+    place = {"MASTER_PORT": str(free_port()), "RANK": "1"}
+    for message in two.run(meet_nobody, environment=place):
+        assert place["MASTER_PORT"] in message
+        assert "did not meet" in message
+
+
+def test_a_launched_process_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingError, match="MASTER_ADDR and MASTER_PORT"):
+        PartialState(cpu=True)
+
+
+@pytest.mark.parametrize("timeout", [5, 5.0, timedelta(seconds=5)])
+def test_timeouts_in_every_form(timeout: Any) -> None:
+    assert InitProcessGroupKwargs(timeout=timeout).timeout == timedelta(seconds=5)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "5", True])
+def test_timeouts_that_are_none(timeout: Any) -> None:
+    with pytest.raises(SettingError, match="positive duration"):
+        InitProcessGroupKwargs(timeout=timeout)
+
+
+def test_a_method_in_the_place_of_the_backend() -> None:
+    options = InitProcessGroupKwargs("tcp://127.0.0.1:1")
+    assert (options.backend, options.init_method) == (None, "tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parts"),
+    [
+        ([1, 2, 3], [[1, 2], [3]]),
+        ((1, 2, 3), [(1, 2), (3,)]),
+        ([1], [[1], []]),
+        ([], [[], []]),
+        ({"a": [1, 2, 3]}, [{"a": [1, 2]}, {"a": [3]}]),
+    ],
+)
+def test_splitting(inputs: Any, parts: list[Any]) -> None:
+    assert [split_inputs(inputs, 2, index) for index in range(2)] == parts
+
+
+def test_splitting_with_padding() -> None:
+    assert [split_inputs([1, 2, 3], 2, index, apply_padding=True) for index in range(2)] == [[1, 2], [3, 3]]
+    parts = [split_inputs(torch.arange(5), 4, index, apply_padding=True).tolist() for index in range(4)]
+    assert parts == [[0, 1], [2, 2], [3, 3], [4, 4]]
+    assert [split_inputs([1], 3, index, apply_padding=True) for index in range(3)] == [[1], [1], [1]]
+
+
+def test_splitting_what_cannot_be_split() -> None:
+    with pytest.raises(UnknownKind, match="of type int"):
+        split_inputs(3, 2, 0)
+    with pytest.raises(ShapeMismatch, match="a: 1, b: 2"):
+        split_inputs({"a": [1], "b": [1, 2]}, 2, 0)
+
+
+def test_the_run_has_one_precision() -> None:
+    assert AcceleratorState("bf16", cpu=True).mixed_precision == "bf16"
+    assert AcceleratorState().mixed_precision == "bf16"
+    with pytest.raises(Conflict, match="mixed_precision='bf16'"):
+        AcceleratorState("fp16")
+
+
+def test_an_unknown_precision_names_the_closest() -> None:
+    with pytest.raises(SettingError, match="Did you mean 'bf16'"):
+        AcceleratorState("bf61", cpu=True)
+
+
+def test_the_precision_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert AcceleratorState(cpu=True).mixed_precision == "fp16"

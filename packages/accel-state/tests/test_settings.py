@@ -1,0 +1,139 @@
+"""Settings: one definition, read from arguments, variables and defaults; and extensions found without loading them."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from accel_state.errors import AccelError, Conflict, Missing, SettingError
+from accel_state.settings.environ import Given, from_environment, publish, read, resolve, to_environment
+from accel_state.settings.extension import extensions
+from accel_state.settings.probe import importable
+from accel_state.settings.requirement import Requirement
+from accel_state.settings.schema import BOOLEAN, FLOAT, INTEGER, JSON, choice, listing, setting, settings_of, whole
+from accel_state.settings.versions import compare, is_torch_version
+
+
+@dataclass(frozen=True)
+class Example:
+    steps: int = setting(1, kind=whole(1), variable="ACCEL_TEST_STEPS", flag="--steps")
+    rate: float | None = setting(None, kind=FLOAT, variable="ACCEL_TEST_RATE", aliases=("ACCEL_TEST_OLD_RATE",))
+    quick: bool = setting(False, kind=BOOLEAN, variable="ACCEL_TEST_QUICK")
+    mode: str = setting("slow", kind=choice("slow", "fast"), variable="ACCEL_TEST_MODE")
+    names: tuple[str, ...] | None = setting(None, kind=listing(), variable="ACCEL_TEST_NAMES")
+    extra: object = setting(None, kind=JSON, variable="ACCEL_TEST_EXTRA")
+    unset: int = setting(3, kind=INTEGER)
+
+
+def test_each_setting_knows_its_name() -> None:
+    assert list(settings_of(Example)) == ["steps", "rate", "quick", "mode", "names", "extra", "unset"]
+    assert settings_of(Example)["steps"].flag == "--steps"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Example(),
+        Example(steps=4, rate=0.1, quick=True, mode="fast", names=("a", "b"), extra={"x": [1]}),
+    ],
+)
+def test_what_is_written_for_a_child_is_read_back(given: Example) -> None:
+    assert from_environment(Example, to_environment(given)) == given
+
+
+def test_the_argument_wins_then_the_variable_then_the_file_then_the_default() -> None:
+    environ = {"ACCEL_TEST_STEPS": "2", "ACCEL_TEST_RATE": "0.5"}
+    file = {"rate": Given(0.7, "run.yaml:3"), "mode": Given("fast", "run.yaml:4")}
+
+    found = resolve(Example, {"steps": 9}, environ, file)
+
+    assert found["steps"] == Given(9, "argument")
+    assert found["rate"] == Given(0.5, "$ACCEL_TEST_RATE")
+    assert found["mode"] == Given("fast", "run.yaml:4")
+    assert found["unset"] == Given(3, "default")
+
+
+def test_an_empty_variable_is_not_set_and_aliases_are_read_last() -> None:
+    rate = settings_of(Example)["rate"]
+    assert read(rate, {"ACCEL_TEST_RATE": " "}) is None
+    assert read(rate, {"ACCEL_TEST_OLD_RATE": "1"}) == Given(1.0, "$ACCEL_TEST_OLD_RATE")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("ACCEL_TEST_STEPS", "0"),
+        ("ACCEL_TEST_STEPS", "many"),
+        ("ACCEL_TEST_RATE", "high"),
+        ("ACCEL_TEST_QUICK", "perhaps"),
+        ("ACCEL_TEST_EXTRA", "{"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(variable: str, text: str) -> None:
+    with pytest.raises(SettingError, match=rf"\${variable}"):
+        from_environment(Example, {variable: text})
+
+
+def test_a_misspelt_choice_is_answered_with_the_closest() -> None:
+    with pytest.raises(SettingError, match="Did you mean 'fast'"):
+        from_environment(Example, {"ACCEL_TEST_MODE": "fats"})
+
+
+def test_publishing_writes_and_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setenv("ACCEL_TEST_OLD", "1")
+    monkeypatch.setenv("ACCEL_TEST_NEW", "0")
+    publish({"ACCEL_TEST_NEW": "1"}, remove=["ACCEL_TEST_OLD"])
+    assert os.environ["ACCEL_TEST_NEW"] == "1"
+    assert "ACCEL_TEST_OLD" not in os.environ
+
+
+def test_errors_have_three_parts_and_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(Conflict("asked", "obstacle", "remedy")))
+    assert (error.asked, error.obstacle, error.remedy) == ("asked", "obstacle", "remedy")
+    assert str(error) == "asked\n  obstacle\n  remedy"
+    assert isinstance(error, ValueError)
+    assert isinstance(error, AccelError)
+
+
+def test_a_requirement_that_is_not_met_gives_the_install_line() -> None:
+    absent = Requirement("no_such_module", distribution="no-such", versions=">=2", extra="accel-plugins[none]")
+    with pytest.raises(Missing, match=r'pip install "accel-plugins\[none\]"'):
+        absent.demand("Nothing was asked for.")
+    old = Requirement("packaging", versions=">=1000")
+    assert "is installed; >=1000 is needed" in str(old.obstacle())
+    assert Requirement("packaging", versions=">=1").obstacle() is None
+
+
+def test_probing_and_versions() -> None:
+    assert importable("json")
+    assert not importable("no_such_module.inside")
+    assert compare("2.13.0+cpu", "==", "2.13.0")
+    assert is_torch_version(">=", "2.9")
+    with pytest.raises(SettingError, match="=>"):
+        compare("1", "=>", "1")
+
+
+def test_extensions_are_found_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "some_backend-1.2.dist-info"
+    folder.mkdir()
+    (folder / "entry_points.txt").write_text(
+        "[console_scripts]\nx = y:z\n\n[accel.backends]\nquick = some_backend.manifest:MANIFEST\n[accel.devices]\n"
+    )
+    other = tmp_path / "unrelated-1.0.dist-info"
+    other.mkdir()
+    (other / "entry_points.txt").write_text("[console_scripts]\na = b:c\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    found = next(extension for extension in extensions("accel.backends") if extension.name == "quick")
+
+    assert found.target == "some_backend.manifest:MANIFEST"
+    assert found.origin == "some-backend 1.2"
+    assert "some_backend" not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        found.load()
