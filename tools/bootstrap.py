@@ -182,9 +182,9 @@ def set_up(python: Path) -> None:
     if is_complete(python):
         return
     start = time.monotonic()
-    STAMP.unlink(missing_ok=True)
     say(f"[1/5] making {VENV} with Python {sys.version.split()[0]}")
     make_venv(python)
+    STAMP.unlink(missing_ok=True)
     install(python)
     STAMP.write_text(fingerprint(), encoding="utf-8")
     say(f"ready after {time.monotonic() - start:.0f} s")
@@ -197,6 +197,9 @@ def main(arguments: list[str]) -> int:
         command = check_command(arguments)
         check_python((sys.version_info[0], sys.version_info[1]), command)
         set_up(python)
+    except OSError as error:
+        print(BootstrapError(" ".join(arguments), str(error), f"see that {ROOT} can be written"), file=sys.stderr)
+        return 2
     except BootstrapError as error:
         print(error, file=sys.stderr)
         return 2
