@@ -1,7 +1,7 @@
 """The one slot of the process: who it is, which run it takes part in, and the gradient state made last.
 
-`PartialState`, `AcceleratorState` and `GradientState` are views of this slot. What lies in it is immutable; a change puts a
-new object there.
+`PartialState`, `AcceleratorState` and `GradientState` are views of this slot. What lies in it is immutable; a change
+puts a new object there.
 """
 
 from __future__ import annotations

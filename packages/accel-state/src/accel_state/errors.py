@@ -71,7 +71,7 @@ class PluginError(AccelError, RuntimeError):
 
 
 class ShapeMismatch(AccelError, ValueError):
-    """Met on every process when the processes hand different structures, shapes, dtypes or operations to a collective."""
+    """Met on every process when they hand different structures, shapes, dtypes or operations to a collective."""
 
 
 class CollectiveError(AccelError, RuntimeError):

@@ -1,6 +1,6 @@
 """Gradient accumulation: its configuration, and the one object that says whether gradients are synchronised now.
 
-Each Accelerator has a `GradientState` of its own and hands it down to the loaders, optimizers and schedulers it prepares;
+Each Accelerator has a `GradientState` of its own and hands it to the loaders, optimizers and schedulers it prepares;
 `GradientState()` is the one made last, for code that has no Accelerator at hand.
 """
 
@@ -69,7 +69,7 @@ class GradientState:
     is_xla_gradients_synced: bool
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
-        existing = current.gradient()
+        existing: GradientState | None = current.gradient()
         if existing is None:
             return cls.of(gradient_accumulation_plugin or GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:

@@ -1,7 +1,7 @@
 """The fixed names that users and config files read: kinds of runs, precisions, environments, generators.
 
-Values are those of the interface this project speaks; code compares members of these enums only inside the folder of the
-backend or device family that owns them.
+Values are those of the interface this project speaks; code compares members of these enums only inside the folder of
+the backend or device family that owns them.
 """
 
 from __future__ import annotations

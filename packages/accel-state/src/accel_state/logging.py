@@ -23,8 +23,8 @@ _OWN_FRAMES = 1
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Logger whose records go out on the main process only, unless the call says otherwise.
 
-    Each call takes two keywords more: `main_process_only` (True by default), and `in_order`, with which all processes log
-    one after the other.
+    Each call takes two keywords more: `main_process_only` (True by default), and `in_order`, with which all processes
+    log one after the other.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -266,7 +265,7 @@ class PartialState:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on the first process of each node."""
         if self.is_local_main_process:
-            print(*args, **{"file": sys.stdout, **kwargs})
+            print(*args, **kwargs)  # noqa: T201 - this is what it is for
 
     def set_device(self) -> None:
         """Make the device of this process the current one of its family."""

@@ -1,7 +1,7 @@
 """Who this process is among the processes of a run, read once from the environment and frozen.
 
-Launchers tell a process its place in different variables; each convention is one row of `SCHEMES`. The first scheme whose
-world-size variable is set is taken.
+Launchers tell a process its place in different variables; each convention is one row of `SCHEMES`. The first scheme
+whose world-size variable is set is taken.
 """
 
 from __future__ import annotations

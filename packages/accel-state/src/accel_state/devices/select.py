@@ -1,7 +1,7 @@
 """Which device families there are, and which one a process works on.
 
-Built-in families enter through the same entry-point group as a stranger's, `accel.devices`. A family that cannot be loaded
-never breaks an import; it is kept with its error, and told when a worse device would be taken because of it.
+Built-in families enter through the same entry-point group as a stranger's, `accel.devices`. A family that cannot be
+loaded never breaks an import; it is kept with its error, and told when a worse device would be taken because of it.
 """
 
 from __future__ import annotations

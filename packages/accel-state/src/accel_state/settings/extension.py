@@ -46,7 +46,7 @@ class Extension:
 
 
 def extensions(group: str) -> tuple[Extension, ...]:
-    """Extensions of a group in the order of `sys.path`, then by name; of two with the same origin and name, the first."""
+    """Extensions of a group in the order of `sys.path`; of two with the same name and target, the first."""
     return tuple(found for found in _scan(tuple(sys.path)) if found.group == group)
 
 

@@ -22,14 +22,14 @@ def lazy_names(
     """The module-level `__getattr__` and `__dir__` of a package whose names live in the given modules."""
     owner = {name: module for module, names in names_by_module.items() for name in names}
 
-    def __getattr__(name: str) -> Any:
+    def look_up(name: str) -> Any:
         if name not in owner:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(owner[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    def __dir__() -> list[str]:
+    def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *owner})
 
-    return __getattr__, __dir__
+    return look_up, list_names

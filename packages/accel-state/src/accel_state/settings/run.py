@@ -58,7 +58,7 @@ class RunSettings:
         variable="ACCEL_BACKEND",
         flag="--backend",
         key="backend",
-        help="Name of the backend that owns the run, as `accel backends` lists it; chosen by what was configured when not given.",
+        help="Backend that owns the run, as `accel backends` lists it; by what was configured when not given.",
         group="Resources",
     )
     gradient_accumulation_steps: int = setting(

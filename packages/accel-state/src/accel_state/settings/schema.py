@@ -190,7 +190,7 @@ def setting(
     flag: str | None = None,
     key: str | None = None,
     question: str | None = None,
-    help: str = "",
+    help: str = "",  # noqa: A002 - the word argparse uses
     group: str = "",
 ) -> Any:
     """Dataclass field that is also a setting; see `Setting` for the arguments."""

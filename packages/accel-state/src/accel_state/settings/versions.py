@@ -49,5 +49,5 @@ def compare(version: str, operation: str, required: str) -> bool:
 
 
 def is_torch_version(operation: str, required: str) -> bool:
-    """Whether the installed torch satisfies `torch <operation> required`, for example `is_torch_version(">=", "2.9")`."""
+    """Whether the installed torch fits, for example `is_torch_version(">=", "2.9")`."""
     return compare(installed_version("torch") or "0", operation, required)

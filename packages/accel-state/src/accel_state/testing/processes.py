@@ -85,8 +85,8 @@ class Finished:
 class Processes:
     """A group of real processes that have imported torch and take calls.
 
-    Each call starts from a clean state and a rendezvous of its own. After a rank died or hung the group is started anew at
-    the next call.
+    Each call starts from a clean state and a rendezvous of its own. After a rank died or hung the group is started anew
+    at the next call.
 
     Args:
         count: number of processes.
@@ -162,7 +162,7 @@ class _Member:
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
-        self.output: IO[bytes] = tempfile.TemporaryFile()
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         answers, their_answers = os.pipe()
         their_calls, calls = os.pipe()
         environment = {

@@ -1,7 +1,7 @@
 """The interface of a transport: the few collectives that everything above is built from.
 
-Calls start a collective and return at once; `wait` on the result makes it complete. Every process of the run makes the same
-calls in the same order. Sizes must be equal on all processes: the layer above checks them before it calls.
+Calls start a collective and return at once; `wait` on the result makes it complete. Every process of the run makes the
+same calls in the same order. Sizes must be equal on all processes: the layer above checks them before it calls.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Transport(ABC):
     timeout: timedelta
 
     @abstractmethod
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:
-        """Collect `input` of every process into `output`, which holds `world_size * input.numel()` elements, by rank.
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
+        """Collect `tensor` of every process into `output`, which holds `world_size * tensor.numel()` elements, by rank.
 
         Both are contiguous. With `header` both lie on the CPU, whatever `device` is.
         """
@@ -73,8 +73,8 @@ class Transport(ABC):
         """Give each process its own of the `inputs` that process `source` holds; the others pass None."""
 
     @abstractmethod
-    def gather(self, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, destination: int) -> Work:
-        """Bring `input` of every process to process `destination`, which passes one output per rank; the others None."""
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
+        """Bring `tensor` of every process to process `destination`, which passes one output per rank."""
 
     @abstractmethod
     def barrier(self) -> None:

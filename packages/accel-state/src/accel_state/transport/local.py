@@ -23,8 +23,8 @@ class LocalTransport(Transport):
         self.device = device
         self.timeout = timedelta(0)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:
-        output.view(-1).copy_(input.reshape(-1))
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
+        output.view(-1).copy_(tensor.reshape(-1))
         return DONE
 
     def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
@@ -38,9 +38,9 @@ class LocalTransport(Transport):
         output.copy_(inputs[0])
         return DONE
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, destination: int) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
         assert outputs is not None
-        outputs[0].copy_(input)
+        outputs[0].copy_(tensor)
         return DONE
 
     def barrier(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as _rendezvous
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import CollectiveError, SettingError
@@ -63,8 +64,8 @@ def _meet(topology: Topology, init_method: str | None, timeout: timedelta) -> An
     if method == "env://":
         _check_address(topology)
     try:
-        rendezvous = dist.rendezvous(method, topology.rank, topology.world_size, timeout=timeout)
-        store, _, _ = next(rendezvous)
+        meeting = _rendezvous(method, topology.rank, topology.world_size, timeout=timeout)
+        store, _, _ = next(meeting)
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{topology.master_addr}:{topology.master_port}" if method == "env://" else method
         raise CollectiveError(
@@ -74,7 +75,7 @@ def _meet(topology: Topology, init_method: str | None, timeout: timedelta) -> An
             "was started.",
         ) from error
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"attempt{topology.attempt}", store)
+    return dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}", store)
 
 
 def _check_address(topology: Topology) -> None:

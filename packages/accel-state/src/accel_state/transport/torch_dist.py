@@ -1,8 +1,8 @@
 """The transport over torch.distributed, on process groups of our own.
 
-Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can then
-only wait, never mix. Headers always travel on the CPU; where the data lives on another device, a second group over gloo
-carries them.
+Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can
+then only wait, never mix. Headers always travel on the CPU; where the data lives on another device, a second group over
+gloo carries them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TorchDistTransport(Transport):
         on_host = dist.get_backend(self._data) == dist.Backend.GLOO
         self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
-        return _started(_all_gather(output, input, group=group, async_op=True))
+        return _started(_all_gather(output, tensor, group=group, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
         return _started(dist.all_reduce(tensor, op=_REDUCTIONS[operation], group=self._data, async_op=True))
@@ -57,9 +57,9 @@ class TorchDistTransport(Transport):
         given = None if inputs is None else list(inputs)
         return _started(dist.scatter(output, given, src=source, group=self._data, async_op=True))
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, destination: int) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
         taken = None if outputs is None else list(outputs)
-        return _started(dist.gather(input, taken, dst=destination, group=self._data, async_op=True))
+        return _started(dist.gather(tensor, taken, dst=destination, group=self._data, async_op=True))
 
     def barrier(self) -> None:
         dist.barrier(group=self._header)
