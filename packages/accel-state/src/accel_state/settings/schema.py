@@ -17,7 +17,6 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 from accel_state.errors import SettingError
@@ -198,14 +197,18 @@ def setting(
     return dataclasses.field(default=default, metadata={_METADATA_KEY: known})
 
 
-@cache
+_known: dict[type, Mapping[str, Setting]] = {}
+
+
 def settings_of(settings_class: type) -> Mapping[str, Setting]:
     """Settings of a settings class by attribute name, in order of definition."""
-    return {
-        field.name: dataclasses.replace(field.metadata[_METADATA_KEY], name=field.name)
-        for field in dataclasses.fields(settings_class)
-        if _METADATA_KEY in field.metadata
-    }
+    if settings_class not in _known:
+        _known[settings_class] = {
+            field.name: dataclasses.replace(field.metadata[_METADATA_KEY], name=field.name)
+            for field in dataclasses.fields(settings_class)
+            if _METADATA_KEY in field.metadata
+        }
+    return _known[settings_class]
 
 
 def closest(given: str, allowed: Iterable[str]) -> str | None:
