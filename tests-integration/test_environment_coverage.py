@@ -24,10 +24,12 @@ FATES = ("reader", "built_by", "no_reader")
 
 @cache
 def sources() -> dict[str, tuple[str, frozenset[str]]]:
-    """Module name to its text and to the texts quoted in it, for every module of the nine packages."""
+    """Module name to its text and to the texts quoted in it, for every module but those that help tests."""
     found = {}
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts[3:]).removesuffix(".__init__")
+        if ".testing." in name:
+            continue
         text = path.read_text(encoding="utf-8")
         quoted = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
         found[name] = (text, frozenset(value for value in quoted if isinstance(value, str)))

@@ -28,7 +28,7 @@ SESSIONS = {"setup": None, "test": "tests", "train": "train"}
 
 # A lower layer stands before the layers that need it. The extras are what the tests of all packages use.
 PACKAGES = (
-    "accel-state[testing]",
+    "accel-state[console]",
     "accel-ops",
     "accel-data",
     "accel-bigmodel",

@@ -1,0 +1,108 @@
+"""What the packages say about themselves agrees with what they are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
+
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "CODEOWNERS",
+    "LICENSE",
+    "README.md",
+    "docs",
+    "noxfile.py",
+    "packages",
+    "pyproject.toml",
+    "tests-integration",
+    "tools",
+}
+
+
+def project(package: str) -> dict[str, Any]:
+    """The [project] table of a package."""
+    return tomli.loads((ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def entry_points() -> list[EntryPoint]:
+    """All entry points and scripts that the packages declare."""
+    found = []
+    for package in PACKAGES:
+        declared = project(package)
+        groups = {"console_scripts": declared.get("scripts", {}), **declared.get("entry-points", {})}
+        found += [EntryPoint(name, value, group) for group, points in groups.items() for name, value in points.items()]
+    return found
+
+
+def test_the_top_level_holds_what_it_should() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {line.partition("/")[0] for line in listed.splitlines()} == TOP_LEVEL
+
+
+def test_there_are_nine_packages() -> None:
+    assert len(PACKAGES) == 9
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_complete(package: str) -> None:
+    folder = ROOT / "packages" / package
+    source = folder / "src" / package.replace("-", "_")
+    for path in (folder / "README.md", folder / "CHANGELOG.md", source / "__init__.py", source / "py.typed"):
+        assert path.is_file()
+    assert list((folder / "tests").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_version_is_the_same_everywhere(package: str) -> None:
+    declared = project(package)["version"]
+    assert version(package) == declared
+    assert getattr(import_module(package.replace("-", "_")), "__version__", declared) == declared
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_siblings_are_required_by_ranges(package: str) -> None:
+    declared = project(package)
+    lists = [declared["dependencies"], *declared.get("optional-dependencies", {}).values()]
+    for requirement in (Requirement(line) for lines in lists for line in lines):
+        if requirement.name in PACKAGES:
+            assert sorted(part.operator for part in requirement.specifier) == ["<", ">="], requirement
+            assert requirement.specifier.contains(project(requirement.name)["version"])
+
+
+@pytest.mark.parametrize("point", entry_points(), ids=lambda point: f"{point.group}:{point.name}")
+def test_an_entry_point_leads_to_something(point: EntryPoint) -> None:
+    assert point.load() is not None
+
+
+def named_extras(path: Path) -> Iterator[Requirement]:
+    """What a file gives as `extra=` in a call, for a message to name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "extra" and isinstance(node.value, ast.Constant):
+            yield Requirement(str(node.value.value))
+
+
+def test_an_extra_that_a_message_names_exists() -> None:
+    named = [extra for path in ROOT.glob("packages/*/src/**/*.py") for extra in named_extras(path)]
+    assert named
+    for requirement in named:
+        assert requirement.extras <= set(project(requirement.name).get("optional-dependencies", {})), requirement
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    paths = [*ROOT.glob("packages/*/tests/**/test_*.py"), *ROOT.glob("tests-integration/**/test_*.py")]
+    names = [path.name for path in paths]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
