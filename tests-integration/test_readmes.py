@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +40,15 @@ class Example:
         return f"{self.document}:{self.number}"
 
 
-def examples() -> Iterator[Example]:
+def examples() -> list[Example]:
     """Every example of every document."""
+    found = []
     for path in WITH_EXAMPLES:
+        name = path.relative_to(ROOT).as_posix()
         for number, match in enumerate(EXAMPLE.finditer(path.read_text(encoding="utf-8")), start=1):
             lines = tuple((match["output"] or "").splitlines())
-            name = path.relative_to(ROOT).as_posix()
-            yield Example(name, number, int(match["processes"] or 1), match["code"], lines)
+            found.append(Example(name, number, int(match["processes"] or 1), match["code"], lines))
+    return found
 
 
 def test_every_readme_has_an_example() -> None:
