@@ -20,7 +20,6 @@ WHEELS = ROOT / ".nox" / "wheels"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-EXAMPLE = "docs/tutorials/train_digits.py"
 
 # Two processes that compute with all cores each are slower than two with one core each.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -48,8 +47,20 @@ def pytest(session: nox.Session, *paths: str) -> None:
 
 @nox.session
 def train(session: nox.Session) -> None:
-    """Train the example on two processes."""
-    run(session, "accel", "launch", "--cpu", "--num_processes", "2", EXAMPLE, *session.posargs)
+    """Train the example on two processes, then train its second half again from the checkpoint in the middle."""
+    launch = [
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "bf16",
+        EXAMPLE,
+        "--output",
+        "runs/digits",
+    ]
+    run(session, "accel", *launch, *session.posargs)
+    run(session, "accel", *launch, "--resume_from", "runs/digits/middle", *session.posargs)
 
 
 @nox.session

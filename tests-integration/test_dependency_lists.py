@@ -89,6 +89,11 @@ def test_imports_in_every_form_are_seen(packages: Path, capsys: pytest.CaptureFi
     assert "imports psutil without" in check(packages, capsys)
 
 
+def test_an_entry_point_needs_a_declaration_too(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(packages, "[tool.accel", '[project.scripts]\nrun = "psutil.tests:main"\n\n[tool.accel')
+    assert "imports psutil without declaring it (scripts: run)" in check(packages, capsys)
+
+
 def test_what_only_type_checkers_import_needs_no_declaration(packages: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import psutil\n"
     (packages / "some-package/src/some_package/late.py").write_text(text, encoding="utf-8")

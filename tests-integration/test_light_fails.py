@@ -17,12 +17,20 @@ TREE = {
 }
 
 
+ASKS_FOR_TORCH = """
+import importlib.util
+
+def main(arguments):
+    assert importlib.util.find_spec("torch")
+"""
+
+
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
     """A packages folder in which everything is light."""
     for package, modules in TREE.items():
         for module in modules:
-            write(tmp_path, package, module, "import json")
+            write(tmp_path, package, module, "def main(arguments):\n    print(arguments)")
     return tmp_path
 
 
@@ -34,7 +42,7 @@ def write(packages: Path, package: str, module: str, text: str) -> None:
 
 def test_a_light_tree_passes(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_light.main([str(packages)]) == 0
-    assert "14 modules start without numpy and torch" in capsys.readouterr().out
+    assert "14 modules and 3 commands start without numpy and torch" in capsys.readouterr().out
 
 
 def test_torch_in_a_manifest_is_named(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,8 +60,16 @@ def test_what_an_init_brings_along_is_seen(packages: Path, capsys: pytest.Captur
     assert "accel_state.settings.schema loads numpy" in capsys.readouterr().err
 
 
+def test_a_command_that_loads_torch_is_named(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(packages, "accel-cli", "main", "def main(arguments):\n    if 'launch' in arguments:\n        import torch")
+    assert check_light.main([str(packages)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("light: accel launch --help loads torch, by way of ") for line in told)
+    assert all(line.startswith("light: accel launch --help ") for line in told)
+
+
 def test_asking_whether_torch_is_installed_does_not_load_it(packages: Path) -> None:
-    write(packages, "accel-cli", "main", "import importlib.util\nassert importlib.util.find_spec('torch')")
+    write(packages, "accel-cli", "main", ASKS_FOR_TORCH)
     assert check_light.main([str(packages)]) == 0
 
 

@@ -65,12 +65,26 @@ def read_package(folder: Path, owners: dict[str, str]) -> Package:
         optional=names(line for lines in extras.values() for line in lines),
         excused=set(project.get("tool", {}).get("accel", {}).get("required-without-import", {})),
     )
+    for place, module in [*entry_points(project["project"]), *imports_of(folder)]:
+        if module not in sys.stdlib_module_names:
+            name = owners.get(module, canonicalize_name(module))
+            package.imported.setdefault(name, []).append(place)
+    return package
+
+
+def entry_points(project: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The scripts and entry points of a package, and the top-level name that each leads to."""
+    groups: dict[str, dict[str, str]] = {"scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+    for group, points in groups.items():
+        for name, target in points.items():
+            yield f"{group}: {name}", target.partition(":")[0].partition(".")[0]
+
+
+def imports_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """The source files of a package, and the top-level names that each imports."""
     for path in sorted((folder / "src").rglob("*.py")):
         for module in imported_modules(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-            if module not in sys.stdlib_module_names:
-                name = owners.get(module, canonicalize_name(module))
-                package.imported.setdefault(name, []).append(str(path.relative_to(folder)))
-    return package
+            yield str(path.relative_to(folder)), module
 
 
 def names(requirements: Iterable[str]) -> set[str]:

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,9 +35,12 @@ LIGHT = (
     ("accel-cli", "accel_cli/**/*.py"),
 )
 
-# Run by each fresh interpreter: imports the modules named by its arguments and says who first brought each heavy one.
+# Command lines whose answer must not need torch either.
+COMMANDS = (("--help",), ("--version",), ("launch", "--help"))
+
+# Run by a fresh interpreter: imports modules, runs command lines, and says on whose behalf each heavy library came in.
 PROBE = """
-import importlib, json, sys, traceback
+import contextlib, importlib, io, json, sys, traceback
 
 class Watch:
     found = {}
@@ -46,12 +50,18 @@ class Watch:
             self.found[name] = [f"{f.filename}:{f.lineno}" for f in stack if "importlib" not in f.filename]
         return None
 
-HEAVY = json.loads(sys.argv[1])
+HEAVY, modules, commands = json.loads(sys.argv[1])
 sys.meta_path.insert(0, Watch())
-for module in sys.argv[2:]:
+for module in modules:
     importlib.import_module(module)
+for command in commands:
+    with contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module("accel_cli.main").main(command)
 print(json.dumps({name: stack for name, stack in Watch.found.items() if name in sys.modules}))
 """
+
+# What one interpreter does: the modules it imports and the command lines it runs.
+Work = tuple[list[str], list[Sequence[str]]]
 
 
 def light_modules(packages: Path) -> list[str]:
@@ -63,12 +73,11 @@ def light_modules(packages: Path) -> list[str]:
     found: dict[str, None] = {}
     for package, pattern in LIGHT:
         source = packages / package / "src"
-        files = [
-            path for path in sorted(source.glob(pattern)) if path.name != "__main__.py" and "testing" not in path.parts
-        ]
+        paths = (path.relative_to(source) for path in sorted(source.glob(pattern)))
+        files = [path for path in paths if path.name != "__main__.py" and "testing" not in path.parts]
         if not files:
             sys.exit(f"light: the rule {package}/{pattern} matches no file; correct it in {Path(__file__).name}")
-        found.update(dict.fromkeys(module_name(path.relative_to(source)) for path in files))
+        found.update(dict.fromkeys(map(module_name, files)))
     return list(found)
 
 
@@ -77,41 +86,42 @@ def module_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-def brought_by(modules: list[str], packages: Path) -> dict[str, list[str]]:
-    """For each heavy library that importing `modules` loads: the files and lines that led there.
+def brought_by(work: Work, packages: Path) -> dict[str, list[str]]:
+    """For each heavy library that this work loads: the files and lines that led there.
 
     Raises:
-        SystemExit: one of the modules cannot be imported.
+        SystemExit: the work itself failed.
     """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in sorted(packages.glob("*/src")))
-    command = [sys.executable, "-c", PROBE, json.dumps(HEAVY), *modules]
+    command = [sys.executable, "-c", PROBE, json.dumps([HEAVY, *work])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        sys.exit(f"light: importing {', '.join(modules)} failed:\n{done.stderr}")
+        sys.exit(f"light: {name_of(work)} failed:\n{done.stderr}")
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def report(module: str, packages: Path) -> list[str]:
-    """One line for each heavy library that this module loads."""
-    return [
-        f"{module} loads {library}, by way of {' > '.join(lines[-3:]) or 'a file without source'}"
-        for library, lines in brought_by([module], packages).items()
-    ]
+def name_of(work: Work) -> str:
+    """How a message calls a piece of work."""
+    modules, commands = work
+    return ", ".join([*modules, *(" ".join(("accel", *command)) for command in commands)])
 
 
 def main(arguments: list[str]) -> int:
-    """Checks every light module and returns the exit code."""
+    """Checks every light module and command line, and returns the exit code."""
     packages = Path(arguments[0]) if arguments else ROOT / "packages"
     modules = light_modules(packages)
-    if not brought_by(modules, packages):
-        print(f"light: {len(modules)} modules start without {' and '.join(HEAVY)}")
+    if not brought_by((modules, list(COMMANDS)), packages):
+        print(f"light: {len(modules)} modules and {len(COMMANDS)} commands start without {' and '.join(HEAVY)}")
         return 0
     # Only now one interpreter each, to name all that are at fault.
-    for module in modules:
-        for line in report(module, packages):
-            print(f"light: {line}", file=sys.stderr)
+    pieces: list[Work] = [([module], []) for module in modules]
+    pieces += [([], [command]) for command in COMMANDS]
+    for work in pieces:
+        for library, lines in brought_by(work, packages).items():
+            way = " > ".join(lines[-3:]) or "a file without source"
+            print(f"light: {name_of(work)} loads {library}, by way of {way}", file=sys.stderr)
     return 1
 
 

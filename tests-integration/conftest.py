@@ -1,0 +1,24 @@
+"""What the tests that need several packages share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture
+def clean_state() -> Iterator[None]:
+    """No process, no run and no settings in the environment, before the test and after it."""
+    with fresh():
+        yield
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    """Two real processes over gloo, for all tests of one file."""
+    with Processes(2) as group:
+        yield group
