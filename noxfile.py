@@ -48,19 +48,10 @@ def pytest(session: nox.Session, *paths: str) -> None:
 @nox.session
 def train(session: nox.Session) -> None:
     """Train the example on two processes, then train its second half again from the checkpoint in the middle."""
-    launch = [
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--mixed_precision",
-        "bf16",
-        EXAMPLE,
-        "--output",
-        "runs/digits",
-    ]
-    run(session, "accel", *launch, *session.posargs)
-    run(session, "accel", *launch, "--resume_from", "runs/digits/middle", *session.posargs)
+    how = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16"]
+    what = ["docs/tutorials/train_digits.py", "--output", "runs/digits", *session.posargs]
+    run(session, "accel", "launch", *how, *what)
+    run(session, "accel", "launch", *how, *what, "--resume_from", "runs/digits/middle")
 
 
 @nox.session
