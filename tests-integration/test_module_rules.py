@@ -1,0 +1,48 @@
+"""Rules for modules that no linter knows: their size, their names, and that nothing points outside the repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = [*sorted(ROOT.glob("packages/*/src/**/*.py")), *sorted(ROOT.glob("tools/**/*.py")), ROOT / "noxfile.py"]
+
+MOST_LINES = 480
+VAGUE = {"common", "core", "helpers", "misc", "other", "utils"}
+
+# Its module names are given: they are those of the library it stands in for.
+GIVEN_NAMES = ROOT / "packages/accelerate/src"
+
+OUTSIDE = re.compile(r"\.\./shared\b|(?<![\w.])/work/|\bfile:///|\bindex-url\b")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_module_is_small_and_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    assert ast.get_docstring(ast.parse(text)), "a module opens with what it is for"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_module_lists_its_public_names_in_a_tuple(path: Path) -> None:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            assert not isinstance(node.value, ast.List)
+
+
+def test_no_module_has_a_vague_name() -> None:
+    named = (path for path in MODULES if GIVEN_NAMES not in path.parents)
+    parts = {(path, part) for path in named for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert sorted(str(path) for path, part in parts if part in VAGUE) == []
+
+
+def test_nothing_points_outside_the_repository() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in listed.split("\0") if name and ROOT / name != Path(__file__)]
+    files = [path for path in paths if path.is_file()]
+    assert [str(path) for path in files if OUTSIDE.search(path.read_text(encoding="utf-8", errors="ignore"))] == []
