@@ -1,1 +1,88 @@
 """The backend interface for distributed training, its built-in backends, and the kit that tests a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.checkpoint.config import ProjectConfiguration
+    from accel_plugins.context import Context
+    from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accel_plugins.manifest import Ability, Axis, Duty, Job, Manifest, Part, Phase
+    from accel_plugins.precision.base import Precision
+    from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.strategy import Shards, Strategy
+    from accel_plugins.transform import Stage, Transform
+    from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+    from accel_plugins.wrapped.scheduler import AcceleratedScheduler
+    from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
+
+__all__ = (
+    "Ability",
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "AutocastKwargs",
+    "Axis",
+    "Bundle",
+    "Context",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "Duty",
+    "GradScalerKwargs",
+    "Job",
+    "Manifest",
+    "Part",
+    "Phase",
+    "Precision",
+    "ProjectConfiguration",
+    "Shards",
+    "Stage",
+    "Strategy",
+    "Transform",
+    "extract_model_from_parallel",
+    "is_compiled_module",
+)
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "accel_plugins.bundle": ("Bundle",),
+        "accel_plugins.checkpoint.config": ("ProjectConfiguration",),
+        "accel_plugins.context": ("Context",),
+        "accel_plugins.ddp.config": (
+            "DDPCommunicationHookType",
+            "DistributedDataParallelKwargs",
+        ),
+        "accel_plugins.manifest": (
+            "Ability",
+            "Axis",
+            "Duty",
+            "Job",
+            "Manifest",
+            "Part",
+            "Phase",
+        ),
+        "accel_plugins.precision.base": ("Precision",),
+        "accel_plugins.precision.config": (
+            "AutocastKwargs",
+            "GradScalerKwargs",
+        ),
+        "accel_plugins.strategy": (
+            "Shards",
+            "Strategy",
+        ),
+        "accel_plugins.transform": (
+            "Stage",
+            "Transform",
+        ),
+        "accel_plugins.wrapped.optimizer": ("AcceleratedOptimizer",),
+        "accel_plugins.wrapped.scheduler": ("AcceleratedScheduler",),
+        "accel_plugins.wrapped.unwrap": (
+            "extract_model_from_parallel",
+            "is_compiled_module",
+        ),
+    },
+)

@@ -1,0 +1,148 @@
+"""What `prepare` was given, sorted by kind, with the order of the caller remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel_plugins.manifest import Part
+from accel_state.errors import UnknownKind
+from accel_state.marks import PREPARED
+
+__all__ = ("Bundle", "canonical_name", "kind_of")
+
+_WRAPPER_SEGMENTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def kind_of(given: object) -> Part | None:
+    """The kind of an object, or None when it is none that `prepare` handles.
+
+    A scheduler that is not torch's own counts as one when it can step and has a state.
+    """
+    if isinstance(given, Module):
+        return Part.MODEL
+    if isinstance(given, Optimizer):
+        return Part.OPTIMIZER
+    if isinstance(given, DataLoader):
+        return Part.LOADER
+    if isinstance(given, LRScheduler):
+        return Part.SCHEDULER
+    looks_like_a_scheduler = all(callable(getattr(given, name, None)) for name in ("step", "load_state_dict"))
+    return Part.SCHEDULER if looks_like_a_scheduler and not isinstance(given, type) else None
+
+
+def canonical_name(name: str) -> str:
+    """Name of a parameter as in the user's model, without the segments that wrappers inside the model add."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+
+
+class Bundle:
+    """Objects of one `prepare` call by kind; a strategy replaces the items of the lists by what it makes of them.
+
+    Attributes:
+        models, optimizers, schedulers, loaders: what has to be prepared, each in the order given.
+        prepared: objects that went through `prepare` before; they come back as they are.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[Any] = []
+        self.prepared: list[Any] = []
+        self._places: list[tuple[Part | None, int]] = []
+
+    @classmethod
+    def of(cls, objects: Iterable[Any]) -> Bundle:
+        """Sort objects by kind; None is kept as it is.
+
+        Raises:
+            UnknownKind: an object is neither model, optimizer, scheduler nor loader.
+        """
+        bundle = cls()
+        for index, given in enumerate(objects):
+            kind = bundle._kind(given, index)
+            items = bundle.of_kind(kind)
+            bundle._places.append((kind, len(items)))
+            items.append(given)
+        return bundle
+
+    @staticmethod
+    def _kind(given: Any, index: int) -> Part | None:
+        if given is None or vars_of(given).get(PREPARED, False):
+            return None
+        kind = kind_of(given)
+        if kind is None:
+            raise UnknownKind(
+                f"prepare() was given {type(given).__name__} {_short(given)} as argument {index + 1}.",
+                "It is neither a model, nor an optimizer, nor a learning-rate scheduler, nor a DataLoader.",
+                "Leave it out: what needs no preparation can be used as it is.",
+            )
+        return kind
+
+    def of_kind(self, kind: Part | None) -> list[Any]:
+        """The list of one kind; None stands for what was prepared before."""
+        lists: dict[Part | None, list[Any]] = {
+            None: self.prepared,
+            Part.MODEL: self.models,
+            Part.OPTIMIZER: self.optimizers,
+            Part.SCHEDULER: self.schedulers,
+            Part.LOADER: self.loaders,
+        }
+        return lists[kind]
+
+    def in_given_order(self) -> tuple[Any, ...]:
+        """What the lists hold now, in the order of the caller."""
+        return tuple(self.of_kind(kind)[position] for kind, position in self._places)
+
+    def parameter_names(self) -> dict[Parameter, str]:
+        """Name of every parameter of the models: "<index of the model>.<name in the user's model>".
+
+        Taken before and after a strategy replaced parameters, two such tables tell which one became which.
+        """
+        return {
+            parameter: f"{index}.{canonical_name(name)}"
+            for index, model in enumerate(self.models)
+            for name, parameter in model.named_parameters()
+        }
+
+    def rebind(self, mapping: Mapping[Parameter, Parameter]) -> None:
+        """Make the optimizers work on the new parameters in place of the old ones; their state moves along."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [mapping.get(parameter, parameter) for parameter in group["params"]]
+            for old, new in mapping.items():
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+
+    def rebind_by_name(self, before: Mapping[Parameter, str]) -> None:
+        """`rebind` to the parameters that now carry the names in `before`, a table made by `parameter_names`."""
+        now = {name: parameter for parameter, name in self.parameter_names().items()}
+        self.rebind({old: now[name] for old, name in before.items() if name in now and now[name] is not old})
+
+    def foreign_parameters(self) -> Sequence[tuple[int, torch.Size]]:
+        """(index of the optimizer, shape) of each parameter that an optimizer holds and no model of this bundle has."""
+        known = set(self.parameter_names())
+        return [
+            (index, parameter.shape)
+            for index, optimizer in enumerate(self.optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter not in known
+        ]
+
+
+def vars_of(given: object) -> Mapping[str, Any]:
+    """Instance attributes of an object, empty for one that has no room for any."""
+    return getattr(given, "__dict__", {})
+
+
+def _short(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,66 @@
+"""Where a project keeps its checkpoints and logs; plain data, without torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import KW_ONLY, InitVar, dataclass
+
+from accel_state.errors import SettingError
+
+__all__ = ("ProjectConfiguration",)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Folders of a project and how its checkpoints are kept.
+
+    Args:
+        project_dir: folder of the project; the current one where a folder is needed and none was given.
+        logging_dir: folder for trackers; that of the project by default.
+        automatic_checkpoint_naming: save as `<project_dir>/checkpoints/checkpoint_<iteration>`.
+        total_limit: checkpoints to keep; older ones are removed after a newer one is complete. None keeps all.
+        iteration: number of the next automatic checkpoint.
+        save_on_each_node: write on every node what the main process writes, for nodes that share no file system.
+        iteration_checkpoints: another spelling of `automatic_checkpoint_naming=True`.
+        fsync: wait until the disk holds a checkpoint before it counts; False trusts the page cache.
+        verify: what is compared with the manifest before loading: "sizes" or "hashes".
+        deadline: seconds that processes wait for each other while saving.
+
+    Raises:
+        SettingError: a number or a word cannot be used.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+    _: KW_ONLY
+    iteration_checkpoints: InitVar[bool] = False
+    fsync: bool = True
+    verify: str = "sizes"
+    deadline: float = 600.0
+
+    def __post_init__(self, iteration_checkpoints: bool) -> None:
+        self.automatic_checkpoint_naming |= iteration_checkpoints
+        self.set_directories(self.project_dir)
+        rules = {
+            "total_limit": (self.total_limit is None or self.total_limit >= 1, "at least 1, or None to keep all"),
+            "iteration": (self.iteration >= 0, "at least 0"),
+            "verify": (self.verify in ("sizes", "hashes"), "'sizes' or 'hashes'"),
+            "deadline": (self.deadline > 0, "a positive number of seconds"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise SettingError(
+                    f"ProjectConfiguration({name}={getattr(self, name)!r}) was asked for.",
+                    f"It has to be {rule}.",
+                    "Leave it out for the default.",
+                )
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Use this folder, also for logs where they have none of their own."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir

@@ -1,0 +1,87 @@
+"""Names of the files in a checkpoint folder.
+
+The index counts objects of one kind from 0 in the order of `prepare`; index 0 has no suffix, except where it is said.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from accel_bigmodel.weight_files.names import weights_name
+
+__all__ = (
+    "FSDP_MODEL_NAME",
+    "MANIFEST_NAME",
+    "OPTIMIZER_NAME",
+    "RNG_STATE_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "custom_name",
+    "is_ours",
+    "loader_name",
+    "optimizer_name",
+    "random_states_name",
+    "scheduler_name",
+    "weights_name",
+)
+
+OPTIMIZER_NAME: Final = "optimizer"
+SCHEDULER_NAME: Final = "scheduler"
+SAMPLER_NAME: Final = "sampler"
+SCALER_NAME: Final = "scaler.pt"
+RNG_STATE_NAME: Final = "random_states"
+FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
+MANIFEST_NAME: Final = "checkpoint_manifest.json"
+"""What a folder of ours has and one of the original library has not."""
+
+
+def _numbered(stem: str, index: int, suffix: str) -> str:
+    return f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}"
+
+
+def optimizer_name(index: int) -> str:
+    """`optimizer.bin`, `optimizer_1.bin`, ..."""
+    return _numbered(OPTIMIZER_NAME, index, ".bin")
+
+
+def scheduler_name(index: int) -> str:
+    """`scheduler.bin`, `scheduler_1.bin`, ..."""
+    return _numbered(SCHEDULER_NAME, index, ".bin")
+
+
+def loader_name(index: int, rank: int = 0) -> str:
+    """`dl_state_dict.bin`, `dl_state_dict_1.bin`, ...; processes after the first have a file of their own each."""
+    return _numbered("dl_state_dict", index, f"_rank{rank}.bin" if rank else ".bin")
+
+
+def random_states_name(rank: int) -> str:
+    """`random_states_<rank>.pkl`."""
+    return f"{RNG_STATE_NAME}_{rank}.pkl"
+
+
+def custom_name(index: int) -> str:
+    """`custom_checkpoint_<index>.pkl`; index 0 keeps its suffix."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
+_OURS: Final = re.compile(
+    r"(model|pytorch_model)(_\d+)?(-\d{5,}-of-\d{5,})?\.(safetensors|bin)(\.index\.json)?"
+    r"|(optimizer|scheduler|sampler)(_\d+)?\.bin"
+    r"|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
+    r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?"
+    r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    rf"|{re.escape(MANIFEST_NAME)}"
+)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file or folder directly inside a checkpoint bears a name that saving writes.
+
+    Example:
+        >>> is_ours("optimizer_2.bin"), is_ours("notes.txt")
+        (True, False)
+    """
+    return _OURS.fullmatch(name) is not None

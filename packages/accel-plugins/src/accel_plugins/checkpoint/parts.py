@@ -1,0 +1,111 @@
+"""Models, optimizers and schedulers as files, for every strategy whose state is complete on each process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from accel_bigmodel.weight_files import load_weights_file, save_weights_file, tied_names
+from accel_plugins.checkpoint import pickled
+from accel_plugins.checkpoint.files import optimizer_name, scheduler_name, weights_name
+from accel_plugins.manifest import Part
+from accel_state.errors import CheckpointError
+
+__all__ = ("load_into_model", "plain_state_dict", "read_part", "write_part")
+
+_NAMES = {Part.OPTIMIZER: optimizer_name, Part.SCHEDULER: scheduler_name}
+
+
+def plain_state_dict(model: Module) -> dict[str, Tensor]:
+    """The state dict of a module under the names its author gave, whatever was compiled inside of it."""
+    return {_uncompiled(name): value for name, value in model.state_dict().items()}
+
+
+def _uncompiled(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def write_part(part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+    """Write the state of one object under its name of `checkpoint.files`.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if part is Part.MODEL:
+        save_weights_file(state, folder / weights_name(safe_serialization, index))
+    else:
+        pickled.write(state, folder / _NAMES[part](index))
+
+
+def read_part(
+    part: Part, item: Any, folder: Path, index: int, *, map_location: Any = "cpu", strict: bool = True, **options: Any
+) -> None:
+    """Read a file of `checkpoint.files` into an object.
+
+    Args:
+        part: kind of the object.
+        item: the object; of a model, the user's.
+        folder: the checkpoint.
+        index: which one of its kind.
+        map_location: where tensors are read to, before they go to where the object has its own.
+        strict: of models, whether names must agree.
+        options: for `Module.load_state_dict`.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or it is that of another object.
+    """
+    if part is Part.MODEL:
+        weights = load_weights_file(_weights_path(folder, index), map_location or "cpu")
+        load_into_model(item, weights, strict=strict, where=str(folder), **options)
+        return
+    path = folder / _NAMES[part](index)
+    state = pickled.read(path, map_location or "cpu")
+    try:
+        item.load_state_dict(state)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path.name} of {folder} was to be loaded into {type(item).__name__}.",
+            f"It is the state of another {part.value}: {error}",
+            "Prepare the same objects in the same order as when it was saved.",
+        ) from error
+
+
+def _weights_path(folder: Path, index: int) -> Path:
+    candidates = [folder / weights_name(safe, index) for safe in (True, False)]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise CheckpointError(
+            f"Model {index} was to be loaded from {folder}.",
+            f"Neither {candidates[0].name} nor {candidates[1].name} is there.",
+            "Prepare as many models as when it was saved, or name another folder.",
+        )
+    return found
+
+
+def load_into_model(
+    model: Module, weights: Mapping[str, Tensor], *, strict: bool = True, where: str = "", **options: Any
+) -> None:
+    """Load weights under the names of the user's model; names that are tied to a given one need not be given.
+
+    Raises:
+        CheckpointError: names or shapes do not agree.
+    """
+    own = model.state_dict()
+    known = {_uncompiled(name): name for name in own}
+    renamed = {known.get(name, name): value for name, value in weights.items()}
+    for names in tied_names(own):
+        given = next((renamed[name] for name in names if name in renamed), None)
+        if given is not None:
+            renamed.update({name: given for name in names if name not in renamed})
+    try:
+        model.load_state_dict(renamed, strict=strict, **options)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"Weights{f' of {where}' if where else ''} were to be loaded into {type(model).__name__}.",
+            str(error),
+            "Build the model with the configuration it was saved with, or pass strict=False to load what agrees.",
+        ) from error

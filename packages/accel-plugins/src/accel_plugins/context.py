@@ -1,0 +1,32 @@
+"""What a strategy or a transform may know of the run it takes part in; it is never given the Accelerator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.precision.base import Precision
+    from accel_state.current import Process
+    from accel_state.gradient import GradientState
+
+__all__ = ("Context",)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The surroundings of a strategy, read-only.
+
+    Args:
+        process: who this process is, its device and its way to the others.
+        gradient: whether gradients are synchronised at this step.
+        precision: how forward and backward are computed.
+        mesh: the devices of the run by axis, or None when no axes were asked for.
+    """
+
+    process: Process
+    gradient: GradientState
+    precision: Precision
+    mesh: DeviceMesh | None = None

@@ -1,0 +1,71 @@
+"""Communication hooks: compressing gradients while they travel between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel_state.errors import SettingError
+
+__all__ = ("register",)
+
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+def _to_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    # DistributedDataParallel refuses torch's own function, by name, where it finds no CUDA; gloo can do it.
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def _wrapped_in_bf16(hook: Hook) -> Hook:
+    inner: Hook = default_hooks.bf16_compress_wrapper(hook)
+
+    def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        return inner(state, bucket)
+
+    return compressed
+
+
+_HOOKS: Final[dict[DDPCommunicationHookType, Hook]] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+    DDPCommunicationHookType.BF16: _to_bf16,
+    DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+
+_WITH_STATE: Final = frozenset({DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD})
+
+_WRAPPERS: Final[dict[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+    DDPCommunicationHookType.BF16: _wrapped_in_bf16,
+}
+
+
+def register(model: DistributedDataParallel, config: DistributedDataParallelKwargs) -> None:
+    """Register the hook that the settings ask for, in its wrapper; without a hook nothing is done.
+
+    Raises:
+        SettingError: the options are none that a PowerSGD state takes.
+    """
+    hook = _HOOKS.get(config.comm_hook)
+    if hook is None:
+        return
+    wrap = _WRAPPERS.get(config.comm_wrapper)
+    state = _power_sgd_state(config.comm_state_option) if config.comm_hook in _WITH_STATE else model.process_group
+    model.register_comm_hook(state=state, hook=wrap(hook) if wrap else hook)
+
+
+def _power_sgd_state(options: dict[str, Any]) -> powerSGD_hook.PowerSGDState:
+    try:
+        return powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise SettingError(
+            f"DistributedDataParallelKwargs(comm_state_option={options!r}) was asked for.",
+            f"torch's PowerSGDState refuses it: {error}.",
+            "Give arguments of PowerSGDState, such as {'matrix_approximation_rank': 2}.",
+        ) from error

@@ -1,0 +1,28 @@
+"""What the data-parallel backend declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from accel_plugins.manifest import Axis, Manifest
+
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
+__all__ = ("MANIFEST", "present")
+
+
+def present(process: Process) -> bool:
+    """Whether the process was started as a part of a run, so that the others can be reached."""
+    return process.backend is not None
+
+
+MANIFEST: Final = Manifest(
+    name="ddp",
+    config="accel_plugins.ddp.config:DistributedDataParallelKwargs",
+    strategy="accel_plugins.ddp.strategy:DDPStrategy",
+    present="accel_plugins.ddp.manifest:present",
+    axes=frozenset({Axis.REPLICATE, Axis.CONTEXT, Axis.SEQUENCE}),
+    priority=10,
+    tier=1,
+)

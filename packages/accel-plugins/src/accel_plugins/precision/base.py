@@ -1,0 +1,78 @@
+"""The interface of a precision: how forward, backward and the optimizer step are computed.
+
+The class itself is the answer for full precision; others override what they do differently. A strategy that owns the
+duty PRECISION reads `name` and `dtype` and does the rest by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from accel_plugins.precision.config import AutocastKwargs
+
+__all__ = ("Closure", "Precision")
+
+Closure = Callable[[], Any]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Precision:
+    """Full precision, and what every other precision overrides.
+
+    Attributes:
+        name: "no", "fp16", "bf16" or "fp8".
+        dtype: what forward passes compute in; None is the dtype of the weights.
+    """
+
+    name: ClassVar[str] = "no"
+    dtype: ClassVar[torch.dtype | None] = None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of the loss, up to date, or None when nothing is scaled."""
+        return None
+
+    def prepare(self, model: Module) -> Module:
+        """Make the model's forward compute in this precision.
+
+        Called by `prepare`, once for each model, where the backend's manifest puts it. May change the model in place.
+        """
+        return model
+
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A context in which operations compute in this precision; may be entered any number of times."""
+        return _NOTHING
+
+    def backward_scale(self, loss: Tensor) -> Tensor:
+        """The loss as backward has to see it. Called by the strategy before every backward."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the optimizer's gradients to their true size, in place; once per step, a repeated call changes nothing.
+
+        Called before gradients are clipped or looked at.
+        """
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step the user's optimizer; False when the step was skipped because gradients overflowed."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold; empty when there is nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""

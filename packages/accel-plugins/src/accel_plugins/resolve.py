@@ -1,0 +1,298 @@
+"""Which backend owns the run: finding backends, choosing one, and making its strategy.
+
+The choice is: argument, else a settings object that belongs to a backend, else the environment, else the backend with
+the highest priority among those whose circumstances are present. All processes must choose the same one. Importing this
+module loads neither torch nor any backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from accel_plugins.manifest import PROTOCOL, Manifest
+from accel_state.errors import AccelError, Conflict, NotOffered, PluginError, SettingError
+from accel_state.settings.environ import from_environment, resolve
+from accel_state.settings.extension import extensions
+from accel_state.settings.run import RunSettings
+from accel_state.settings.schema import closest
+
+if TYPE_CHECKING:
+    from accel_plugins.context import Context
+    from accel_plugins.strategy import Strategy
+    from accel_state.current import Process
+
+__all__ = ("Found", "available", "build", "choose", "config_among")
+
+_GROUP: Final = "accel.backends"
+_SLOT: Final = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """A backend that some distribution offers.
+
+    Args:
+        name: name of its entry point.
+        origin: name and version of the distribution.
+        manifest: what it declares, or None when it could not be loaded.
+        failure: why it cannot be used, as a traceback or a sentence; empty when it can.
+    """
+
+    name: str
+    origin: str
+    manifest: Manifest | None = None
+    failure: str = ""
+
+    @property
+    def obstacle(self) -> str | None:
+        """What stands in the way of using it, in a few words, or None."""
+        if self.failure:
+            return self.failure.strip().splitlines()[-1]
+        unmet = (requirement.obstacle() for requirement in (self.manifest.requires if self.manifest else ()))
+        return next((obstacle for obstacle in unmet if obstacle is not None), None)
+
+
+def available() -> tuple[Found, ...]:
+    """Every backend that is installed, in order of name; one that cannot be loaded is listed with its failure."""
+    return tuple(sorted((_look_at(extension) for extension in extensions(_GROUP)), key=lambda found: found.name))
+
+
+def _look_at(extension: Any) -> Found:
+    try:
+        manifest = extension.load()
+    except Exception:
+        return Found(extension.name, extension.origin, failure=traceback.format_exc())
+    failure = ""
+    if not isinstance(manifest, Manifest):
+        failure = f"{extension.target} is a {type(manifest).__name__}, and no accel_plugins Manifest."
+    elif manifest.protocol != PROTOCOL:
+        failure = (
+            f"It was written for version {manifest.protocol} of the backend interface; this release speaks {PROTOCOL}."
+        )
+    elif manifest.name != extension.name:
+        failure = f"Its manifest is named {manifest.name!r}, and its entry point {extension.name!r}."
+    return Found(extension.name, extension.origin, None if failure else manifest, failure)
+
+
+def choose(name: str | None = None, config: object | None = None, process: Process | None = None) -> Manifest:
+    """The backend of the run; every process must call this.
+
+    Args:
+        name: the backend asked for by argument.
+        config: a settings object; the backend whose manifest names its class is taken.
+        process: who this process is; the current one when None.
+
+    Raises:
+        SettingError: there is no backend of that name, or the processes chose different ones.
+        Conflict: several backends have equal claims.
+        PluginError: the backend asked for is broken.
+        Missing: a package that it needs is not installed.
+    """
+    if process is None:
+        from accel_state import current
+
+        process = current.process_or_start()
+    try:
+        manifest = _pick(name, config, process)
+    except AccelError:
+        # The others wait for this process's answer.
+        _everyones_choice(process, "")
+        raise
+    choices = _everyones_choice(process, manifest.name)
+    if set(choices) != {manifest.name}:
+        _refuse_difference(choices)
+    return manifest
+
+
+def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
+    """Make the strategy of a backend.
+
+    Args:
+        manifest: the backend chosen.
+        config: an instance of its settings class; read from the environment when None.
+        context: the run's surroundings.
+
+    Raises:
+        PluginError: what the manifest names cannot be imported or is no strategy.
+        Conflict: `config` belongs to another backend.
+    """
+    from accel_plugins.strategy import Strategy
+
+    strategy_class = _imported(manifest, manifest.strategy)
+    if not (isinstance(strategy_class, type) and issubclass(strategy_class, Strategy)):
+        raise PluginError(
+            f"The backend {manifest.name!r} was to be started.",
+            f"{manifest.strategy} is no subclass of accel_plugins.Strategy.",
+            "Correct `strategy` in its Manifest.",
+        )
+    if not manifest.config:
+        return strategy_class(context)
+    config_class = _imported(manifest, manifest.config)
+    if config is not None and not isinstance(config, config_class):
+        raise Conflict(
+            f"The backend {manifest.name!r} was asked for with settings of type {type(config).__name__}.",
+            f"Its settings are {manifest.config}.",
+            "Leave out one of the two.",
+        )
+    return strategy_class(context, from_environment(config_class) if config is None else config)
+
+
+def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
+    """The settings object of a backend among others (the `kwargs_handlers` of a script, for example), or None."""
+    return next((candidate for candidate in given if _target_is_type_of(manifest.config, candidate)), None)
+
+
+# ---------------------------------------------------------------------------- picking
+
+
+def _pick(name: str | None, config: object | None, process: Process) -> Manifest:
+    found = available()
+    if name is not None:
+        return _named(name, "argument", found)
+    if config is not None:
+        return _of_config(config, found)
+    given = resolve(RunSettings, {})["backend"]
+    if given.value is not None:
+        return _named(given.value, given.origin, found)
+    return _present(process, found)
+
+
+def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
+    asked = f"The backend {name!r} was asked for ({origin})."
+    bearers = [one for one in found if one.name == name]
+    if not bearers:
+        names = sorted({one.name for one in found})
+        near = closest(name, names)
+        raise SettingError(
+            asked,
+            f"Installed backends: {', '.join(names) or 'none'}.",
+            f"Did you mean {near!r}?" if near else "Install the package that brings it, or choose one of these.",
+        )
+    if len(bearers) > 1:
+        raise Conflict(
+            asked,
+            f"Several packages bring one of that name: {', '.join(one.origin for one in bearers)}.",
+            "Remove all but one of them.",
+        )
+    return _usable(asked, bearers[0])
+
+
+def _usable(asked: str, found: Found) -> Manifest:
+    if found.manifest is None:
+        raise PluginError(
+            asked,
+            f"That of {found.origin} cannot be used:\n{found.failure}",
+            "Repair, update or remove that package.",
+        )
+    for requirement in found.manifest.requires:
+        requirement.demand(asked)
+    return found.manifest
+
+
+def _of_config(config: object, found: Sequence[Found]) -> Manifest:
+    owners = [one for one in found if one.manifest is not None and _target_is_type_of(one.manifest.config, config)]
+    asked = f"A backend for settings of type {type(config).__name__} was asked for."
+    if len(owners) > 1:
+        # Versions of one backend share their settings; the settings say which is meant.
+        meant = getattr(config, "backend_name", None)
+        owners = [one for one in owners if one.name == meant] or owners
+    if len(owners) == 1:
+        return _usable(asked, owners[0])
+    if owners:
+        _refuse_tie(asked, owners)
+    raise NotOffered(
+        asked,
+        f"No installed backend has such settings. Installed: {', '.join(one.name for one in found) or 'none'}.",
+        "Install the package that brings it.",
+    )
+
+
+def _target_is_type_of(target: str, config: object) -> bool:
+    """Whether "module:class" names the type of an object or one of its bases; nothing is imported for it."""
+    return any(target == f"{base.__module__}:{base.__qualname__}" for base in type(config).__mro__)
+
+
+def _present(process: Process, found: Sequence[Found]) -> Manifest:
+    for broken in (one for one in found if one.manifest is None):
+        warnings.warn(
+            f"The backend {broken.name!r} of {broken.origin} cannot be used and was not considered: {broken.obstacle} "
+            "(`accel backends` shows the whole traceback)",
+            stacklevel=2,
+        )
+    asked = "A backend was to be chosen by what is present."
+    claims = [(one.manifest.priority, one) for one in found if one.manifest and _is_present(one, process)]
+    if not claims:
+        raise PluginError(
+            asked, "None of the installed backends fits this process.", "Name one with --backend or ACCEL_BACKEND."
+        )
+    highest = max(priority for priority, _ in claims)
+    best = [one for priority, one in claims if priority == highest]
+    if len(best) > 1:
+        _refuse_tie(asked, best)
+    return _usable(asked, best[0])
+
+
+def _is_present(found: Found, process: Process) -> bool:
+    assert found.manifest is not None
+    if found.manifest.present is None:
+        return False
+    try:
+        return bool(_imported(found.manifest, found.manifest.present)(process))
+    except SettingError:
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"The backend {found.name!r} of {found.origin} could not say whether it is wanted and was not considered: "
+            f"{error!r}",
+            stacklevel=2,
+        )
+        return False
+
+
+def _refuse_tie(asked: str, equal: Sequence[Found]) -> NoReturn:
+    claims = ", ".join(f"{one.name!r} ({one.origin})" for one in equal)
+    raise Conflict(
+        asked, f"Equal claims: {claims}.", "Choose with --backend, ACCEL_BACKEND, or Accelerator(backend=...)."
+    )
+
+
+def _imported(manifest: Manifest, target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise PluginError(
+            f"The backend {manifest.name!r} was to be started.",
+            f"{target} could not be imported: {error!r}.",
+            "Repair or update the package that brings it.",
+        ) from error
+
+
+# ---------------------------------------------------------------------------- agreeing
+
+
+def _everyones_choice(process: Process, name: str) -> tuple[str, ...]:
+    """The names that all processes chose, by rank; empty for one that could not choose."""
+    if process.world_size == 1:
+        return (name,)
+    import torch
+
+    mine = torch.frombuffer(bytearray(name.encode().ljust(_SLOT, b"\0")), dtype=torch.uint8)
+    all_of_them = torch.empty(process.world_size * _SLOT, dtype=torch.uint8)
+    process.transport.all_gather(all_of_them, mine, header=True).wait()
+    slots = all_of_them.view(process.world_size, _SLOT)
+    return tuple(bytes(slot.tolist()).rstrip(b"\0").decode() for slot in slots)
+
+
+def _refuse_difference(choices: Sequence[str]) -> NoReturn:
+    shown = ", ".join(f"process {rank}: {choice or 'none (see its error)'}" for rank, choice in enumerate(choices))
+    raise SettingError(
+        "All processes of a run were to choose the same backend.",
+        f"They chose differently. {shown}.",
+        "Give every process the same arguments, environment and installed packages.",
+    )

@@ -1,0 +1,27 @@
+"""What the single-process backend declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from accel_plugins.manifest import Manifest
+from accel_state.labels import DistributedType
+
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
+__all__ = ("MANIFEST", "present")
+
+
+def present(process: Process) -> bool:
+    """Whether the process runs alone."""
+    return process.world_size == 1
+
+
+MANIFEST: Final = Manifest(
+    name="single",
+    strategy="accel_plugins.single.strategy:SingleStrategy",
+    label=DistributedType.NO,
+    present="accel_plugins.single.manifest:present",
+    tier=1,
+)

@@ -1,0 +1,22 @@
+"""The strategy of a process that runs alone: every default of the interface."""
+
+from __future__ import annotations
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.strategy import Strategy
+from accel_state.errors import Conflict
+
+__all__ = ("SingleStrategy",)
+
+
+class SingleStrategy(Strategy):
+    """Trains in one process; nothing is wrapped and nothing travels."""
+
+    def check(self, bundle: Bundle) -> None:
+        processes = self.context.process.world_size
+        if processes > 1:
+            raise Conflict(
+                "The backend 'single' was asked for.",
+                f"This run has {processes} processes, and each would train a model of its own.",
+                "Use the backend 'ddp', or launch one process.",
+            )

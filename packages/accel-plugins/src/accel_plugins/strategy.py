@@ -1,0 +1,212 @@
+"""The interface of a backend: what a model, an optimizer and a checkpoint are while training.
+
+Exactly one strategy owns a run. Every method has the answer of a single process as its default, so a backend overrides
+only the questions it answers differently. Nobody asks a strategy for its type or name.
+
+Each docstring says who calls the method and when, what it may assume, and what it must leave behind. "The Accelerator"
+stands for whoever drives the strategy; the conformance kit drives it by a short loop of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+
+from accel_plugins.checkpoint import parts
+from accel_plugins.manifest import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.context import Context
+    from accel_plugins.precision.base import Closure
+
+__all__ = ("Shards", "Strategy")
+
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Into how many slices each batch of the run is cut, and which slice is this process's."""
+
+    count: int
+    index: int
+
+
+class Strategy:
+    """How one process trains; the base of every backend.
+
+    Args:
+        context: the run's surroundings; read-only, and complete before the strategy is made.
+        config: an instance of the settings class that the backend's manifest names, or None when it names none.
+    """
+
+    save_order: ClassVar[Sequence[Part]] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
+    """Parts that `save` is called for, in this order."""
+
+    load_order: ClassVar[Sequence[Part]] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
+    """Parts that `load` is called for, in this order."""
+
+    saves_together: ClassVar[bool] = False
+    """Whether every process must call `save`; otherwise only those that write files do.
+
+    When it is set, save hooks of the user are not shown the weights: what one process takes away the others would miss.
+    """
+
+    def __init__(self, context: Context, config: Any = None) -> None:
+        self.context = context
+        self.config = config
+
+    # ------------------------------------------------------------------ preparing
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what cannot work, with the reason and the way out.
+
+        Called by `prepare` first of all. May assume nothing. Must change nothing: a refused bundle is as it was.
+        """
+
+    def place(self, model: Module) -> Module:
+        """Bring a model to where it trains.
+
+        Called by `prepare` for each model whose placement was left to us, before any transform. The optimizers hold the
+        model's parameters already, so parameters are moved in place, or replaced and rebound in `setup`.
+        """
+        return model.to(self.context.process.device)
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        """Wrap what has to be wrapped.
+
+        Called by `prepare` once, after the transforms that come before. Models are placed, and autocast where the
+        manifest says so. Sees everything of one `prepare` call and replaces items of the bundle's lists; every
+        optimizer must hold the parameters that now train. Optimizers and schedulers that come back unwrapped are
+        wrapped by the caller.
+        """
+        return bundle
+
+    def unwrap(self, model: Module) -> Module:
+        """What `setup` wrapped. Called whenever somebody wants the user's model; the wrapped one goes on working."""
+        return model
+
+    def wrap_loader(self, loader: Any) -> Iterable[Any]:
+        """A loader as this strategy feeds it. Called by `prepare` for each loader, after it was sharded."""
+        loaded: Iterable[Any] = loader
+        return loaded
+
+    def shards(self) -> Shards:
+        """The slice of each batch that is this process's.
+
+        Called by `prepare` and by whoever counts samples. Processes that must see the same samples, those of one tensor
+        axis for example, give the same index. Constant during a run.
+        """
+        return Shards(self.context.process.world_size, self.context.process.rank)
+
+    # ------------------------------------------------------------------ one step
+
+    def no_sync(self, model: Module) -> AbstractContextManager[None]:
+        """A context in which backward leaves each process its own gradients.
+
+        Called around forward and backward of the micro-batches before the last. Leaving it must not reduce anything.
+        """
+        return _NOTHING
+
+    def sync_in_next_backward(self, model: Module) -> AbstractContextManager[None]:
+        """A context in which backward reduces all gradients gathered so far, though forward ran under `no_sync`.
+
+        Called around one backward.
+        """
+        return _NOTHING
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients.
+
+        Called once per micro-batch with the loss divided by the number of micro-batches, unless the manifest owns
+        ACCUMULATION. Gradients must add up to those of the mean loss over all processes' samples.
+        """
+        self.context.precision.backward_scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def before_gradients_are_read(self, optimizer: Optimizer) -> None:
+        """Make an optimizer's gradients complete.
+
+        Called before they are unscaled, clipped or stepped with; may be called again for the same step. Afterwards
+        every gradient of the optimizer is what it would be in one process, still scaled.
+        """
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale gradients so that their total norm over the whole model is at most `max_norm`; return the norm before.
+
+        Called at complete, unscaled gradients. None when the engine clips by itself and does not tell.
+        """
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
+        """Cut every element of the gradients to `[-value, value]`. Called at complete, unscaled gradients."""
+        torch.nn.utils.clip_grad_value_(parameters, value)
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step the user's optimizer; False when the step was skipped.
+
+        Called by the wrapped optimizer when gradients are synchronised. Parameters must be the same on all processes
+        that hold them afterwards.
+        """
+        return self.context.precision.step(optimizer, closure)
+
+    def average_parameters(self, model: Module) -> None:
+        """Give every process the mean of all processes' parameters. Called by LocalSGD every few steps."""
+
+    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """A context in which processes may run out of batches at different times.
+
+        Called around a training loop. `even_batches` is what loaders were told for its duration, None is as before.
+        """
+        return _NOTHING
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def collect(self, part: Part, item: Any) -> Any:
+        """The state of one object for a checkpoint; its tensors may be the living ones.
+
+        Called on every process before anything is written, in the order of `save_order`.
+        """
+        return self.state_dict(item) if part is Part.MODEL else item.state_dict()
+
+    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+        """Write what `collect` returned under the file names of `checkpoint.files`.
+
+        Called in the order of `save_order`, on the processes that write files, or on every one when `saves_together`.
+        The folder exists and is not the checkpoint yet; the caller makes it durable. `index` counts within the part.
+        """
+        parts.write_part(part, state, folder, index, safe_serialization=safe_serialization)
+
+    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+        """Read into an object what `save` wrote for it. Called on every process, in the order of `load_order`.
+
+        `options` for models go to `Module.load_state_dict`; `map_location` says for all where tensors are read to.
+        """
+        target = self.unwrap(item) if part is Part.MODEL else item
+        parts.read_part(part, target, folder, index, **options)
+
+    def state_dict(self, model: Module) -> dict[str, Tensor]:
+        """All weights of a model under the names of the user's model. Called on every process."""
+        return parts.plain_state_dict(self.unwrap(model))
+
+    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Put weights under the names of the user's model into a prepared one. Called on every process."""
+        self.unwrap(model).load_state_dict(weights, strict=strict)
+
+    def writes_weights(self) -> bool:
+        """Whether `state_dict` gives this process complete weights to write."""
+        return True
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Give back what the strategy opened. Called once, at the end of training; nothing is called afterwards."""

@@ -1,0 +1,186 @@
+"""The optimizer that `prepare` gives back: it steps when gradients are complete, and the way the strategy steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.optim import Optimizer
+
+from accel_plugins.precision.base import Closure, Precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_state.gradient import GradientState
+    from accel_state.run_state import AcceleratorState
+
+__all__ = ("AcceleratedOptimizer", "Stepping")
+
+Step = Callable[[Optimizer, "Closure | None"], bool]
+
+
+class Stepping(Protocol):
+    """Whoever knows how an optimizer steps: a strategy or a precision."""
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step; False when the step was skipped."""
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer that acts only when gradients are synchronised.
+
+    It is a real `torch.optim.Optimizer`, so schedulers take it, but all state is that of the optimizer it wraps.
+
+    Args:
+        optimizer: the user's optimizer.
+        device_placement: whether loaded state is moved to where the parameters are; torch does that by itself.
+        scaler: a gradient scaler to step with, where neither strategy nor precision is given.
+        gradient: says whether gradients are synchronised; the state made last when None.
+        strategy: decides how to step.
+        precision: decides how to step where there is no strategy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        gradient: GradientState | None = None,
+        strategy: Stepping | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        if gradient is None:
+            from accel_state.gradient import GradientState
+
+            gradient = GradientState()
+        self.optimizer = optimizer
+        self.device_placement = device_placement
+        self.scaler = scaler if scaler is not None or precision is None else precision.scaler
+        self.gradient_state = gradient
+        stepping = strategy or precision
+        self._step: Step = stepping.step if stepping is not None else _step_alone(scaler)
+        self._skipped = False
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The process and its run."""
+        from accel_state.run_state import AcceleratorState
+
+        return AcceleratorState()
+
+    @property
+    def state(self) -> Any:
+        """State of each parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters by group with their options."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Options of groups that do not say otherwise."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step at complete gradients was skipped, because they overflowed for example."""
+        return self._skipped
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Step when gradients are synchronised; with a closure, return what it returned first."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        if closure is None:
+            self._skipped = not self._step(self.optimizer, None)
+            return None
+        losses: list[Any] = []
+        self._skipped = not self._step(self.optimizer, _recording(closure, losses))
+        return losses[0] if losses else None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients when they are synchronised; within an accumulation they stay."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def train(self) -> None:
+        """Switch an optimizer that averages weights (a schedule-free one) to training."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that averages weights (a schedule-free one) to evaluation."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _recording(closure: Closure, losses: list[Any]) -> Closure:
+    def record() -> Any:
+        loss = closure()
+        losses.append(loss)
+        return loss
+
+    return record
+
+
+def _step_alone(scaler: torch.amp.GradScaler | None) -> Step:
+    """How to step without a strategy: plainly, or with a scaler that is updated at once."""
+    if scaler is None:
+        return Precision().step
+    given = scaler
+
+    def step(optimizer: Optimizer, closure: Closure | None) -> bool:
+        before = given.get_scale()
+        given.step(optimizer)
+        given.update()
+        return given.get_scale() >= before
+
+    return step

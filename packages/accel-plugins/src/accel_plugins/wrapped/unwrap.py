@@ -1,0 +1,88 @@
+"""From a prepared model back to the user's: the inverse of what wrapping, compiling and autocasting did."""
+
+from __future__ import annotations
+
+import sys
+from functools import singledispatch
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accel_plugins.precision.autocast import restore_forward
+
+__all__ = ("extract_model_from_parallel", "is_compiled_module", "wrapped_module")
+
+
+@singledispatch
+def wrapped_module(model: Module) -> Module | None:
+    """The module that a wrapper is around, or None when `model` is no wrapper.
+
+    A backend with a wrapper of its own registers it: `wrapped_module.register(Engine)(lambda engine: engine.module)`.
+    """
+    return None
+
+
+@wrapped_module.register(DataParallel)
+@wrapped_module.register(DistributedDataParallel)
+def _inside_parallel(model: Any) -> Module | None:
+    inner: Module = model.module
+    return inner
+
+
+def is_compiled_module(module: Module) -> bool:
+    """Whether a module is the result of `torch.compile`."""
+    # Nothing is compiled before the compiler is imported, and importing it takes seconds.
+    return "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def extract_model_from_parallel(
+    model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Module:
+    """The user's model inside a prepared one; the prepared one goes on working.
+
+    Args:
+        model: what `prepare` returned, or any other module.
+        keep_fp32_wrapper: leave the autocasting forward on; False restores the forward the model had.
+        keep_torch_compile: return a compiled model compiled; False returns what was compiled.
+        recursive: also look for wrappers inside the model and take them out.
+    """
+    compiled: Module | None = None
+    while True:
+        inner = _peel(model)
+        if inner is None:
+            break
+        compiled = model if compiled is None and is_compiled_module(model) else compiled
+        model = inner
+    if recursive:
+        _peel_children(model)
+    if not keep_fp32_wrapper:
+        restore_forward(model)
+    return _compiled_like(compiled, model) if compiled is not None and keep_torch_compile else model
+
+
+def _peel(model: Module) -> Module | None:
+    if is_compiled_module(model):
+        compiled: Any = model
+        inner: Module = compiled._orig_mod
+        return inner
+    return wrapped_module(model)
+
+
+def _peel_children(model: Module) -> None:
+    for name, child in model.named_children():
+        bare = child
+        while (inner := wrapped_module(bare)) is not None:
+            bare = inner
+        if bare is not child:
+            setattr(model, name, bare)
+        _peel_children(bare)
+
+
+def _compiled_like(compiled: Any, model: Module) -> Module:
+    """`model` compiled the way `compiled` is; `compiled` itself when it is around that model already."""
+    if compiled._orig_mod is model:
+        return compiled  # type: ignore[no-any-return]
+    again: Module = type(compiled)(model, compiled.dynamo_ctx)
+    return again

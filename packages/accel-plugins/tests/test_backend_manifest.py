@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from accel_plugins import Job, Manifest, Phase
+from accel_state.errors import PluginError
+
+GOOD = Manifest(name="example", strategy="example.strategy:ExampleStrategy")
+
+
+def test_jobs_have_a_usual_phase_that_a_manifest_may_change() -> None:
+    other = dataclasses.replace(GOOD, phases={Job.AUTOCAST: Phase.AFTER})
+
+    assert GOOD.phase(Job.AUTOCAST) is Phase.BEFORE
+    assert GOOD.phase(Job.COMPILE) is Phase.AFTER
+    assert other.phase(Job.AUTOCAST) is Phase.AFTER
+    assert other.phase(Job.COMPILE) is Phase.AFTER
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "with space", "9lives", "x" * 49])
+def test_a_malformed_name_is_refused(name: str) -> None:
+    with pytest.raises(PluginError, match="lower-case"):
+        Manifest(name=name, strategy="a:B")
+
+
+@pytest.mark.parametrize("field", ["strategy", "config", "present", "launcher"])
+def test_a_target_that_leads_nowhere_is_refused(field: str) -> None:
+    with pytest.raises(PluginError, match=field):
+        dataclasses.replace(GOOD, **{field: "no_colon_here"})
