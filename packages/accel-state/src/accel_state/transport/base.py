@@ -24,6 +24,9 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> Any:
         """Block until it is complete; raises what went wrong. After a timeout it may be waited for again."""
 
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not; tells a failure from a wait that was cut short."""
+
 
 class Done:
     """A collective that was complete when it was started."""
@@ -32,6 +35,10 @@ class Done:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
         return True
 
 
