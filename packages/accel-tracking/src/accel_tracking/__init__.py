@@ -1,1 +1,92 @@
 """Experiment trackers behind one small interface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from accel_tracking.base import (
+        GeneralTracker,
+        Tracker,
+        is_main_process,
+        on_main_process,
+    )
+    from accel_tracking.curves import (
+        describe_run,
+    )
+    from accel_tracking.group import (
+        TrackerGroup,
+    )
+    from accel_tracking.plot import (
+        plot_run,
+    )
+    from accel_tracking.registry import (
+        LoggerType,
+        LogWith,
+        filter_trackers,
+        get_available_trackers,
+        register_tracker_class,
+        tracker_class,
+        tracker_names,
+    )
+    from accel_tracking.run_file import (
+        Record,
+        RunRecord,
+        read_run,
+    )
+    from accel_tracking.trackers.jsonl import (
+        JSONLinesTracker,
+    )
+
+__all__ = (
+    "GeneralTracker",
+    "JSONLinesTracker",
+    "LogWith",
+    "LoggerType",
+    "Record",
+    "RunRecord",
+    "Tracker",
+    "TrackerGroup",
+    "describe_run",
+    "filter_trackers",
+    "get_available_trackers",
+    "is_main_process",
+    "on_main_process",
+    "plot_run",
+    "read_run",
+    "register_tracker_class",
+    "tracker_class",
+    "tracker_names",
+)
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "accel_tracking.base": (
+            "GeneralTracker",
+            "Tracker",
+            "is_main_process",
+            "on_main_process",
+        ),
+        "accel_tracking.curves": ("describe_run",),
+        "accel_tracking.group": ("TrackerGroup",),
+        "accel_tracking.plot": ("plot_run",),
+        "accel_tracking.registry": (
+            "LogWith",
+            "LoggerType",
+            "filter_trackers",
+            "get_available_trackers",
+            "register_tracker_class",
+            "tracker_class",
+            "tracker_names",
+        ),
+        "accel_tracking.run_file": (
+            "Record",
+            "RunRecord",
+            "read_run",
+        ),
+        "accel_tracking.trackers.jsonl": ("JSONLinesTracker",),
+    },
+)

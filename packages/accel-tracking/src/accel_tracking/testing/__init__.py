@@ -1,0 +1,1 @@
+"""What a package that brings a tracker tests it with."""

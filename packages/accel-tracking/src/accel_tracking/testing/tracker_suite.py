@@ -1,0 +1,171 @@
+"""`TrackerSuite`: the tests that every tracker passes; subclass it, say how a tracker is made and read back.
+
+class TestMyTracker(TrackerSuite):
+    tracker_class = MyTracker
+
+    def make(self, folder):
+        return MyTracker("run", folder)
+
+    def read(self, folder, tracker):
+        return {"loss": [(1, 0.5), (2, 0.25)]}   # what the library kept, read from its own files
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from accel_state.errors import Missing, NotOffered
+from accel_state.settings.extension import extensions
+from accel_tracking.base import GeneralTracker
+
+__all__ = ("Curves", "TrackerSuite")
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+"""Metric name to its points (step, value)."""
+
+_LOGGED: Curves = {"loss": [(1, 0.5), (2, 0.25)], "accuracy": [(1, 1.0), (2, 3.0)], "eval/loss": [(2, 0.75)]}
+
+
+class _Scalar:
+    """A number as torch and numpy have it, without either."""
+
+    size = 1
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        return self.value
+
+    def tolist(self) -> float:
+        return self.value
+
+
+class TrackerSuite:
+    """Tests of one tracker over its whole life, for real and without a network."""
+
+    tracker_class: ClassVar[type[GeneralTracker]]
+    """The class under test."""
+
+    separator: ClassVar[str] = "/"
+    """What joins the names of nested metrics where the library keeps them."""
+
+    def make(self, folder: Path) -> GeneralTracker:
+        """A tracker that was not started and that will write into `folder` and nowhere else."""
+        raise NotImplementedError("say how the tracker is made")
+
+    def read(self, folder: Path, tracker: Any) -> Curves:
+        """What a finished tracker kept, read back from its files."""
+        raise NotImplementedError("say how the run is read back")
+
+    def read_config(self, folder: Path, tracker: Any) -> Mapping[str, Any] | None:
+        """The hyperparameters of a finished run; None where the library's files cannot be read back."""
+        return None
+
+    @pytest.fixture(autouse=True)
+    def _library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        requirement = self.tracker_class.requirement
+        if requirement is not None and requirement.obstacle() is not None:
+            pytest.skip(f"{requirement.obstacle()} {requirement.remedy()}")
+        # Libraries that write beside the script shall not write into the repository.
+        monkeypatch.chdir(tmp_path)
+
+    def test_it_is_offered_under_its_own_name(self) -> None:
+        target = f"{self.tracker_class.__module__}:{self.tracker_class.__qualname__}"
+        names = [found.name for found in extensions("accel.trackers") if found.target == target]
+        assert names == [self.tracker_class.name]
+
+    def test_its_module_imports_neither_its_library_nor_torch(self) -> None:
+        requirement = self.tracker_class.requirement
+        heavy = {"torch", "numpy", requirement.module if requirement is not None else "torch"}
+        code = f"import sys, {self.tracker_class.__module__}\nprint(*sorted({heavy!r} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.split() == []
+
+    def test_it_is_made_without_touching_library_or_disk(self, tmp_path: Path) -> None:
+        tracker = self.make(tmp_path / "nowhere")
+        assert isinstance(tracker, GeneralTracker)
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_a_missing_library_is_named_with_its_install_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        requirement = self.tracker_class.requirement
+        if requirement is None:
+            pytest.skip("it needs no library")
+        tracker = self.make(tmp_path)
+        monkeypatch.setattr(
+            type(requirement), "obstacle", lambda self: f"The package {self.module!r} is not installed."
+        )
+        with pytest.raises(Missing, match="pip install"):
+            tracker.start()
+
+    def test_what_was_logged_is_kept(self, tmp_path: Path) -> None:
+        tracker = self.make(tmp_path)
+        tracker.start()
+        tracker.store_init_configuration({"lr": 0.1, "optimizer": {"name": "sgd"}, "layers": [1, 2], "none": None})
+        tracker.log({"loss": 0.5, "accuracy": 1}, step=1)
+        tracker.log({"loss": _Scalar(0.25), "accuracy": 3, "eval": {"loss": 0.75}}, step=2)
+        assert tracker.tracker is not None  # type: ignore[attr-defined]
+        tracker.finish()
+        expected = {name.replace("/", self.separator): list(points) for name, points in _LOGGED.items()}
+        kept = self.read(tmp_path, tracker)
+        assert {name: list(kept[name]) for name in expected} == expected
+        config = self.read_config(tmp_path, tracker)
+        assert config is None or str(config["lr"]) == "0.1"
+
+    def test_tensors_and_numpy_scalars_are_kept_as_numbers(self, tmp_path: Path) -> None:
+        if any(importlib.util.find_spec(name) is None for name in ("torch", "numpy")):
+            pytest.skip("torch and numpy are not both installed")
+        import numpy as np
+        import torch
+
+        tracker = self.make(tmp_path)
+        tracker.start()
+        tracker.log(
+            {"a": torch.tensor(1.5, requires_grad=True), "b": torch.tensor([2.0]), "c": np.float32(0.5)}, step=1
+        )
+        tracker.finish()
+        kept = self.read(tmp_path, tracker)
+        assert {name: list(kept[name]) for name in "abc"} == {"a": [(1, 1.5)], "b": [(1, 2.0)], "c": [(1, 0.5)]}
+
+    def test_text_truth_values_and_no_step_are_taken(self, tmp_path: Path) -> None:
+        tracker = self.make(tmp_path)
+        tracker.start()
+        tracker.log({"note": "first", "flag": True, "loss": 1.0})
+        tracker.log({"loss": 2.0})
+        tracker.finish()
+        assert [value for _, value in self.read(tmp_path, tracker)["loss"]][-1] == 2.0
+
+    def test_images_and_tables_are_kept_or_refused(self, tmp_path: Path) -> None:
+        tracker = self.make(tmp_path)
+        tracker.start()
+        try:
+            tracker.log_table("worst", columns=["image", "loss"], data=[[3, 0.5]], step=1)
+        except NotOffered as refusal:
+            assert tracker.name in str(refusal)  # noqa: PT017 - either outcome is right
+        tracker.log({"loss": 1.0}, step=2)
+        tracker.finish()
+        assert list(self.read(tmp_path, tracker)["loss"]) == [(2, 1.0)]
+
+    def test_other_processes_keep_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not self.tracker_class.main_process_only:
+            pytest.skip("it may log from every process")
+        from accel_state.testing.fresh import fresh
+
+        with fresh():
+            monkeypatch.setenv("RANK", "1")
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            tracker = self.make(tmp_path / "nowhere")
+            tracker.start()
+            tracker.store_init_configuration({"lr": 0.1})
+            tracker.log({"loss": 1.0}, step=1)
+            tracker.finish()
+        assert not (tmp_path / "nowhere").exists()

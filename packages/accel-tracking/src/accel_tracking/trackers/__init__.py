@@ -1,0 +1,1 @@
+"""The trackers that come with this package, one file each; no file knows another."""

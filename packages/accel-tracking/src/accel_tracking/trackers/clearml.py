@@ -1,0 +1,127 @@
+"""ClearML, with a server or offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.settings.environ import from_environment
+from accel_state.settings.requirement import Requirement
+from accel_state.settings.schema import TEXT, setting
+from accel_tracking.base import GeneralTracker, on_main_process
+from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
+
+__all__ = ("ClearMLSettings", "ClearMLTracker")
+
+_SPLITS = ("eval", "test", "train")
+
+
+@dataclass(frozen=True)
+class ClearMLSettings:
+    """What the environment may say about the task."""
+
+    project: str | None = setting(None, kind=TEXT, variable="CLEARML_PROJECT", help="Project of the ClearML task.")
+    task: str | None = setting(None, kind=TEXT, variable="CLEARML_TASK", help="Name of the ClearML task.")
+
+
+class ClearMLTracker(GeneralTracker):
+    """Keeps a run as a task of ClearML; a task that is open already is used and left open.
+
+    Args:
+        run_name: name of the task, and of its project unless `kwargs` or $CLEARML_PROJECT name one.
+        kwargs: for `clearml.Task.init`.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+    requirement = Requirement("clearml", extra="accel-tracking[clearml]")
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.user_provided_run_name = run_name
+        self.init_kwargs = kwargs
+        self.task: Any = None
+        self._owns_task = False
+
+    @property
+    def tracker(self) -> Any:
+        """The task of ClearML."""
+        return self.task
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin a task, or join the one that is open."""
+        self.requirement.demand("The tracker 'clearml' was started.")
+        from clearml import Task
+
+        self.task = Task.current_task()
+        self._owns_task = self.task is None
+        if self._owns_task:
+            found = from_environment(ClearMLSettings)
+            names = {
+                "project_name": found.project or self.user_provided_run_name,
+                "task_name": found.task or self.user_provided_run_name,
+            }
+            self.task = Task.init(**{**names, **self.init_kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Keep the hyperparameters as the task's configuration."""
+        self.task.connect_configuration(plain(values))
+
+    @on_main_process
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report numbers as scalars (without a step as single values), everything else as text."""
+        logger = self.task.get_logger()
+        for name, value in flat(scalars_as_numbers(values)).items():
+            if not is_number(value):
+                logger.report_text(f"{name}: {plain(value)}", **kwargs)
+            elif step is None:
+                logger.report_single_value(name=name, value=value, **kwargs)
+            else:
+                title, series = _title_and_series(name)
+                logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report images: arrays of shape (H, W, C), or image objects."""
+        logger = self.task.get_logger()
+        for name, image in values.items():
+            title, series = _title_and_series(name)
+            logger.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Report a table."""
+        rows = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or [])]
+        title, series = _title_and_series(table_name)
+        self.task.get_logger().report_table(title=title, series=series, table_plot=rows, iteration=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the task if this tracker opened it."""
+        if self._owns_task and self.task is not None:
+            self.task.close()
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    """Chart and line of a metric: "eval_loss" and "train_loss" are lines of one chart "loss".
+
+    Example:
+        >>> _title_and_series("eval_loss"), _title_and_series("loss")
+        (('loss', 'eval'), ('loss', 'train'))
+    """
+    for split in _SPLITS:
+        for separator in ("_", "/"):
+            if name.startswith(split + separator):
+                return name[len(split) + 1 :], split
+    return name, "train"

@@ -1,0 +1,152 @@
+"""MLflow, with a server, a database, or a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.settings.environ import from_environment
+from accel_state.settings.requirement import Requirement
+from accel_state.settings.schema import BOOLEAN, JSON, TEXT, setting
+from accel_tracking.base import GeneralTracker, on_main_process
+from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
+
+__all__ = ("MLflowSettings", "MLflowTracker")
+
+
+@dataclass(frozen=True)
+class MLflowSettings:
+    """What the environment may say about the run; it wins over the arguments of the tracker."""
+
+    experiment_name: str | None = setting(None, kind=TEXT, variable="MLFLOW_EXPERIMENT_NAME", help="Experiment.")
+    run_id: str | None = setting(None, kind=TEXT, variable="MLFLOW_RUN_ID", help="Run to continue.")
+    tags: dict[str, str] | None = setting(  # noqa: RUF009 - makes a field
+        None, kind=JSON, variable="MLFLOW_TAGS", help="Tags of the run, as a JSON object."
+    )
+    nested_run: bool | None = setting(None, kind=BOOLEAN, variable="MLFLOW_NESTED_RUN", help="Run inside the open one.")
+
+
+class MLflowTracker(GeneralTracker):
+    """Keeps a run in an experiment of MLflow.
+
+    Args:
+        experiment_name: name of the experiment; made when there is none.
+        logging_dir: folder for the artifacts of a new experiment.
+        run_id: run to continue.
+        tags: tags of the run.
+        nested_run: whether it runs inside the open run.
+        run_name: name of the run.
+        description: description of the run.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    requirement = Requirement("mlflow", extra="accel-tracking[mlflow]")
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        nested_run: bool = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        found = from_environment(MLflowSettings)
+        self.experiment_name = found.experiment_name or experiment_name
+        self.logging_dir = logging_dir
+        self.run_id = found.run_id or run_id
+        self.tags = dict(found.tags or tags or {})
+        self.nested_run = nested_run if found.nested_run is None else found.nested_run
+        self.run_name = run_name
+        self.description = description
+        self.active_run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The active run of MLflow."""
+        return self.active_run
+
+    @on_main_process
+    def start(self) -> None:
+        """Find or make the experiment and begin the run."""
+        self.requirement.demand("The tracker 'mlflow' was started.")
+        import mlflow
+
+        self.active_run = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=self._experiment_id(),
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags or None,
+            description=self.description,
+        )
+
+    def _experiment_id(self) -> str | None:
+        import mlflow
+
+        if self.experiment_name is None:
+            return None
+        existing = mlflow.get_experiment_by_name(self.experiment_name)
+        if existing is not None:
+            return str(existing.experiment_id)
+        place = None if self.logging_dir is None else os.path.abspath(self.logging_dir)
+        return str(mlflow.create_experiment(self.experiment_name, artifact_location=place))
+
+    @on_main_process
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Keep the hyperparameters as the run's parameters, text that is too long for MLflow cut at its limit."""
+        import mlflow
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+
+        known = [(name, str(value)[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(plain(values), ".").items()]
+        for start in range(0, len(known), MAX_PARAMS_TAGS_PER_BATCH):
+            mlflow.log_params(dict(known[start : start + MAX_PARAMS_TAGS_PER_BATCH]), run_id=self._id)
+
+    @on_main_process
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics in one call; text becomes tags, because MLflow's metrics are numbers."""
+        import mlflow
+
+        known = flat(scalars_as_numbers(values))
+        numbers = {name: value for name, value in known.items() if is_number(value)}
+        others = {name: str(plain(value)) for name, value in known.items() if not is_number(value)}
+        mlflow.log_metrics(numbers, step=step, run_id=self._id, **kwargs)
+        if others:
+            mlflow.MlflowClient().log_batch(self._id, tags=[mlflow.entities.RunTag(*item) for item in others.items()])
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Keep a matplotlib or plotly figure as an artifact of the run."""
+        import mlflow
+
+        mlflow.log_figure(figure, artifact_file, save_kwargs=save_kwargs or None)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file as an artifact of the run."""
+        import mlflow
+
+        mlflow.log_artifact(local_path, artifact_path, run_id=self._id)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Keep a folder as artifacts of the run."""
+        import mlflow
+
+        mlflow.log_artifacts(local_dir, artifact_path, run_id=self._id)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        import mlflow
+
+        mlflow.end_run()
+
+    @property
+    def _id(self) -> str:
+        return str(self.active_run.info.run_id)

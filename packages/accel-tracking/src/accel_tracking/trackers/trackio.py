@@ -1,0 +1,60 @@
+"""Trackio: a local database with a dashboard, optionally mirrored to a Hub Space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_state.settings.requirement import Requirement
+from accel_tracking.base import GeneralTracker, on_main_process
+from accel_tracking.values import plain, scalars_as_numbers
+
+__all__ = ("TrackioTracker",)
+
+
+class TrackioTracker(GeneralTracker):
+    """Keeps a run in a project of trackio.
+
+    Args:
+        run_name: name of the project.
+        kwargs: for `trackio.init`, such as `name` or `space_id`.
+    """
+
+    name = "trackio"
+    requires_logging_directory = False
+    main_process_only = False
+    requirement = Requirement("trackio", extra="accel-tracking[trackio]")
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The run of trackio."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin a run of trackio."""
+        self.requirement.demand("The tracker 'trackio' was started.")
+        import trackio
+
+        self.run = trackio.init(project=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Keep the hyperparameters as the run's config."""
+        self.run.config.update(plain(values))
+
+    @on_main_process
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log to the run."""
+        self.run.log(scalars_as_numbers(values), step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()

@@ -1,0 +1,79 @@
+"""Values as users log them (tensors on any device, numpy scalars, nested mappings) made into what trackers can keep.
+
+Nothing here imports torch or numpy: a tensor is whatever has `tolist`.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+__all__ = ("flat", "is_number", "plain", "scalars_as_numbers")
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def plain(value: Any) -> Any:
+    """The value in terms of JSON: text, numbers, lists and mappings with text keys; what is none of these as its text.
+
+    Example:
+        >>> plain({"path": os.path, 3: (1, True)})["3"]
+        [1, True]
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if callable(getattr(value, "tolist", None)):
+        number = _number(value)
+        return plain(value.tolist() if number is value else number)
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def scalars_as_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same mapping with each tensor or array of one element as a Python number, also in mappings inside.
+
+    Everything else stays as it is: a tracker's own objects, such as images, and larger arrays are for the tracker.
+    """
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return scalars_as_numbers(value)
+    if not callable(getattr(value, "item", None)):
+        return value
+    count = value.numel() if callable(getattr(value, "numel", None)) else getattr(value, "size", None)
+    return value.item() if count == 1 else value
+
+
+def flat(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+    """Nested mappings as one, keys joined.
+
+    Example:
+        >>> flat({"loss": 1, "eval": {"loss": 2, "accuracy": {"top1": 3}}})
+        {'loss': 1, 'eval/loss': 2, 'eval/accuracy/top1': 3}
+    """
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            result.update({f"{name}{separator}{inner}": leaf for inner, leaf in flat(value, separator).items()})
+        else:
+            result[str(name)] = value
+    return result
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a real number that can be drawn; truth values are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

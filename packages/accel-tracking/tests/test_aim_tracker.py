@@ -1,0 +1,94 @@
+"""Aim by its contract: a stand-in with the calls of Aim's own interface, since its wheels exist for few systems."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.trackers.aim import AimTracker
+
+
+class Picture:
+    """Stands for `aim.Image`."""
+
+    def __init__(self, image: Any, caption: str = "", **options: Any) -> None:
+        self.image, self.caption, self.options = image, caption, options
+
+
+class Words:
+    """Stands for `aim.Text`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Run:
+    """Stands for `aim.Run`; like it, tracks numbers and Aim's objects only."""
+
+    def __init__(self, run_hash: str | None = None, *, repo: str | None = None, **options: Any) -> None:
+        self.repo, self.options, self.name, self.closed = repo, options, None, False
+        self.items: dict[str, Any] = {}
+        self.tracked: list[tuple[Any, ...]] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items[key] = value
+
+    def track(self, value: Any, name: str, step: int | None = None, *, context: Any = None) -> None:
+        if not isinstance(value, (int, float, Picture, Words)):
+            raise ValueError(f"Input type {type(value)} is neither python number nor AimObject")
+        number = sum(name == other for other, *_ in self.tracked)
+        self.tracked.append((name, number if step is None else step, value, context))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def aim(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("aim")
+    module.__spec__ = importlib.machinery.ModuleSpec("aim", None)
+    module.Run, module.Image, module.Text = Run, Picture, Words
+    monkeypatch.setitem(sys.modules, "aim", module)
+
+
+class TestAim(TrackerSuite):
+    tracker_class = AimTracker
+
+    def make(self, folder: Path) -> AimTracker:
+        return AimTracker("run", folder)
+
+    def read(self, folder: Path, tracker: Any) -> Curves:
+        assert tracker.writer.closed
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for name, step, value, _ in tracker.writer.tracked:
+            curves.setdefault(name, []).append((step, value))
+        return curves
+
+    def read_config(self, folder: Path, tracker: Any) -> Any:
+        return tracker.writer.items["hparams"]
+
+    def test_repository_name_text_context_and_options_go_through(self, tmp_path: Path) -> None:
+        tracker = AimTracker("run", tmp_path, experiment="digits")
+        tracker.start()
+        tracker.log({"loss": 1.0, "note": "first"}, step=1, context={"subset": "eval"})
+        tracker.finish()
+        run = tracker.tracker
+        assert (run.repo, run.name, run.options) == (str(tmp_path), "run", {"experiment": "digits"})
+        assert run.tracked[0] == ("loss", 1, 1.0, {"subset": "eval"})
+        assert run.tracked[1][2].text == "first"
+
+    def test_images_take_captions_and_options_of_their_own(self, tmp_path: Path) -> None:
+        tracker = self.make(tmp_path)
+        tracker.start()
+        options = {"aim_image": {"format": "png"}, "track": {"context": {"subset": "eval"}}}
+        tracker.log_images({"a": ("pixels", "a cat"), "b": "more"}, step=2, kwargs=options)
+        (_, step, first, context), (_, _, second, _) = tracker.tracker.tracked
+        assert (step, first.image, first.caption, first.options) == (2, "pixels", "a cat", {"format": "png"})
+        assert context == {"subset": "eval"}
+        assert (second.image, second.caption) == ("more", "")

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_state.errors import Missing, PluginError, SettingError
+from accel_state.settings import extension
+from accel_state.settings.requirement import Requirement
+from accel_tracking import (
+    GeneralTracker,
+    JSONLinesTracker,
+    LoggerType,
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+    registry,
+    tracker_class,
+    tracker_names,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+def made(tracker_name: str, folder: bool = False, needs: str | None = None) -> type[GeneralTracker]:
+    class Made(GeneralTracker):
+        name = tracker_name
+        requires_logging_directory = folder
+        requirement = None if needs is None else Requirement(needs, extra="accel-tracking[made]")
+
+        @property
+        def tracker(self) -> Any:
+            return None
+
+    return register_tracker_class(Made)
+
+
+def test_a_registered_class_is_found_by_name_and_replaces_one_of_the_same_name() -> None:
+    first = made("mine")
+    assert tracker_class("mine") is first
+    second = made("mine")
+    assert tracker_class("mine") is second
+    assert tracker_names().count("mine") == 1
+
+
+@pytest.mark.parametrize("wrong", [object, 3, GeneralTracker])
+def test_what_is_no_tracker_class_is_not_registered(wrong: Any) -> None:
+    with pytest.raises(SettingError, match="as a tracker"):
+        register_tracker_class(wrong)
+
+
+def test_the_built_in_trackers_come_through_entry_points() -> None:
+    assert tracker_class("jsonl") is JSONLinesTracker
+    assert tracker_class(LoggerType.JSONL) is JSONLinesTracker
+    assert {str(member) for member in LoggerType} - {"all"} == set(tracker_names())
+
+
+def test_every_built_in_tracker_knows_its_name() -> None:
+    for name in tracker_names():
+        assert tracker_class(name).name == name
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path with a distribution that offers a tracker which works and one which does not."""
+    (tmp_path / "stranger.py").write_text(
+        "from accel_tracking import GeneralTracker\n"
+        "class StrangerTracker(GeneralTracker):\n"
+        "    name = 'stranger'\n    requires_logging_directory = False\n    tracker = None\n"
+    )
+    (tmp_path / "broken_stranger.py").write_text("raise RuntimeError('half installed')\n")
+    info = tmp_path / "stranger-1.2.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text(
+        "[accel.trackers]\nstranger = stranger:StrangerTracker\nbroken = broken_stranger:Nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extension.forget()
+    yield tmp_path
+    extension.forget()
+    for name in ("stranger", "broken_stranger"):
+        sys.modules.pop(name, None)
+
+
+def test_a_package_offers_trackers_by_entry_point_and_a_broken_one_harms_no_other(stranger: Path) -> None:
+    assert tracker_class("stranger").__module__ == "stranger"
+    assert "stranger" in get_available_trackers()
+    assert "broken" in tracker_names()
+    assert "broken" not in get_available_trackers()
+    with pytest.raises(PluginError, match=r"broken_stranger:Nothing of stranger 1\.2 .*half installed"):
+        tracker_class("broken")
+
+
+def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(SettingError, match="'jsonl'"):
+        filter_trackers("jsonnl", "logs")
+
+
+def test_names_instances_and_lists_are_taken_each_once() -> None:
+    kind = made("mine")
+    instance = kind()
+    assert filter_trackers(["mine", instance, "mine", instance, LoggerType.JSONL], "logs") == [
+        "mine",
+        instance,
+        "jsonl",
+    ]
+    assert filter_trackers("mine") == ["mine"]
+    assert filter_trackers(instance) == [instance]
+    assert filter_trackers(None) == filter_trackers([]) == []
+
+
+def test_a_missing_library_is_an_error_when_named_and_left_out_of_all() -> None:
+    made("absent", needs="no_such_library")
+    made("here")
+    with pytest.raises(Missing, match=r'pip install "accel-tracking\[made\]"'):
+        filter_trackers("absent")
+    chosen = filter_trackers("all", "logs")
+    assert {"here", "jsonl"} <= set(chosen)
+    assert "absent" not in chosen
+
+
+def test_a_tracker_that_needs_a_folder_and_has_none() -> None:
+    with pytest.raises(SettingError, match="none was named"):
+        filter_trackers("jsonl")
+    assert "jsonl" not in filter_trackers("all")
