@@ -1,1 +1,144 @@
-"""Collectives on nested data (gather, reduce, broadcast, pad) and random-number state, with named errors instead of hangs."""
+"""Collectives on nested data and random-number state, with named errors instead of hangs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from accel_ops.call_log import Call as Call
+    from accel_ops.checked import DistributedOperationException as DistributedOperationException
+    from accel_ops.checked import chained_operation as chained_operation
+    from accel_ops.checked import verify_operation as verify_operation
+    from accel_ops.collectives import broadcast as broadcast
+    from accel_ops.collectives import gather as gather
+    from accel_ops.collectives import reduce as reduce
+    from accel_ops.dtype import ConvertOutputsToFp32 as ConvertOutputsToFp32
+    from accel_ops.dtype import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel_ops.dtype import convert_to_fp32 as convert_to_fp32
+    from accel_ops.measure import find_batch_size as find_batch_size
+    from accel_ops.measure import find_device as find_device
+    from accel_ops.measure import get_data_structure as get_data_structure
+    from accel_ops.measure import get_shape as get_shape
+    from accel_ops.measure import ignorant_find_batch_size as ignorant_find_batch_size
+    from accel_ops.measure import initialize_tensors as initialize_tensors
+    from accel_ops.measure import is_torch_xpu_tensor as is_torch_xpu_tensor
+    from accel_ops.measure import listify as listify
+    from accel_ops.move import send_to_device as send_to_device
+    from accel_ops.objects import broadcast_object_list as broadcast_object_list
+    from accel_ops.objects import gather_object as gather_object
+    from accel_ops.replicate import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+    from accel_ops.replicate import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+    from accel_ops.replicate import copy_tensor_to_devices as copy_tensor_to_devices
+    from accel_ops.replicate import gather_tensor_shape as gather_tensor_shape
+    from accel_ops.report import recent_calls as recent_calls
+    from accel_ops.report import where_is_everyone as where_is_everyone
+    from accel_ops.rng import set_seed as set_seed
+    from accel_ops.rng import synchronize_rng_state as synchronize_rng_state
+    from accel_ops.rng import synchronize_rng_states as synchronize_rng_states
+    from accel_ops.scattering import scatter as scatter
+    from accel_ops.shape import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+    from accel_ops.shape import concatenate as concatenate
+    from accel_ops.shape import pad_across_processes as pad_across_processes
+    from accel_ops.shape import pad_input_tensors as pad_input_tensors
+    from accel_ops.shape import slice_tensors as slice_tensors
+    from accel_ops.tree import TensorInformation as TensorInformation
+    from accel_ops.tree import honor_type as honor_type
+    from accel_ops.tree import is_namedtuple as is_namedtuple
+    from accel_ops.tree import is_tensor_information as is_tensor_information
+    from accel_ops.tree import is_torch_tensor as is_torch_tensor
+    from accel_ops.tree import recursively_apply as recursively_apply
+
+__all__ = (
+    "TENSOR_INT_TO_DTYPE",
+    "TENSOR_TYPE_TO_INT",
+    "Call",
+    "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32",
+    "DistributedOperationException",
+    "TensorInformation",
+    "broadcast",
+    "broadcast_object_list",
+    "chained_operation",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "gather_tensor_shape",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "is_torch_xpu_tensor",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recent_calls",
+    "recursively_apply",
+    "reduce",
+    "scatter",
+    "send_to_device",
+    "set_seed",
+    "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "verify_operation",
+    "where_is_everyone",
+)
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "accel_ops.call_log": ("Call",),
+        "accel_ops.checked": ("DistributedOperationException", "chained_operation", "verify_operation"),
+        "accel_ops.collectives": ("broadcast", "gather", "reduce"),
+        "accel_ops.dtype": ("ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"),
+        "accel_ops.measure": (
+            "find_batch_size",
+            "find_device",
+            "get_data_structure",
+            "get_shape",
+            "ignorant_find_batch_size",
+            "initialize_tensors",
+            "is_torch_xpu_tensor",
+            "listify",
+        ),
+        "accel_ops.move": ("send_to_device",),
+        "accel_ops.objects": ("broadcast_object_list", "gather_object"),
+        "accel_ops.replicate": (
+            "TENSOR_INT_TO_DTYPE",
+            "TENSOR_TYPE_TO_INT",
+            "copy_tensor_to_devices",
+            "gather_tensor_shape",
+        ),
+        "accel_ops.report": ("recent_calls", "where_is_everyone"),
+        "accel_ops.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
+        "accel_ops.scattering": ("scatter",),
+        "accel_ops.shape": (
+            "CannotPadNestedTensorWarning",
+            "concatenate",
+            "pad_across_processes",
+            "pad_input_tensors",
+            "slice_tensors",
+        ),
+        "accel_ops.tree": (
+            "TensorInformation",
+            "honor_type",
+            "is_namedtuple",
+            "is_tensor_information",
+            "is_torch_tensor",
+            "recursively_apply",
+        ),
+    },
+)

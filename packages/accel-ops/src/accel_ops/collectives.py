@@ -1,0 +1,297 @@
+"""gather, reduce and broadcast of nested data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from accel_ops.exchange import Call
+from accel_ops.packing import as_bytes
+from accel_ops.plan import Plan, check_leaf
+from accel_ops.tree import flatten, rebuild, recursively_apply
+from accel_ops.whole import is_dtensor, write_whole
+from accel_state import current
+from accel_state.errors import SettingError, UnknownKind
+from accel_state.transport.base import Transport, Work
+
+__all__ = ("broadcast", "gather", "reduce")
+
+_REDUCTIONS: Final = ("mean", "sum", "none")
+
+_WIDER: Final = {torch.int16: torch.int32}
+"""Sums of these are taken in a wider type, which backends can add; the result wraps as theirs would."""
+
+_SUMMABLE: Final = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+def gather(tensor: Any, dst: int | None = None) -> Any:
+    """The tensors of all processes, concatenated along their first dimension in the order of the ranks.
+
+    Tensors without dimensions come back with one element per process. With one process the data come back as they are.
+    A DTensor counts as the whole tensor that it stands for.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
+        dst: the only process that needs the result; the others return None. By default all do.
+
+    Raises:
+        UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> predictions, labels = gather((predictions, labels))
+    """
+    transport = current.process_or_start().transport
+    if transport.world_size == 1:
+        return tensor
+    with Call(transport, "gather", dst=dst) as call:
+        _check_rank("gather", "dst", dst, transport)
+        plan, leaves = call.plan(tensor)
+        gathered = _gather(call, transport, plan, leaves, dst)
+        return rebuild(tensor, _back(gathered, plan)) if dst in (None, transport.rank) else None
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The element-wise mean or sum of the tensors of all processes, on every process.
+
+    The tensors given are not changed. The results are equal bit by bit on all processes. Sums of bool are "any".
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
+        reduction: "mean", "sum", or "none", which returns the data as they are.
+        scale: factor for the result.
+
+    Raises:
+        SettingError: an unknown `reduction`.
+        UnknownKind: a leaf cannot be added up, or is of whole numbers where the result would not be.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> loss = reduce(loss, "mean")
+    """
+    if reduction not in _REDUCTIONS:
+        raise SettingError(
+            f"reduce() was asked for reduction={reduction!r}.",
+            "There is no such reduction.",
+            f"Give one of {', '.join(map(repr, _REDUCTIONS))}.",
+        )
+    transport = current.process_or_start().transport
+    if reduction == "none":
+        return tensor
+    if transport.world_size == 1:
+        return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
+    with Call(transport, "reduce", reduction=reduction, scale=scale) as call:
+        check = _check_sum if reduction == "sum" and scale == 1.0 else _check_fraction
+        plan, leaves = call.plan(tensor, check=check)
+        divisor = transport.world_size if reduction == "mean" else 1
+        return rebuild(tensor, _back(_reduce(call, transport, plan, leaves, divisor, scale), plan))
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """The tensors of one process, on every process.
+
+    The tensors given are overwritten in place, and returned.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
+        from_process: the process whose tensors all get.
+
+    Raises:
+        SettingError: there is no such process.
+        UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+    """
+    transport = current.process_or_start().transport
+    if transport.world_size == 1:
+        return tensor
+    with Call(transport, "broadcast", from_process=from_process) as call:
+        _check_rank("broadcast", "from_process", from_process, transport)
+        plan, leaves = call.plan(tensor)
+        received = _broadcast(call, transport, plan, leaves, from_process)
+        if transport.rank != from_process:
+            _overwrite(flatten(tensor, "broadcast")[0], leaves, received)
+        return tensor
+
+
+def _gather(
+    call: Call, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], dst: int | None
+) -> list[torch.Tensor]:
+    """The gathered leaves; nothing where they are not wanted."""
+    wanted = dst is None or dst == transport.rank
+    outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
+    inputs = [as_bytes(_contiguous(leaves[position])) for position in plan.large]
+    packed = None if call.fits(plan) else plan.pack(leaves)
+    rows = call.agree(plan, leaves)
+    works = []
+    if packed is not None:
+        rows = packed.new_empty(transport.world_size, packed.numel())
+        works.append(_collect(transport, rows if wanted else None, packed, dst))
+    for output, given in zip(outputs, inputs, strict=True):
+        into = None if output is None else as_bytes(output).view(transport.world_size, -1)
+        works.append(_collect(transport, into, given, dst))
+    call.wait(works)
+    if not wanted:
+        return []
+    assert rows is not None
+    results: list[Any] = [None] * len(leaves)
+    for position, part in zip(plan.small, plan.packing.read(rows), strict=True):
+        results[position] = part.view(_gathered_shape(leaves[position], transport.world_size))
+    for position, output in zip(plan.large, outputs, strict=True):
+        results[position] = output
+    return results
+
+
+def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tensor, dst: int | None) -> Work:
+    """Start to bring `given` of every process into its row, everywhere or at one process."""
+    if dst is None:
+        assert rows is not None
+        return transport.all_gather(rows.view(-1), given)
+    return transport.gather(None if rows is None else list(rows), given, dst)
+
+
+def _gathered_shape(leaf: torch.Tensor, world_size: int) -> tuple[int, ...]:
+    return (world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.dim() else (world_size,)
+
+
+def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
+    return torch.empty(_gathered_shape(leaf, world_size), dtype=leaf.dtype, device=leaf.device)
+
+
+def _reduce(
+    call: Call, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], divisor: int, scale: float
+) -> list[torch.Tensor]:
+    large = [_summand(_contiguous(leaves[position]), copy=True) for position in plan.large]
+    packed = None if call.fits(plan) else plan.pack(leaves)
+    rows = call.agree(plan, leaves)
+    segments = plan.packing.segments
+    works = []
+    if packed is None:
+        assert rows is not None
+        # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
+        sums = [segment.of(rows).sum(0, dtype=segment.dtype) for segment in segments]
+    else:
+        sums = [_summand(segment.of(packed)) for segment in segments]
+        works += [_add(transport, summand) for summand in sums]
+    works += [_add(transport, summand) for summand in large]
+    call.wait(works)
+    small: list[Any] = [None] * len(plan.small)
+    for segment, total in zip(segments, sums, strict=True):
+        segment.split(_scaled(total, divisor, scale).to(segment.dtype), small)
+    results: list[Any] = [None] * len(leaves)
+    for position, part in zip(plan.small, small, strict=True):
+        results[position] = part.view(leaves[position].shape)
+    for position, total in zip(plan.large, large, strict=True):
+        results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
+    return results
+
+
+def _summand(values: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    return values.to(_WIDER.get(values.dtype, values.dtype), copy=copy)
+
+
+def _add(transport: Transport, values: torch.Tensor) -> Work:
+    """Start to add up `values` in place; backends add bools as bytes, so the largest byte is taken of those."""
+    if values.dtype is torch.bool:
+        return transport.all_reduce(values.view(torch.uint8), "max")
+    return transport.all_reduce(values, "sum")
+
+
+def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
+    if divisor != 1:
+        total.div_(divisor)
+    return total if scale == 1.0 else total.mul_(scale)
+
+
+def _broadcast(
+    call: Call, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], source: int
+) -> dict[int, torch.Tensor]:
+    """What was received, by position of the leaf, as far as it was not received in place."""
+    sends = transport.rank == source
+    large = [_contiguous(leaves[position]) for position in plan.large]
+    packed = None
+    if not call.fits(plan):
+        packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
+    rows = call.agree(plan, leaves if sends else None)
+    works = [] if packed is None else [transport.broadcast(packed, source)]
+    works += [transport.broadcast(as_bytes(leaf), source) for leaf in large]
+    call.wait(works)
+    if packed is None:
+        assert rows is not None
+        packed = rows[source]
+    received = dict(zip(plan.small, plan.packing.views(packed), strict=True))
+    received.update(zip(plan.large, large, strict=True))
+    return received
+
+
+def _overwrite(
+    targets: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], received: dict[int, torch.Tensor]
+) -> None:
+    """Copy what was received into the tensors of the caller, unless it was received in place."""
+    # Tensors made in inference mode can be written to in that mode alone; others do not mind.
+    with torch.inference_mode():
+        for position, value in received.items():
+            target = targets[position]
+            if is_dtensor(target):
+                write_whole(target, value.view(leaves[position].shape))
+            elif value.data_ptr() != target.data_ptr() or not target.is_contiguous():
+                target.copy_(value.view(target.shape))
+
+
+def _contiguous(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _back(results: list[torch.Tensor], plan: Plan) -> Iterator[torch.Tensor]:
+    """Results where the leaves came from."""
+    if not plan.devices:
+        return iter(results)
+    return (result.to(device) for result, device in zip(results, plan.devices, strict=True))
+
+
+def _check_rank(operation: str, name: str, rank: int | None, transport: Transport) -> None:
+    if rank is not None and not 0 <= rank < transport.world_size:
+        raise SettingError(
+            f"{operation}() was asked for {name}={rank}.",
+            f"There are {transport.world_size} processes, with ranks from 0.",
+            f"Give a rank from 0 to {transport.world_size - 1}.",
+        )
+
+
+def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:
+    check_leaf(path, leaf, operation)
+    if leaf.dtype not in _SUMMABLE:
+        raise _not_summable(path, leaf, f"Tensors of {leaf.dtype} cannot be added up.", "Convert it to float32 first.")
+
+
+def _check_fraction(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_sum(path, leaf, operation)
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        obstacle = f"A mean or a multiple of whole numbers is no {leaf.dtype}."
+        raise _not_summable(
+            path, leaf, obstacle, 'Convert it with .float() first, or use reduction="sum" without scale.'
+        )
+
+
+def _not_summable(path: str, leaf: torch.Tensor, obstacle: str, remedy: str) -> UnknownKind:
+    where = f"the leaf {path}" if path else "the tensor"
+    return UnknownKind(f"reduce() was given {where} of dtype {leaf.dtype}.", obstacle, remedy)

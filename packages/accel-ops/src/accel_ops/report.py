@@ -1,0 +1,24 @@
+"""Asking where all processes are, and what this one called; for debuggers, signal handlers and other tools."""
+
+from __future__ import annotations
+
+from accel_ops.call_log import Call
+from accel_ops.exchange import exchange_of
+from accel_ops.sightings import describe
+from accel_state import current
+
+__all__ = ("recent_calls", "where_is_everyone")
+
+
+def where_is_everyone() -> str:
+    """Where each process is, as far as it is known: its last collective, and the line of the user's code.
+
+    Never waits for another process. What is known of the others is up to half a second old.
+    """
+    transport = current.process_or_start().transport
+    return describe(exchange_of(transport).watch.picture().sightings, transport.world_size)
+
+
+def recent_calls(count: int | None = None) -> tuple[Call, ...]:
+    """The newest collectives that this process completed, the newest last; all that are kept by default."""
+    return exchange_of(current.process_or_start().transport).log.recent(count)

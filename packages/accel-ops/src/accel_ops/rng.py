@@ -1,0 +1,159 @@
+"""Random number generators: seeding them, making them equal on all processes, saving and restoring them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel_ops.objects import broadcast_object_list
+from accel_state import current
+from accel_state.devices.base import DeviceFamily
+from accel_state.devices.select import best_family, families
+from accel_state.errors import CheckpointError, SettingError
+from accel_state.labels import RNGType
+
+__all__ = ("restore", "set_seed", "snapshot", "synchronize_rng_state", "synchronize_rng_states")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the state of one kind of generator is read and written."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+_PYTHON = _Source(random.getstate, random.setstate)
+_NUMPY = _Source(np.random.get_state, np.random.set_state)
+_TORCH = _Source(torch.get_rng_state, torch.set_rng_state)
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of Python, numpy, torch and the device.
+
+    Args:
+        seed: from 0 to 2**32 - 1, with the rank added.
+        device_specific: add the rank, so that each process draws other numbers.
+        deterministic: let torch use deterministic algorithms alone.
+
+    Raises:
+        SettingError: numpy cannot be seeded with it.
+    """
+    process = current.process_or_start() if device_specific else current.process_or_none()
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise _no_seed(seed, "It is no whole number.")
+    chosen = int(seed) + (process.rank if process is not None and device_specific else 0)
+    if not 0 <= chosen < 2**32:
+        raise _no_seed(chosen, "It is outside of the range of numpy's generator.")
+    random.seed(chosen)
+    np.random.seed(chosen)
+    torch.manual_seed(chosen)
+    (best_family() if process is None else process.family).seed(chosen)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
+    """Give all processes the state that one kind of generator has on process 0.
+
+    Args:
+        rng_type: see `synchronize_rng_states`; by default "generator" if one is given, else "torch".
+        generator: the generator for "generator".
+
+    Raises:
+        SettingError: an unknown kind, or "generator" without one.
+    """
+    default = "torch" if generator is None else "generator"
+    synchronize_rng_states([default if rng_type is None else rng_type], generator)
+
+
+def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
+    """Give all processes the states that kinds of generators have on process 0, in one collective.
+
+    Args:
+        rng_types: of "torch", "python", "numpy", "generator", and the names of device families that are present.
+        generator: the generator for "generator".
+
+    Raises:
+        SettingError: an unknown kind, or "generator" without one.
+        CollectiveError: a process is gone or did not come in time.
+    """
+    sources = [_source(str(kind), generator) for kind in rng_types]
+    states = [source.read() for source in sources]
+    if sources and current.process_or_start().world_size > 1:
+        broadcast_object_list(states)
+        for source, state in zip(sources, states, strict=True):
+            source.write(state)
+
+
+def snapshot() -> dict[str, Any]:
+    """The states of the generators of Python, numpy, torch and this process's device.
+
+    The keys are those of the `random_states_<rank>.pkl` of a checkpoint.
+    """
+    return {key: source.read() for key, source in _by_key(current.process_or_start().family).items()}
+
+
+def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
+    """Set the generators to what `snapshot` returned.
+
+    Args:
+        states: by key; further keys are not looked at.
+
+    Returns:
+        The keys that are missing; their generators were left as they are.
+
+    Raises:
+        CheckpointError: a state cannot be used.
+    """
+    sources = _by_key(current.process_or_start().family)
+    for key, source in sources.items():
+        if key not in states:
+            continue
+        try:
+            source.write(states[key])
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise CheckpointError(
+                f"The state of the random number generator {key!r} was to be restored.",
+                f"It cannot be used: {error}",
+                "Restore from a checkpoint that was made with the same kind of device.",
+            ) from error
+    return tuple(key for key in sources if key not in states)
+
+
+def _by_key(family: DeviceFamily) -> dict[str, _Source]:
+    sources = {"random_state": _PYTHON, "numpy_random_seed": _NUMPY, "torch_manual_seed": _TORCH}
+    if family.rng_key is not None:
+        sources[family.rng_key] = _Source(family.rng_state, family.set_rng_state)
+    return sources
+
+
+def _source(kind: str, generator: torch.Generator | None) -> _Source:
+    if kind == "generator":
+        if generator is None:
+            raise SettingError(
+                "The state of a generator was to be synchronised.",
+                "No generator was given.",
+                "Give it as `generator`, or take 'generator' out of rng_types.",
+            )
+        return _Source(generator.get_state, generator.set_state)
+    sources = {"torch": _TORCH, "python": _PYTHON, "numpy": _NUMPY}
+    for family in families():
+        if family.rng_name is not None and family.present():
+            sources[family.rng_name] = _Source(family.current_rng_state, family.set_current_rng_state)
+    if kind not in sources:
+        raise SettingError(
+            f"The random number generators of kind {kind!r} were to be synchronised.",
+            "There are none here.",
+            f"Give one of {', '.join(map(repr, (*sources, 'generator')))}.",
+        )
+    return sources[kind]
+
+
+def _no_seed(seed: Any, obstacle: str) -> SettingError:
+    return SettingError(f"The seed {seed!r} was given.", obstacle, f"Give a whole number from 0 to {2**32 - 1}.")

@@ -1,0 +1,204 @@
+"""Padding, slicing and joining nested data, alone or with regard to the shapes on other processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from accel_ops.exchange import Call
+from accel_ops.tree import honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
+from accel_state import current
+from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
+
+__all__ = (
+    "CannotPadNestedTensorWarning",
+    "concatenate",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "slice_tensors",
+)
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Given when a nested tensor is met by `pad_across_processes`, which leaves it as it is."""
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Nested data with each tensor padded along `dim` to the largest size that it has on any process.
+
+    Tensors without that dimension, and those that have the largest size already, come back as they are. With one
+    process all do.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves; numbers of dimensions and dtypes equal on all
+            processes.
+        dim: the dimension; negative ones count from the last.
+        pad_index: the value to pad with.
+        pad_first: pad in front instead of at the end.
+
+    Raises:
+        UnknownKind: a leaf is no tensor; its path is named.
+        SettingError: a dtype cannot hold `pad_index`.
+        ShapeMismatch: on every process, when their calls, structures, numbers of dimensions or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> tokens = pad_across_processes(tokens, dim=1, pad_index=tokenizer.pad_token_id)
+        >>> tokens = gather(tokens)
+    """
+    transport = current.process_or_start().transport
+    if transport.world_size == 1:
+        return recursively_apply(_as_it_is, tensor, error_on_other_type=True)
+    nested = [leaf for _, leaf in leaves_with_paths(tensor) if _is_nested(leaf)]
+    if nested:
+        return _pad_all_but(nested, tensor, dim, pad_index, pad_first)
+    with Call(transport, "pad_across_processes", dim=dim) as call:
+        plan, leaves = call.plan(tensor, shape_of=_dimensions, move=False)
+        _check_value(pad_index, leaves)
+        sizes = [_size(leaves[position], dim) for position in plan.order]
+        longest = map(max, *call.swap_numbers(plan, sizes))
+        padded: list[Any] = list(leaves)
+        for position, size in zip(plan.order, longest, strict=True):
+            padded[position] = _padded(leaves[position], dim, size, pad_index, pad_first)
+        return rebuild(tensor, iter(padded))
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Nested data padded with zeros along `dim`, so that a batch can be split evenly between processes.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves.
+        batch_size: size of the batch.
+        num_processes: number of parts.
+        dim: the dimension of the batch.
+
+    Raises:
+        UnknownKind: a leaf is no tensor; its path is named.
+    """
+    size = -(-batch_size // num_processes) * num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        return _padded(leaf, dim, size, 0, False)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Nested data with `tensor[tensor_slice]` in place of each tensor.
+
+    Args:
+        data: nested data.
+        tensor_slice: what a tensor can be indexed with.
+        process_index: not looked at; functions that split a batch in another way may need it.
+        num_processes: likewise.
+    """
+    return recursively_apply(_sliced, data, tensor_slice)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Nested data of one structure, joined leaf by leaf along `dim`; tensors without dimensions are stacked.
+
+    Raises:
+        SettingError: there is nothing to join.
+        UnknownKind: a leaf is no tensor.
+        ShapeMismatch: the structures differ.
+
+    Example:
+        >>> concatenate([{"a": torch.zeros(2)}, {"a": torch.ones(1)}])
+        {'a': tensor([0., 0., 1.])}
+    """
+    if not data:
+        raise SettingError("concatenate() was asked to join nothing.", "The list is empty.", "Give at least one item.")
+    return _concatenated(list(data), dim, "")
+
+
+def _is_nested(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_nested
+
+
+def _pad_all_but(nested: list[torch.Tensor], tensor: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
+    warnings.warn(
+        f"{len(nested)} nested tensors were given to pad_across_processes(), which cannot pad them and leaves them "
+        "as they are.",
+        CannotPadNestedTensorWarning,
+        stacklevel=3,
+    )
+    others = recursively_apply(lambda leaf: torch.empty(()) if leaf.is_nested else leaf, tensor)
+    padded = pad_across_processes(others, dim, pad_index, pad_first)
+    before = (leaf for _, leaf in leaves_with_paths(tensor))
+    after = (leaf for _, leaf in leaves_with_paths(padded))
+    return rebuild(padded, (old if _is_nested(old) else new for old, new in zip(before, after, strict=True)))
+
+
+def _check_value(value: float, leaves: Sequence[torch.Tensor]) -> None:
+    for dtype in {leaf.dtype for leaf in leaves}:
+        if dtype.is_floating_point or dtype.is_complex:
+            continue
+        least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if value != int(value) or not least <= value <= most:
+            raise SettingError(
+                f"pad_across_processes() was asked to pad with pad_index={value}.",
+                f"Tensors of {dtype} cannot hold it.",
+                "Give another value, or convert the tensors first.",
+            )
+
+
+def _concatenated(parts: list[Any], dim: int, path: str) -> Any:
+    first = parts[0]
+    if isinstance(first, (list, tuple)):
+        _check_alike(parts, (list, tuple), [len(part) for part in parts if isinstance(part, (list, tuple))], path)
+        columns = enumerate(zip(*parts, strict=True))
+        return honor_type(first, [_concatenated(list(column), dim, f"{path}[{index}]") for index, column in columns])
+    if isinstance(first, Mapping):
+        _check_alike(parts, Mapping, [set(part) for part in parts if isinstance(part, Mapping)], path)
+        return mapping_like(
+            first, {key: _concatenated([part[key] for part in parts], dim, f"{path}[{key!r}]") for key in first}
+        )
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise UnknownKind(
+                "concatenate() was given nested data that it cannot join.",
+                f"{f'The leaf {path}' if path else 'An item'} is of type {type(part).__name__}, which is no tensor.",
+                "Give tensors, or lists, tuples and mappings of tensors.",
+            )
+    return torch.cat(parts, dim=dim) if first.dim() else torch.stack(parts)
+
+
+def _check_alike(parts: list[Any], kind: Any, contents: list[Any], path: str) -> None:
+    if any(not isinstance(part, kind) for part in parts) or any(content != contents[0] for content in contents):
+        raise ShapeMismatch(
+            "concatenate() was given data of different structures.",
+            f"{f'At {path}' if path else 'At the top'}, types, lengths or keys differ.",
+            "Give items that have the same keys and lengths everywhere.",
+        )
+
+
+def _as_it_is(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf
+
+
+def _sliced(leaf: torch.Tensor, tensor_slice: Any) -> torch.Tensor:
+    return leaf[tensor_slice]
+
+
+def _dimensions(leaf: torch.Tensor) -> int:
+    return leaf.dim()
+
+
+def _size(leaf: torch.Tensor, dim: int) -> int:
+    return leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
+
+
+def _padded(leaf: torch.Tensor, dim: int, size: int, value: float, first: bool) -> torch.Tensor:
+    missing = size - _size(leaf, dim)
+    if missing <= 0 or not -leaf.dim() <= dim < leaf.dim():
+        return leaf
+    # Amounts are given in pairs (before, after), the last dimension first.
+    before = [0, 0] * (leaf.dim() - 1 - dim % leaf.dim())
+    return F.pad(leaf, [*before, missing, 0] if first else [*before, 0, missing], value=value)

@@ -1,0 +1,1 @@
+"""Helpers for tests of what is built on the collectives."""

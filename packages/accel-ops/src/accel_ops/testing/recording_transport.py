@@ -1,0 +1,101 @@
+"""A transport that records which collectives are started, for tests that count them.
+
+with recording() as records:
+    gather(batch)
+assert [record.operation for record in records] == ["all_gather"]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_ops.exchange import share_exchange
+from accel_state import current
+from accel_state.transport.base import Reduction, Transport, Work
+
+__all__ = ("Record", "RecordingTransport", "recording")
+
+
+class Record(NamedTuple):
+    """One collective that was started.
+
+    Args:
+        operation: name of the transport's method.
+        nbytes: bytes that this process gave.
+    """
+
+    operation: str
+    nbytes: int
+
+
+class RecordingTransport(Transport):
+    """Passes every call on to another transport and takes note of it.
+
+    Args:
+        inner: the transport that does the work.
+
+    Attributes:
+        records: what was started so far.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.device = inner.device
+        self.timeout = inner.timeout
+        self.records: list[Record] = []
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:  # noqa: A002
+        self._note("all_gather", input)
+        return self.inner.all_gather(output, input, header=header)
+
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
+        self._note("all_reduce", tensor)
+        return self.inner.all_reduce(tensor, operation)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        self._note("broadcast", tensor)
+        return self.inner.broadcast(tensor, source)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+        self._note("scatter", *(inputs or ()))
+        return self.inner.scatter(output, inputs, source)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        input: torch.Tensor,  # noqa: A002
+        destination: int,
+    ) -> Work:
+        self._note("gather", input)
+        return self.inner.gather(outputs, input, destination)
+
+    def barrier(self) -> None:
+        self._note("barrier")
+        self.inner.barrier()
+
+    def store(self) -> Any | None:
+        return self.inner.store()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _note(self, operation: str, *given: torch.Tensor) -> None:
+        self.records.append(Record(operation, sum(tensor.nbytes for tensor in given)))
+
+
+@contextmanager
+def recording() -> Iterator[list[Record]]:
+    """Record what this process starts on its transport inside of the block."""
+    process = current.process_or_start()
+    transport = RecordingTransport(process.transport)
+    if process.world_size > 1:
+        share_exchange(transport, process.transport)
+    with current.replace_process(dataclasses.replace(process, transport=transport)):
+        yield transport.records
