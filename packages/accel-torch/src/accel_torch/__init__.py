@@ -1,1 +1,45 @@
-"""The Accelerator: one object that runs a plain PyTorch training loop on any number of processes."""
+"""The Accelerator, and everything public of the packages below it, under one roof."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import accel_bigmodel
+import accel_data
+import accel_ops
+import accel_plugins
+import accel_state
+import accel_tracking
+from accel_state.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from accel_bigmodel import *  # noqa: F403
+    from accel_data import *  # noqa: F403
+    from accel_ops import *  # noqa: F403
+    from accel_plugins import *  # noqa: F403
+    from accel_state import *  # noqa: F403
+    from accel_torch.accelerator import Accelerator as Accelerator
+    from accel_tracking import *  # noqa: F403
+
+__all__ = ["Accelerator"]
+__all__ += accel_bigmodel.__all__
+__all__ += accel_data.__all__
+__all__ += accel_ops.__all__
+__all__ += accel_plugins.__all__
+__all__ += accel_state.__all__
+__all__ += accel_tracking.__all__
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "accel_torch.accelerator": ("Accelerator",),
+        "accel_bigmodel": accel_bigmodel.__all__,
+        "accel_data": accel_data.__all__,
+        "accel_ops": accel_ops.__all__,
+        "accel_plugins": accel_plugins.__all__,
+        "accel_state": accel_state.__all__,
+        "accel_tracking": accel_tracking.__all__,
+    },
+)

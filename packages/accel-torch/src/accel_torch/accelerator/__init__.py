@@ -1,0 +1,140 @@
+"""The Accelerator: one object that makes a plain training loop run anywhere.
+
+Its pages (`process`, `data`, `training`, `saving`, `tracking`) document and delegate; the work is done by the packages
+below and by the modules beside this one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accel_data import DataLoaderConfiguration
+from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_plugins.manifest import Duty
+from accel_state.gradient import GradientAccumulationPlugin
+from accel_state.kwargs import KwargsHandler
+from accel_state.labels import PrecisionType, RNGType
+from accel_torch import options
+from accel_torch.accelerator.data import DataPage
+from accel_torch.accelerator.process import ProcessPage
+from accel_torch.accelerator.saving import SavingPage
+from accel_torch.accelerator.tracking import TrackingPage
+from accel_torch.accelerator.training import TrainingPage
+from accel_torch.accumulation import Accumulation
+from accel_torch.assemble import assemble
+from accel_torch.options import UNSET, Options
+from accel_torch.registry import Registry
+from accel_tracking.group import TrackerGroup
+
+__all__ = ("Accelerator",)
+
+
+class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage):
+    """Makes a plain PyTorch training loop run on one process or many, on any device, in any precision.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: deprecated; a field of `DataLoaderConfiguration`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; from the variable ACCELERATE_MIXED_PRECISION when None.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        cpu: work on the CPU even if another device is present.
+        dataloader_config: how loaders are prepared.
+        deepspeed_plugin, fsdp_plugin, megatron_lm_plugin: settings of a backend, which is chosen by them.
+        rng_types: generators that loaders synchronise at the start of an iteration; that of the sampler when None.
+        log_with: trackers, by name or as instances.
+        project_dir: folder of checkpoints and logs.
+        project_config: the same in more detail.
+        gradient_accumulation_plugin: accumulation in more detail.
+        dispatch_batches, even_batches, use_seedable_sampler: deprecated; fields of `DataLoaderConfiguration`.
+        step_scheduler_with_optimizer: whether schedulers follow their optimizers.
+        kwargs_handlers: settings of what is created on the way, such as `AutocastKwargs`.
+        backend: name of the backend that owns the run, as `accel backends` lists it.
+
+    Raises:
+        SettingError: an argument or a variable holds what cannot be used.
+        Conflict: two of them contradict each other, or the run was made with others.
+        NotOffered: the device or the backend cannot do what was asked for.
+
+    Example:
+        >>> from accel_torch import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = loss_function(model(inputs), targets)
+        ...     accelerator.backward(loss)
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = UNSET,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        dispatch_batches: bool | None = UNSET,
+        even_batches: bool = UNSET,
+        use_seedable_sampler: bool = UNSET,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        moved = {
+            "split_batches": split_batches,
+            "dispatch_batches": dispatch_batches,
+            "even_batches": even_batches,
+            "use_seedable_sampler": use_seedable_sampler,
+        }
+        plugins = {
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+        }
+        loader = options.loader_configuration(dataloader_config, moved)
+        self._options = Options(
+            cpu=cpu,
+            mixed_precision=options.precision_given(mixed_precision),
+            backend=backend,
+            backend_config=options.backend_config(plugins),
+            device_placement=device_placement,
+            loader=loader,
+            project=options.project_configuration(project_config, project_dir),
+            accumulation=options.accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
+            rng_types=options.generator_names(rng_types),
+            log_with=options.listed(log_with),
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            handlers=options.checked_handlers(kwargs_handlers),
+        )
+        self.state, self.gradient_state, self._engine = assemble(self._options)
+        owned = self._engine.owns(Duty.ACCUMULATION)
+        self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
+        self._registry = Registry()
+        self._tracking = TrackerGroup()
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator({self.distributed_type}, process {self.process_index} of {self.num_processes}, "
+            f"{self.device}, mixed_precision={self.mixed_precision!r})"
+        )
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are prepared."""
+        return self._options.loader
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where checkpoints and logs go."""
+        return self._options.project

@@ -1,0 +1,125 @@
+"""The Accelerator's page about data: loaders, and what processes tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accel_data import skip_first_batches
+from accel_ops import gather, pad_across_processes, reduce
+from accel_torch.accelerator.parts import Parts
+from accel_torch.metrics import gather_for_metrics
+from accel_torch.prepare import prepare_loader
+
+__all__ = ("DataPage",)
+
+
+class DataPage(Parts):
+    """Loaders and collectives."""
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The loader of this process's part of the data.
+
+        Args:
+            data_loader: a `torch.utils.data.DataLoader`.
+            device_placement: whether batches are moved to the device; as the Accelerator was told when None.
+            slice_fn_for_dispatch: cuts a batch into the parts of the processes when the main process reads it.
+        """
+        return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that starts after the first `num_batches` batches of the epoch, without reading them.
+
+        Example:
+            >>> accelerator.load_state("checkpoint")
+            >>> loader.set_epoch(epoch)
+            >>> for batch in accelerator.skip_first_batches(loader, batches_done):
+            ...     ...
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, concatenated on their first dimension, on every process.
+
+        Args:
+            tensor: a tensor (0-d counts as one element) or any nesting of them; shapes are equal on all processes.
+
+        Raises:
+            ShapeMismatch: the processes gave different structures, shapes or dtypes.
+        """
+        return gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Like `gather`, without the samples that were added to the last batch for evenness.
+
+        Args:
+            input_data: tensors in any nesting, or objects.
+            use_gather_object: gather as objects even if there are tensors; for tensors of different shapes.
+
+        Example:
+            >>> for inputs, targets in loader:
+            ...     predictions = model(inputs)
+            ...     predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            ...     metric.update(predictions, targets)
+        """
+        return gather_for_metrics(self.gradient_state, input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors of all processes added up or averaged, on every process.
+
+        Args:
+            tensor: a tensor or any nesting of them.
+            reduction: "sum", "mean" or "none".
+            scale: factor on the result.
+        """
+        return reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded to the largest size of all processes, so that they can be gathered.
+
+        Args:
+            tensor: a tensor or any nesting of them.
+            dim: dimension that differs.
+            pad_index: value of the padding.
+            pad_first: pad at the beginning.
+        """
+        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch of a loader is cut into one part per process."""
+        return self._options.loader.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads every batch and sends the others their part."""
+        return self._options.loader.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last step is filled up, so that all processes have equal batches."""
+        return self._options.loader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._options.loader.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether loaders shuffle by seed and epoch alone."""
+        return self._options.loader.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are read through torchdata's `StatefulDataLoader`."""
+        return self._options.loader.use_stateful_dataloader
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device overlap with what follows."""
+        return self._options.loader.non_blocking

@@ -1,0 +1,28 @@
+"""What the pages of the Accelerator share: the objects they delegate to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_state.gradient import GradientState
+    from accel_state.run_state import AcceleratorState
+    from accel_torch.accumulation import Accumulation
+    from accel_torch.assemble import Engine
+    from accel_torch.options import Options
+    from accel_torch.registry import Registry
+    from accel_tracking.group import TrackerGroup
+
+__all__ = ("Parts",)
+
+
+class Parts:
+    """The parts of an Accelerator; its pages read them and hold nothing themselves."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    _options: Options
+    _engine: Engine
+    _accumulation: Accumulation
+    _registry: Registry
+    _tracking: TrackerGroup

@@ -1,0 +1,126 @@
+"""The Accelerator's page about processes: who am I, who goes first, who does what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_torch.accelerator.parts import Parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_state.labels import DistributedType
+
+__all__ = ("ProcessPage",)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ProcessPage(Parts):
+    """Processes and devices."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process works."""
+        return self.state.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of the run."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Number of all processes."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Index of this process among all."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Index of this process on its node."""
+        return self.state.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.state.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes work on a device of their own each."""
+        return self.state.use_distributed
+
+    @property
+    def mixed_precision(self) -> str:
+        """Precision mode: "no", "fp16", "bf16" or "fp8"."""
+        return self.state.mixed_precision
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has called this."""
+        self.state.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on the first process of each node."""
+        self.state.print(*args, **kwargs)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Let the main process run a block first, for example to fill a cache that the others then read."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Let the first process of each node run a block first."""
+        return self.state.local_main_process_first()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """The part of a list, tuple, dict or tensor for this process.
+
+        Args:
+            inputs: what is to be split.
+            apply_padding: repeat the last item until all processes have equally many, so that results can be gathered.
+
+        Example:
+            >>> with accelerator.split_between_processes(["a dog", "a cat", "a fish"]) as prompts:
+            ...     answers = [model(prompt) for prompt in prompts]
+        """
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: run the function on the main process only; elsewhere it returns None."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: run the function on the first process of each node only."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: run the function on the last process only."""
+        return self.state.on_last_process(function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run the function on the process with this index only."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: run the function on the process with this index on its node only."""
+        return self.state.on_local_process(function, local_process_index)

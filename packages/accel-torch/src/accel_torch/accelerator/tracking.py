@@ -1,0 +1,79 @@
+"""The Accelerator's page about tracking: what a run logs, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_torch.accelerator.parts import Parts
+from accel_tracking.group import TrackerGroup
+
+__all__ = ("TrackingPage",)
+
+
+class TrackingPage(Parts):
+    """Experiment trackers."""
+
+    @property
+    def log_with(self) -> list[Any]:
+        """Trackers that were asked for."""
+        return list(self._options.log_with)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Trackers that were started; empty before `init_trackers` and on processes that do not log."""
+        return list(self._tracking.trackers)
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of checkpoints."""
+        return self._options.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of logs."""
+        return self._options.project.logging_dir
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers that were asked for.
+
+        Args:
+            project_name: name of the project or run, as each tracker understands it.
+            config: what the run was configured with; stored by every tracker.
+            init_kwargs: arguments for single trackers, by their name.
+        """
+        self._tracking = TrackerGroup.of(self.log_with, project_name, self.logging_dir, init_kwargs)
+        self._tracking.start(config)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values with every tracker.
+
+        Args:
+            values: by name; numbers, texts or nested dicts of those.
+            step: where on the x-axis they belong.
+            log_kwargs: arguments for single trackers, by their name.
+        """
+        self._tracking.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name, or what it wraps.
+
+        Raises:
+            SettingError: no tracker of that name was started.
+        """
+        return self._tracking.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """Finish all trackers; to be called once, at the end of the script."""
+        self._tracking.finish()
+        self.state.wait_for_everyone()

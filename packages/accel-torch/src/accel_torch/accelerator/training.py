@@ -1,0 +1,231 @@
+"""The Accelerator's page about training: preparing, accumulating, going backward, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.precision.config import AutocastKwargs
+from accel_plugins.wrapped.unwrap import extract_model_from_parallel
+from accel_torch.accelerator.parts import Parts
+from accel_torch.accumulation import MicroBatch, hold_back
+from accel_torch.prepare import prepare
+from accel_torch.step import clip_grad_norm, clip_grad_value, unscale_gradients
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+__all__ = ("TrainingPage",)
+
+
+class TrainingPage(Parts):
+    """The training loop."""
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Models, optimizers, schedulers and loaders, ready for this run, in the order given.
+
+        Args:
+            args: what is to be prepared, in any order; a single one comes back by itself.
+            device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
+
+        Raises:
+            UnknownKind: an object is of no kind that can be prepared.
+            AccelError: the backend refuses; nothing was changed then.
+
+        Example:
+            >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        """
+        return prepare(self, args, device_placement)
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Module:
+        """A model, ready for this run.
+
+        Args:
+            model: the model.
+            device_placement: whether it is moved to the device.
+            evaluation_mode: it is only evaluated, so it is placed and autocast, but not wrapped for training.
+        """
+        if evaluation_mode:
+            engine = self._engine
+            placed = engine.strategy.place(model) if self._placed(device_placement)[0] else model
+            return engine.precision.prepare(placed)
+        prepared: Module = prepare(self, [model], self._placed(device_placement))
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """An optimizer, ready for this run."""
+        return prepare(self, [optimizer], self._placed(device_placement))
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A learning-rate scheduler, ready for this run."""
+        return prepare(self, [scheduler])
+
+    def _placed(self, device_placement: bool | None) -> list[bool]:
+        return [self._options.device_placement if device_placement is None else device_placement]
+
+    def accumulate(self, *models: Module) -> AbstractContextManager[None]:
+        """The block of one micro-batch: gradients add up, and every so many blocks the optimizer really steps.
+
+        Args:
+            models: those whose gradients are not to be synchronised before the last micro-batch of a window.
+
+        Example:
+            >>> for inputs, targets in loader:
+            ...     with accelerator.accumulate(model):
+            ...         loss = loss_function(model(inputs), targets)
+            ...         accelerator.backward(loss)
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        return MicroBatch(self._accumulation, models)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients, in place of `loss.backward()`.
+
+        Args:
+            loss: divided by the number of micro-batches first.
+            kwargs: go to `loss.backward`.
+        """
+        divisor = self._accumulation.divisor()
+        self._engine.strategy.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+
+    def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
+        """A block in which gradients are not synchronised between the processes.
+
+        Args:
+            models: whose gradients; those of all prepared models when none is given.
+            model: the same for a single one, by keyword.
+        """
+        given = models if model is None else (*models, model)
+        return hold_back(self._engine.strategy, given or tuple(self._registry.models))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Scale gradients so that their total norm is at most `max_norm`; returns the norm they had.
+
+        Args:
+            parameters: whose gradients.
+            max_norm: the largest norm allowed.
+            norm_type: the p of the norm; `math.inf` for the largest element.
+
+        Example:
+            >>> if accelerator.sync_gradients:
+            ...     accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        """
+        return clip_grad_norm(self, parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Cut every element of the gradients to `[-clip_value, clip_value]`."""
+        clip_grad_value(self, parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring fp16 gradients to their true size; those of all prepared optimizers when none is given."""
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        unscale_gradients(self, None if optimizer is None else given)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | bool | None = None, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """A block in which operations compute in the precision of the run, for what lies outside of a prepared model.
+
+        Args:
+            autocast_handler: how, in place of what the Accelerator was given; a bool is taken as `cache_enabled`.
+            cache_enabled: keep cast weights until the block is left.
+        """
+        if isinstance(autocast_handler, bool):
+            autocast_handler, cache_enabled = None, autocast_handler
+        if cache_enabled is not None:
+            known = autocast_handler or self._options.handler(AutocastKwargs) or AutocastKwargs()
+            autocast_handler = AutocastKwargs(known.enabled, cache_enabled)
+        return self._engine.precision.autocast(autocast_handler)
+
+    def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
+        """The model as it was before `prepare`.
+
+        Args:
+            model: a prepared model.
+            keep_fp32_wrapper: leave its forward in the precision of the run.
+            keep_torch_compile: leave it compiled.
+        """
+        unwrapped: Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return unwrapped
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all prepared objects and give unused memory back; returns one None for each argument.
+
+        Example:
+            >>> model, optimizer = accelerator.free_memory(model, optimizer)
+        """
+        import gc
+
+        self._registry.clear()
+        self._accumulation.step = 0
+        count = len(objects)
+        del objects
+        gc.collect()
+        self.state._process.family.empty_cache()
+        return [None] * count
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the gradients of this micro-batch are synchronised, so that the optimizer steps."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        import dataclasses
+
+        self.gradient_state.plugin = dataclasses.replace(self.gradient_state.plugin, num_steps=steps)
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the current window so far."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.step = step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of an fp16 run, or None."""
+        return self._engine.precision.scaler
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches are moved to the device."""
+        return self._options.device_placement
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Generators that loaders synchronise at the start of an iteration."""
+        return list(self._options.rng_types)
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers follow their optimizers."""
+        return self._options.step_scheduler_with_optimizer

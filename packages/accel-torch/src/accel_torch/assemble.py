@@ -1,0 +1,78 @@
+"""Putting the parts of an Accelerator together: process, precision, backend, run.
+
+The first Accelerator makes the run; those that follow share it, and may not ask for other options than it was made
+with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_plugins import resolve
+from accel_plugins.context import Context
+from accel_plugins.manifest import Duty, Manifest
+from accel_plugins.precision.base import Precision
+from accel_plugins.precision.select import choose
+from accel_plugins.strategy import Strategy
+from accel_state import current
+from accel_state.current import Process, Run
+from accel_state.gradient import GradientState
+from accel_state.kwargs import InitProcessGroupKwargs
+from accel_state.process import PartialState
+from accel_state.run_state import AcceleratorState, check_given, precision_name
+from accel_torch.options import Options
+
+__all__ = ("Engine", "assemble")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What does the work of a run; the strategy of `accel_state.current.Run`.
+
+    Args:
+        manifest: what the backend declares about itself.
+        strategy: the backend at work.
+        precision: how forward, backward and steps are computed.
+    """
+
+    manifest: Manifest
+    strategy: Strategy
+    precision: Precision
+
+    def owns(self, duty: Duty) -> bool:
+        """Whether the backend does a job by itself."""
+        return duty in self.manifest.owns
+
+
+def assemble(options: Options) -> tuple[AcceleratorState, GradientState, Engine]:
+    """Join the other processes, choose the backend and start the run; or share the run there is.
+
+    Raises:
+        Conflict: an option differs from the one that the run was made with.
+        SettingError, Missing, NotOffered: what was asked for cannot be had.
+    """
+    group = options.handler(InitProcessGroupKwargs)
+    PartialState(options.cpu, **(vars(group) if group is not None else {}))
+    gradient = GradientState.of(options.accumulation)
+    given = {
+        "mixed_precision": options.mixed_precision,
+        "backend": options.backend,
+        "backend_config": options.backend_config,
+    }
+    check_given(given)
+    run = current.run_or_none()
+    if run is None or not isinstance(run.strategy, Engine):
+        engine = _engine(options, current.process(), gradient)
+        label = engine.manifest.label or current.process().distributed_type
+        current.set_run(Run(engine.precision.name, label, engine, given))
+    else:
+        engine = run.strategy
+    return AcceleratorState(), gradient, engine
+
+
+def _engine(options: Options, process: Process, gradient: GradientState) -> Engine:
+    manifest = resolve.choose(options.backend, options.backend_config, process)
+    precision = choose(precision_name(options.mixed_precision), process.family, options.handlers)
+    context = Context(process, gradient, precision)
+    config = options.backend_config or resolve.config_among(manifest, options.handlers)
+    return Engine(manifest, resolve.build(manifest, config, context), precision)

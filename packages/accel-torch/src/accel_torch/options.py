@@ -1,0 +1,219 @@
+"""What an Accelerator was asked for: its constructor's arguments, checked and sorted, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from accel_data import DataLoaderConfiguration
+from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_state.errors import Conflict, SettingError, UnknownKind
+from accel_state.gradient import GradientAccumulationPlugin
+from accel_state.kwargs import KwargsHandler
+from accel_state.labels import PrecisionType, RNGType
+from accel_state.run_state import precision_name
+from accel_state.settings.environ import resolve
+from accel_state.settings.run import RunSettings
+
+__all__ = (
+    "UNSET",
+    "Options",
+    "accumulation_plugin",
+    "backend_config",
+    "checked_handlers",
+    "generator_names",
+    "listed",
+    "loader_configuration",
+    "precision_given",
+    "project_configuration",
+)
+
+H = TypeVar("H", bound=KwargsHandler)
+
+UNSET: Final[Any] = object()
+"""Default of keywords that moved into `DataLoaderConfiguration`, so that giving them can be noticed."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of one Accelerator.
+
+    Args:
+        cpu: work on the CPU even if another device is present.
+        mixed_precision: name of the precision that was asked for by argument, or None.
+        backend: name of the backend that was asked for by argument, or None.
+        backend_config: settings object of a backend, or None.
+        device_placement: move models and batches to the device.
+        loader: how loaders are prepared.
+        project: where checkpoints and logs go.
+        accumulation: how gradients are accumulated.
+        rng_types: generators that loaders synchronise at the start of an iteration.
+        log_with: trackers, by name or as instances.
+        step_scheduler_with_optimizer: whether schedulers follow their optimizers.
+        handlers: settings objects for what is created on the way, such as `AutocastKwargs`.
+    """
+
+    cpu: bool
+    mixed_precision: str | None
+    backend: str | None
+    backend_config: Any
+    device_placement: bool
+    loader: DataLoaderConfiguration
+    project: ProjectConfiguration
+    accumulation: GradientAccumulationPlugin
+    rng_types: tuple[str, ...]
+    log_with: tuple[Any, ...]
+    step_scheduler_with_optimizer: bool
+    handlers: tuple[KwargsHandler, ...] = field(default=())
+
+    def handler(self, kind: type[H]) -> H | None:
+        """The settings object of a kind, or None when none was given."""
+        return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
+
+
+def precision_given(mixed_precision: PrecisionType | str | None) -> str | None:
+    """The precision that was asked for by argument; None when it was not.
+
+    Raises:
+        SettingError: there is no such precision.
+    """
+    return None if mixed_precision is None else precision_name(mixed_precision)
+
+
+def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[str, Any]) -> DataLoaderConfiguration:
+    """How loaders are prepared, from the configuration and from keywords that moved into it.
+
+    Args:
+        given: the configuration, or None.
+        moved: keywords by name; those that are `UNSET` were not given.
+
+    Raises:
+        Conflict: a keyword says something else than the configuration.
+    """
+    keywords = {name: value for name, value in moved.items() if value is not UNSET}
+    if keywords:
+        named = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+        warnings.warn(
+            f"Accelerator({named}) is deprecated; give DataLoaderConfiguration({named}) as dataloader_config.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    if given is None:
+        return DataLoaderConfiguration(**keywords)
+    defaults = DataLoaderConfiguration()
+    for name, value in keywords.items():
+        configured = getattr(given, name)
+        if configured not in (value, getattr(defaults, name)):
+            raise Conflict(
+                f"Accelerator({name}={value!r}) was asked for.",
+                f"The dataloader_config says {name}={configured!r}.",
+                f"Give {name} in the DataLoaderConfiguration only.",
+            )
+    return dataclasses.replace(given, **keywords)
+
+
+def project_configuration(
+    given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
+    """Where checkpoints and logs go; `project_dir` fills in for a configuration that has none."""
+    configuration = given if given is not None else ProjectConfiguration()
+    if project_dir is not None and configuration.project_dir is None:
+        configuration.set_directories(os.fspath(project_dir))
+    return configuration
+
+
+def accumulation_plugin(
+    given: GradientAccumulationPlugin | None, steps: int, loader: DataLoaderConfiguration
+) -> GradientAccumulationPlugin:
+    """How gradients are accumulated: by plugin, else by number, else by variable.
+
+    Raises:
+        Conflict: two of the places that may say so say different things.
+        SettingError: the number of steps cannot be used.
+    """
+    if given is not None and loader.gradient_accumulation_kwargs is not None:
+        raise Conflict(
+            "gradient_accumulation_plugin and DataLoaderConfiguration(gradient_accumulation_kwargs=...) were given.",
+            "They configure the same thing.",
+            "Give the plugin only.",
+        )
+    if given is not None and steps != 1:
+        raise Conflict(
+            f"gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin were both given.",
+            "They configure the same thing.",
+            "Give GradientAccumulationPlugin(num_steps=...) only.",
+        )
+    plugin = given or GradientAccumulationPlugin(**(loader.gradient_accumulation_kwargs or {}))
+    if plugin.num_steps is not None:
+        return plugin
+    asked = {"gradient_accumulation_steps": steps if steps != 1 else None}
+    return dataclasses.replace(plugin, num_steps=resolve(RunSettings, asked)["gradient_accumulation_steps"].value)
+
+
+def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...]:
+    """Names of the generators to synchronise; that of the sampler alone when nothing was asked for.
+
+    Raises:
+        SettingError: there is no such generator.
+    """
+    names = tuple(str(name) for name in rng_types) if rng_types is not None else (str(RNGType.GENERATOR),)
+    for name in names:
+        if name not in RNGType:
+            raise SettingError(
+                f"rng_types={list(names)} was asked for.",
+                f"There is no generator {name!r}.",
+                f"Choose from {', '.join(RNGType.list())}.",
+            )
+    return names
+
+
+def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHandler, ...]:
+    """Settings objects, at most one of each kind.
+
+    Raises:
+        UnknownKind: one of them is no settings object.
+        Conflict: there are two of a kind.
+    """
+    checked: list[KwargsHandler] = []
+    for handler in handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise UnknownKind(
+                f"kwargs_handlers holds {handler!r}.",
+                f"It is of type {type(handler).__name__}, not a KwargsHandler.",
+                "Give settings objects such as AutocastKwargs(...), or leave it out.",
+            )
+        if any(type(other) is type(handler) for other in checked):
+            raise Conflict(
+                f"kwargs_handlers holds two {type(handler).__name__}.",
+                "Only one of a kind can be used.",
+                "Give one.",
+            )
+        checked.append(handler)
+    return tuple(checked)
+
+
+def backend_config(configs: Mapping[str, Any]) -> Any:
+    """The settings object of a backend among the arguments, or None.
+
+    Raises:
+        Conflict: there are several.
+    """
+    given = {name: config for name, config in configs.items() if config is not None}
+    if len(given) > 1:
+        raise Conflict(
+            f"{' and '.join(given)} were given together.",
+            "Each belongs to a backend of its own, and one backend owns a run.",
+            "Give one of them.",
+        )
+    return next(iter(given.values()), None)
+
+
+def listed(log_with: Any) -> tuple[Any, ...]:
+    """Trackers as a tuple, be it one, several or none."""
+    if log_with is None:
+        return ()
+    return tuple(log_with) if isinstance(log_with, (list, tuple)) else (log_with,)

@@ -1,0 +1,165 @@
+"""`prepare`: what happens to models, optimizers, schedulers and loaders, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_data import prepare_data_loader
+from accel_plugins.bundle import Bundle
+from accel_plugins.manifest import Duty, Job, Part, Phase
+from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_plugins.wrapped.scheduler import AcceleratedScheduler
+from accel_state.errors import Conflict, SettingError
+
+if TYPE_CHECKING:
+    from accel_torch.accelerator.parts import Parts
+
+__all__ = ("prepare", "prepare_loader")
+
+
+def prepare(
+    parts: Parts,
+    objects: Sequence[Any],
+    device_placement: Sequence[bool] | None = None,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+) -> Any:
+    """The objects, ready for this run, in the order given; a single one comes back by itself.
+
+    Args:
+        parts: the Accelerator.
+        objects: models, optimizers, schedulers and loaders.
+        device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
+        slice_fn_for_dispatch: cuts a batch when the main process reads it.
+
+    Raises:
+        UnknownKind: an object is of no kind that can be prepared.
+        SettingError: `device_placement` has another length.
+        AccelError: the backend refuses; nothing was changed then.
+    """
+    placed = _placement(parts, objects, device_placement)
+    bundle = Bundle.of(objects)
+    engine = parts._engine
+    _check_together(parts, bundle)
+    engine.strategy.check(bundle)
+    bundle.loaders[:] = [
+        prepare_loader(parts, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
+    ]
+    bundle.models[:] = [
+        engine.strategy.place(model) if placed.get(id(model), True) else model for model in bundle.models
+    ]
+    _autocast(parts, bundle, Phase.BEFORE)
+    bundle = engine.strategy.setup(bundle)
+    _autocast(parts, bundle, Phase.AFTER)
+    _wrap_optimizers(parts, bundle)
+    _wrap_schedulers(parts, bundle)
+    parts._registry.remember(bundle)
+    prepared = bundle.in_given_order()
+    return prepared[0] if len(prepared) == 1 else prepared
+
+
+def _placement(parts: Parts, objects: Sequence[Any], asked: Sequence[bool] | None) -> dict[int, bool]:
+    """By id of object, whether it is moved to the device."""
+    if asked is None:
+        asked = [parts._options.device_placement] * len(objects)
+    if len(asked) != len(objects):
+        raise SettingError(
+            f"prepare(device_placement={list(asked)!r}) was asked for.",
+            f"It has {len(asked)} entries for {len(objects)} objects.",
+            "Give one entry for each object, or none.",
+        )
+    return {id(item): move for item, move in zip(objects, asked, strict=True)}
+
+
+def _check_together(parts: Parts, bundle: Bundle) -> None:
+    """Refuse a call that lacks what the backend has to be given at once."""
+    together = parts._engine.manifest.together
+    given = {part for part in together if bundle.of_kind(part)}
+    missing = together - given
+    if given and missing:
+        raise Conflict(
+            f"prepare() was given {_named(given)}.",
+            f"The backend {parts._engine.manifest.name!r} has to be given {_named(together)} in one call.",
+            f"Add {_named(missing)} to this call.",
+        )
+
+
+def _named(kinds: set[Part] | frozenset[Part]) -> str:
+    return " and ".join(sorted(kind.value for kind in kinds))
+
+
+def _autocast(parts: Parts, bundle: Bundle, phase: Phase) -> None:
+    engine = parts._engine
+    if not engine.owns(Duty.PRECISION) and engine.manifest.phase(Job.AUTOCAST) is phase:
+        bundle.models[:] = [engine.precision.prepare(model) for model in bundle.models]
+
+
+def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
+    bundle.optimizers[:] = [
+        optimizer
+        if isinstance(optimizer, AcceleratedOptimizer)
+        else AcceleratedOptimizer(
+            optimizer,
+            device_placement=parts._options.device_placement,
+            gradient=parts.gradient_state,
+            strategy=parts._engine.strategy,
+            precision=parts._engine.precision,
+        )
+        for optimizer in bundle.optimizers
+    ]
+
+
+def _wrap_schedulers(parts: Parts, bundle: Bundle) -> None:
+    bundle.schedulers[:] = [
+        scheduler if isinstance(scheduler, AcceleratedScheduler) else _wrapped_scheduler(parts, bundle, scheduler)
+        for scheduler in bundle.schedulers
+    ]
+
+
+def _wrapped_scheduler(parts: Parts, bundle: Bundle, scheduler: Any) -> AcceleratedScheduler:
+    """A scheduler that follows the prepared optimizer it was made for, or all of them when it does not tell."""
+    candidates = [*parts._registry.optimizers, *bundle.optimizers]
+    inner = getattr(scheduler, "optimizer", None)
+    own = [optimizer for optimizer in candidates if optimizer is inner or optimizer.optimizer is inner]
+    return AcceleratedScheduler(
+        scheduler,
+        own or candidates,
+        step_with_optimizer=parts._options.step_scheduler_with_optimizer,
+        split_batches=parts._options.loader.split_batches,
+        gradient=parts.gradient_state,
+        processes=parts._engine.strategy.shards().count,
+    )
+
+
+def prepare_loader(
+    parts: Parts,
+    loader: Any,
+    device_placement: bool | None = None,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+) -> Any:
+    """The loader of this process's part of the data, as the strategy feeds it."""
+    options, strategy = parts._options, parts._engine.strategy
+    shards = strategy.shards()
+    configuration = options.loader
+    move = options.device_placement if device_placement is None else device_placement
+    sharded = prepare_data_loader(
+        loader,
+        device=parts.state.device,
+        num_processes=shards.count,
+        process_index=shards.index,
+        split_batches=configuration.split_batches,
+        put_on_device=move,
+        rng_types=list(options.rng_types),
+        dispatch_batches=configuration.dispatch_batches,
+        even_batches=configuration.even_batches,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=configuration.use_seedable_sampler and not configuration.use_configured_sampler,
+        data_seed=configuration.data_seed,
+        non_blocking=configuration.non_blocking,
+        use_stateful_dataloader=configuration.use_stateful_dataloader,
+        gradient=parts.gradient_state,
+        sharding=configuration.sharding,
+        restore_position=configuration.restore_position,
+        seed_samples=configuration.seed_samples,
+    )
+    return strategy.wrap_loader(sharded)

@@ -1,0 +1,350 @@
+"""The Accelerator on one process: what it is told, what it refuses, and one step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_torch
+from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
+from accel_state.testing.fresh import fresh
+from accel_torch import (
+    Accelerator,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def parts(samples: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return model, optimizer, DataLoader(data, batch_size=2), scheduler
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert len(set(accel_torch.__all__)) == len(accel_torch.__all__)
+    for name in accel_torch.__all__:
+        assert getattr(accel_torch, name) is not None
+    assert set(accel_torch.__all__) <= set(dir(accel_torch))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        accel_torch.no_such_name  # noqa: B018
+
+
+def test_who_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+
+    assert accelerator.device == torch.device("cpu")
+    assert accelerator.distributed_type is DistributedType.NO
+    assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
+    assert accelerator.is_main_process
+    assert accelerator.mixed_precision == "no"
+    assert accelerator.sync_gradients
+    assert accelerator.gradient_accumulation_steps == 1
+    assert "process 0 of 1" in repr(accelerator)
+
+
+def test_prepare_keeps_the_order_and_a_single_object_comes_back_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, scheduler = parts()
+
+    made = accelerator.prepare(scheduler, loader, None, optimizer, model)
+
+    assert made[2] is None
+    assert made[4] is model
+    assert isinstance(made[3], torch.optim.Optimizer)
+    assert isinstance(made[1], DataLoader)
+    assert accelerator.prepare(made[3]) is made[3]
+    assert isinstance(accelerator.prepare(nn.Linear(1, 1)), nn.Linear)
+
+
+def test_prepare_refuses_what_it_does_not_know_and_changes_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    with pytest.raises(UnknownKind, match="str 'text' as argument 3"):
+        accelerator.prepare(model, optimizer, "text")
+    assert accelerator._registry.models == []
+    with pytest.raises(SettingError, match="1 entries for 2 objects"):
+        accelerator.prepare(model, optimizer, device_placement=[True])
+
+
+def test_the_optimizer_steps_at_the_end_of_a_window_and_of_the_loader() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts(samples=10))
+    weights, rates = [], []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(inputs) - targets).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.detach().clone())
+        rates.append(scheduler.get_last_lr()[0])
+
+    assert [bool(torch.equal(a, b)) for a, b in itertools.pairwise(weights)] == [True, False, True, False]
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.025]
+
+
+def test_the_gradient_of_a_window_is_that_of_the_big_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, _, loader, _ = accelerator.prepare(*parts())
+    whole = parts()[0]
+    data: Any = loader.dataset
+    (whole(data.tensors[0]) - data.tensors[1]).square().mean().backward()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(inputs) - targets).square().mean())
+    torch.testing.assert_close(model.weight.grad, whole.weight.grad)
+    assert accelerator.sync_gradients
+
+
+def test_blocks_may_be_nested_and_left_by_an_error() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, _, _ = accelerator.prepare(*parts())
+    with pytest.raises(RuntimeError, match="on purpose"), accelerator.accumulate(model):
+        raise RuntimeError("on purpose")
+    with accelerator.accumulate(model), accelerator.no_sync():
+        assert accelerator.sync_gradients
+
+
+def test_clipping_returns_the_norm_before() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _, _ = accelerator.prepare(*parts())
+    accelerator.backward(model(torch.ones(1, 3)).sum() * 10)
+    before = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert before is not None
+    assert before.item() == pytest.approx(20.0)
+    after = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
+    assert after == pytest.approx(1.0, abs=1e-4)
+    accelerator.clip_grad_value_(model.parameters(), 0.1)
+    assert max(parameter.grad.abs().max().item() for parameter in model.parameters()) == pytest.approx(0.1)
+
+
+def test_bf16_computes_narrow_and_answers_in_fp32() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    seen = []
+    inner = nn.Linear(3, 1)
+    inner.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    model = accelerator.prepare(nn.Sequential(inner))
+
+    assert model(torch.ones(1, 3)).dtype is torch.float32
+    assert seen == [torch.bfloat16]
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    with accelerator.autocast(cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+
+
+def test_an_overflow_skips_the_step_and_the_schedule() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    model, optimizer, _, scheduler = accelerator.prepare(*parts())
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 3)).sum() * math.inf)
+    optimizer.step()
+    scheduler.step()
+
+    assert accelerator.optimizer_step_was_skipped
+    assert torch.equal(model.weight, before)
+    assert scheduler.get_last_lr() == [0.1]
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 2.0
+
+
+def test_unwrapping_gives_the_model_back_as_it_was() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Linear(3, 1)
+    prepared = accelerator.prepare(model)
+    assert accelerator.unwrap_model(prepared) is model
+    assert "forward" in vars(model)
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
+        ({"gradient_accumulation_steps": 0}, "over 0 steps"),
+        ({"backend": "singel"}, "Did you mean 'single'"),
+        ({"rng_types": ["dice"]}, "no generator 'dice'"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
+            "both given",
+        ),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
+    ],
+)
+def test_arguments_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Accelerator(cpu=True, **options)
+
+
+def test_a_handler_that_is_none() -> None:
+    with pytest.raises(UnknownKind, match="not a KwargsHandler"):
+        Accelerator(cpu=True, kwargs_handlers=["autocast"])  # type: ignore[list-item]
+
+
+def test_a_second_accelerator_shares_the_run_and_counts_for_itself() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    second = Accelerator(gradient_accumulation_steps=3)
+
+    assert second.mixed_precision == "bf16"
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 3)
+    with pytest.raises(Conflict, match="mixed_precision='bf16'"):
+        Accelerator(mixed_precision="fp16")
+
+
+def test_variables_fill_in_for_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.gradient_accumulation_steps == 4
+
+
+def test_keywords_that_moved_still_work_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
+        accelerator = Accelerator(cpu=True, split_batches=True)
+    assert accelerator.split_batches
+    configuration = DataLoaderConfiguration(even_batches=False)
+    with pytest.warns(FutureWarning), pytest.raises(Conflict, match="even_batches=False"):
+        Accelerator(cpu=True, even_batches=True, dataloader_config=configuration)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def train(accelerator: Accelerator, made: Any, batches: Any) -> list[float]:
+    model, optimizer, _, scheduler = made
+    losses = []
+    for inputs, targets in batches:
+        with accelerator.accumulate(model):
+            loss = (nn.functional.dropout(model(inputs), 0.5) - targets).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_resume_in_the_middle_is_exact(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    made = accelerator.prepare(*parts())
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    batches = iter(made[2])
+    train(accelerator, made, [next(batches), next(batches)])
+    counter.count = 2
+    assert accelerator.save_state(tmp_path / "middle") == str(tmp_path / "middle")
+    expected = train(accelerator, made, batches)
+    counter.count = 0
+
+    accelerator.load_state(tmp_path / "middle")
+
+    assert counter.count == 2
+    rest = accelerator.skip_first_batches(made[2], 2)
+    assert train(accelerator, made, rest) == expected
+
+
+def test_saving_over_a_checkpoint_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*parts())
+    target = tmp_path / "state"
+    accelerator.save_state(target)
+    (target / "notes.txt").write_text("mine")
+    accelerator.save_state(target)
+    assert (target / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_hooks_run_before_saving_and_loading_until_removed(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _, _ = accelerator.prepare(*parts())
+    seen: list[str] = []
+    saving = accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append("save"))
+    loading = accelerator.register_load_state_pre_hook(lambda models, folder: seen.append("load"))
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    saving.remove()
+    loading.remove()
+    accelerator.save_state(tmp_path / "state")
+    assert seen == ["save", "load"]
+    assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
+
+
+def test_automatic_names_count_up_and_the_newest_is_loaded(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model, _, _, _ = accelerator.prepare(*parts())
+    for value in range(3):
+        nn.init.constant_(model.weight, value)
+        accelerator.save_state()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    assert accelerator.save_iteration == 3
+    nn.init.constant_(model.weight, 9)
+    accelerator.load_state()
+    assert model.weight.detach().unique().tolist() == [2.0]
+
+
+def test_saving_and_loading_without_a_place(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(SettingError, match="automatic_checkpoint_naming"):
+        accelerator.save_state()
+    with pytest.raises(SettingError, match="automatic_checkpoint_naming"):
+        accelerator.load_state()
+    with pytest.raises(CheckpointError, match="nothing_here"):
+        accelerator.load_state(tmp_path / "nothing_here")
+    with pytest.raises(UnknownKind, match="argument 1"):
+        accelerator.register_for_checkpointing(3)
+
+
+def test_what_is_logged_can_be_read_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("run", config={"rate": 0.1})
+    accelerator.log({"loss": torch.tensor(0.5)}, step=3)
+    accelerator.end_training()
+    (path,) = tmp_path.rglob("*.jsonl")
+    run = accel_torch.read_run(path)
+    assert "0.5" in path.read_text()
+    assert run is not None
+
+
+def test_freeing_forgets_what_was_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = accelerator.prepare(*parts())
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert accelerator._registry.models == []
+    assert accelerator.clear() == []

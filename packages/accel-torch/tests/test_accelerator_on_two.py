@@ -1,0 +1,147 @@
+"""The Accelerator on two real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_state.errors import SettingError, ShapeMismatch
+from accel_state.testing.processes import Processes
+from accel_torch import Accelerator
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def who() -> tuple[str, int, bool, str]:
+    accelerator = Accelerator(cpu=True)
+    return str(accelerator.distributed_type), accelerator.num_processes, accelerator.is_main_process, repr(accelerator)
+
+
+def test_who_they_are(two: Processes) -> None:
+    first, second = two.run(who)
+    assert first[:3] == ("MULTI_CPU", 2, True)
+    assert second[:3] == ("MULTI_CPU", 2, False)
+
+
+def evaluate(samples: int, as_objects: bool) -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(samples)), batch_size=5))
+    seen: list[int] = []
+    for (batch,) in loader:
+        given = batch.tolist() if as_objects else {"value": batch, "double": batch * 2}
+        gathered = accelerator.gather_for_metrics(given)
+        seen += gathered if as_objects else gathered["value"].tolist()
+        assert as_objects or gathered["double"].tolist() == [value * 2 for value in gathered["value"].tolist()]
+    return seen
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+@pytest.mark.parametrize("samples", [1, 9, 10, 11, 23])
+def test_an_evaluation_counts_each_sample_once(two: Processes, samples: int, as_objects: bool) -> None:
+    for seen in two.run(evaluate, samples, as_objects):
+        assert seen == list(range(samples))
+
+
+def gather_uneven() -> tuple[str, list[int]]:
+    accelerator = Accelerator(cpu=True)
+    uneven = torch.ones(accelerator.process_index + 1, dtype=torch.long)
+    with pytest.raises(ShapeMismatch) as caught:
+        accelerator.gather(uneven)
+    padded = accelerator.pad_across_processes(uneven, pad_index=7)
+    return str(caught.value), accelerator.gather(padded).tolist()
+
+
+def test_uneven_tensors_are_a_named_error_everywhere_and_padding_helps(two: Processes) -> None:
+    for message, gathered in two.run(gather_uneven):
+        assert "pad_across_processes" in message
+        assert gathered == [1, 7, 1, 1]
+
+
+def collectives_per_step() -> tuple[list[bool], float]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    equal = []
+    for step in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+        gradients = accelerator.gather(model.module.weight.grad)
+        equal.append(bool((gradients[0] == gradients[1]).item()))
+        assert accelerator.sync_gradients is (step == 1)
+    return equal, model.module.weight.grad.item()
+
+
+def test_gradients_are_synchronised_at_the_end_of_a_window_only(two: Processes) -> None:
+    for equal, gradient in two.run(collectives_per_step):
+        assert equal == [False, True]
+        assert gradient == pytest.approx(1.5)
+
+
+def disagree() -> str:
+    import os
+
+    mine = "single" if os.environ["RANK"] == "0" else "ddp"
+    with pytest.raises(SettingError) as caught:
+        Accelerator(cpu=True, backend=mine)
+    return str(caught.value)
+
+
+def test_processes_that_choose_different_backends_are_told(two: Processes) -> None:
+    for message in two.run(disagree):
+        assert "process 0: single" in message
+        assert "process 1: ddp" in message
+
+
+def resume(folder: str, through_skipping: bool) -> tuple[list[float], list[float]]:
+    from accel_torch import DataLoaderConfiguration, set_seed
+
+    set_seed(3)
+    configuration = DataLoaderConfiguration(
+        restore_position=not through_skipping, use_seedable_sampler=through_skipping
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4, shuffle=True))
+
+    def train(batches: Any) -> list[float]:
+        losses = []
+        for inputs, targets in batches:
+            loss = (model(inputs) - targets).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    batches = iter(loader)
+    train([next(batches) for _ in range(2)])
+    accelerator.save_state(folder)
+    expected = train(batches)
+    accelerator.load_state(folder)
+    return expected, train(accelerator.skip_first_batches(loader, 2) if through_skipping else loader)
+
+
+@pytest.mark.parametrize("through_skipping", [True, False])
+def test_a_resume_on_two_processes_is_exact(two: Processes, tmp_path: Path, through_skipping: bool) -> None:
+    first, second = two.run(resume, str(tmp_path / "state"), through_skipping)
+    for expected, resumed in (first, second):
+        assert resumed == expected
+        assert len(expected) == 3
+    assert first[0] != second[0]
+    assert {path.name for path in (tmp_path / "state").iterdir()} >= {
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+    }
