@@ -17,23 +17,22 @@ __all__ = ("register",)
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def _to_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    # DistributedDataParallel refuses torch's own function, by name, where it finds no CUDA; gloo can do it.
-    return default_hooks.bf16_compress_hook(state, bucket)
+def _under_another_name(hook: Hook) -> Hook:
+    """The same hook: torch refuses its own bf16 functions, by name, where it finds no CUDA, though gloo can do it."""
+
+    def compress(state, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with objects
+        return hook(state, bucket)
+
+    return compress
 
 
 def _wrapped_in_bf16(hook: Hook) -> Hook:
-    inner: Hook = default_hooks.bf16_compress_wrapper(hook)
-
-    def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return inner(state, bucket)
-
-    return compressed
+    return _under_another_name(default_hooks.bf16_compress_wrapper(hook))
 
 
 _HOOKS: Final[dict[DDPCommunicationHookType, Hook]] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-    DDPCommunicationHookType.BF16: _to_bf16,
+    DDPCommunicationHookType.BF16: _under_another_name(default_hooks.bf16_compress_hook),
     DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
     DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }

@@ -1,0 +1,108 @@
+"""Processes that wait for each other while a checkpoint is saved: with a deadline, and with the names of those missing.
+
+They meet through the key-value store of the run, not through a collective: a process that failed says so and goes on,
+and one that died is noticed by the others when their patience ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_state import current
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
+__all__ = ("Meeting",)
+
+_FIRST_PAUSE: Final = 0.001
+_LONGEST_PAUSE: Final = 0.05
+_held: Counter[str] = Counter()
+
+
+class Meeting:
+    """A series of exchanges between all processes of a run.
+
+    Args:
+        process: who this process is.
+        topic: what the meeting is about; all processes give the same one.
+        asked: what messages say was wanted.
+        deadline: seconds to wait for the others at each exchange.
+    """
+
+    def __init__(self, process: Process, topic: str, asked: str, deadline: float) -> None:
+        if not _held:
+            current.on_clear(_held.clear)
+        _held[topic] += 1
+        self._process = process
+        self._asked = asked
+        self._deadline = deadline
+        self._prefix = f"accel/meeting/{topic}/{_held[topic]}"
+
+    def exchange(self, phase: str, value: str = "") -> list[str]:
+        """Give a value and return everyone's, by rank.
+
+        Raises:
+            CheckpointError: a process failed before, or did not come before the deadline.
+        """
+        if self._process.world_size == 1:
+            return [value]
+        self._tell(phase, "+" + value)
+        answers = self._everyones(phase)
+        failed = {rank: answer[1:] for rank, answer in enumerate(answers) if answer.startswith("-")}
+        if failed:
+            raise CheckpointError(
+                f"{self._asked} ({phase})",
+                " ".join(f"Process {rank} failed: {reason}" for rank, reason in failed.items()),
+                "Older checkpoints are untouched; see the error of that process.",
+            )
+        return [answer[1:] for answer in answers]
+
+    def fail(self, phase: str, reason: str) -> None:
+        """Tell the others, who wait in `exchange` of this phase, that this process failed; returns at once."""
+        if self._process.world_size > 1:
+            try:
+                self._tell(phase, "-" + reason)
+            except RuntimeError:
+                # The store went with the process that served it; nobody can be told any more.
+                return
+
+    def _store(self) -> Any:
+        return self._process.transport.store()
+
+    def _key(self, phase: str, rank: int) -> str:
+        return f"{self._prefix}/{phase}/{rank}"
+
+    def _tell(self, phase: str, text: str) -> None:
+        self._store().set(self._key(phase, self._process.rank), text)
+
+    def _everyones(self, phase: str) -> list[str]:
+        store, ranks = self._store(), range(self._process.world_size)
+        missing = list(ranks)
+        pause, until = _FIRST_PAUSE, time.monotonic() + self._deadline
+        try:
+            while missing := [rank for rank in missing if not store.check([self._key(phase, rank)])]:
+                if time.monotonic() > until:
+                    self._refuse_absence(phase, missing)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            return [store.get(self._key(phase, rank)).decode() for rank in ranks]
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{self._asked} ({phase})",
+                f"The store of the run does not answer, so the process that serves it is gone: {error}",
+                "Older checkpoints are untouched; restart the run from the newest one.",
+            ) from error
+
+    def _refuse_absence(self, phase: str, missing: Sequence[int]) -> None:
+        raise CheckpointError(
+            f"{self._asked} ({phase})",
+            f"Process {', '.join(map(str, missing))} did not come within {self._deadline:g} s.",
+            "Look at what it does; call this on every process, or give ProjectConfiguration(deadline=...) more time.",
+        )

@@ -1,0 +1,90 @@
+"""The checkpoints of a project: listing them, finding the newest good one, and removing the oldest."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from accel_plugins.checkpoint.commit import beside, discard, recover
+from accel_plugins.checkpoint.manifest import Verdict, verify
+from accel_state.errors import CheckpointError
+
+__all__ = ("Checkpoint", "checkpoints", "find_newest", "remove_oldest")
+
+_NAME: Final = re.compile(r"checkpoint_(\d+)")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder `checkpoint_<number>`."""
+
+    path: Path
+    number: int
+
+    def verdict(self, *, hashes: bool = False) -> Verdict:
+        """How it compares with its manifest."""
+        return verify(self.path, hashes=hashes)
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints in a folder, oldest number first; staging folders do not count."""
+    if not folder.is_dir():
+        return []
+    found = ((entry, _NAME.fullmatch(entry.name)) for entry in folder.iterdir() if entry.is_dir())
+    return sorted((Checkpoint(entry, int(match[1])) for entry, match in found if match), key=lambda c: c.number)
+
+
+def find_newest(folder: Path, *, hashes: bool = False) -> Path:
+    """The newest good checkpoint of a folder; why newer ones were passed over is logged.
+
+    A folder without our manifest, as other libraries write it, is taken only when none has one.
+
+    Raises:
+        CheckpointError: there is none; the message says what is wrong with each.
+    """
+    if folder.is_dir():
+        recover(folder)
+    reasons: list[str] = []
+    foreign: list[Checkpoint] = []
+    for candidate in reversed(checkpoints(folder)):
+        verdict = candidate.verdict(hashes=hashes)
+        if verdict.good:
+            for reason in reasons:
+                logger.warning("Passed over %s", reason)
+            return candidate.path
+        if verdict.damage:
+            reasons.append(f"{candidate.path.name}: {' '.join(verdict.damage)}")
+        else:
+            foreign.append(candidate)
+            reasons.append(f"{candidate.path.name}: it has no manifest.")
+    if foreign and len(foreign) == len(reasons):
+        logger.warning("%s has no manifest, so whether it is complete cannot be told.", foreign[0].path)
+        return foreign[0].path
+    raise CheckpointError(
+        f"The newest good checkpoint in {folder} was asked for.",
+        " ".join(reasons) or "There is no folder called checkpoint_<number>.",
+        "Name a checkpoint, or start without one.",
+    )
+
+
+def remove_oldest(folder: Path, limit: int) -> list[Path]:
+    """Remove the oldest checkpoints until `limit` are left, and return what was removed.
+
+    Called after a commit. The newest good checkpoint is never removed: what is damaged or without a manifest does not
+    take its place.
+    """
+    known = checkpoints(folder)
+    surplus = known[: max(0, len(known) - limit)]
+    newest_good = next((c for c in reversed(known) if c.verdict().good), None)
+    removed = [checkpoint.path for checkpoint in surplus if checkpoint != newest_good]
+    for path in removed:
+        # Renamed first: a removal that is cut short leaves no half of a checkpoint under its name.
+        aside = beside(path, "tmp")
+        path.rename(aside)
+        discard(aside)
+    return removed

@@ -1,0 +1,297 @@
+"""A checkpoint is there as a whole or not at all, and what was there before stays until then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_plugins.checkpoint import commit
+from accel_plugins.checkpoint.commit import beside, exchange, recover, staging
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.manifest import read_manifest, verify
+from accel_state import PartialState, current
+from accel_state.errors import CheckpointError
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with fresh():
+        PartialState(cpu=True)
+        yield
+
+
+def write(target: Path, text: str, **options: bool) -> None:
+    with staging(target, **options) as folder:
+        (folder / "optimizer.bin").write_text(text)
+        (folder / "optimizer_0").mkdir()
+        (folder / "optimizer_0" / "__0_0.distcp").write_text(text * 2)
+
+
+def entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_new_checkpoint_appears_with_a_manifest_of_all_its_files(tmp_path: Path, fsync: bool) -> None:
+    target = tmp_path / "deep" / "a"
+    with staging(target, facts={"step": 7, "where": tmp_path}, fsync=fsync) as folder:
+        assert not target.exists()
+        assert folder.parent == target.parent
+        (folder / "optimizer.bin").write_bytes(b"12345")
+    manifest = read_manifest(target)
+
+    assert manifest is not None
+    assert manifest.files["optimizer.bin"].size == 5
+    assert manifest.facts == {"step": 7, "where": str(tmp_path), "world_size": 1}
+    assert manifest.size == 5
+    assert manifest.versions["torch"]
+    assert verify(target, hashes=True).good
+    assert entries(target.parent) == {"a"}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("atomic", [True, False])
+def test_saving_over_a_name_replaces_what_saving_wrote_and_keeps_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    (target / "notes.txt").write_text("mine")
+    (target / "logs").mkdir()
+    (target / "logs" / "events").write_text("mine too")
+    (target / "scheduler.bin").write_text("left by a run with a scheduler")
+    with (target / "notes.txt").open("a") as still_open:
+        if not atomic:
+            monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+        write(target, "new")
+        still_open.write(" and more")
+
+    assert (target / "optimizer.bin").read_text() == "new"
+    assert (target / "notes.txt").read_text() == "mine and more"
+    assert (target / "logs" / "events").read_text() == "mine too"
+    assert not (target / "scheduler.bin").exists()
+    verdict = verify(target, hashes=True)
+    assert verdict.good
+    assert set(verdict.extra) == {"notes.txt", "logs/events"}
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, error: BaseException) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+
+    def fail() -> None:
+        with staging(target) as folder:
+            (folder / "optimizer.bin").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert (target / "optimizer.bin").read_text() == "old"
+    assert verify(target, hashes=True).good
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+    real = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if ".tmp-" in self.name:
+            raise OSError("the disk is gone")
+        return real(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        write(target, "new")
+    assert (target / "optimizer.bin").read_text() == "old"
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+
+    for target in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="Name a folder"):
+            write(target, "x")
+    assert entries(tmp_path) == {"file"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link", "x")
+
+    assert (tmp_path / "link").is_symlink()
+    assert verify(tmp_path / "real").good
+
+
+def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / folder.name).write_text("")
+    exchanged = exchange(first, second)
+
+    if sys.platform == "linux":
+        assert exchanged
+    assert entries(first) == ({"second"} if exchanged else {"first"})
+    assert not exchange(first, tmp_path / "absent")
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_dead_process_left_is_cleaned_up_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    dead = str(dead_process())
+    names = {
+        key: beside(tmp_path / name, kind).name.replace(f"-{os.getpid()}-", f"-{pid}-")
+        for key, name, kind, pid in [
+            ("half", "a", "tmp", dead),
+            ("aside", "b", "old", dead),
+            ("replaced", "c", "old", dead),
+            ("alive", "d", "tmp", str(os.getpid())),
+        ]
+    }
+    for name in (*names.values(), "c", "checkpoint_0"):
+        (tmp_path / name).mkdir()
+    recover(tmp_path)
+
+    assert entries(tmp_path) == {"b", "c", "checkpoint_0", names["alive"]}
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda f: (f / "optimizer.bin").unlink(), "optimizer.bin is missing"),
+        (lambda f: (f / "optimizer.bin").write_text("longer than it was"), "18 bytes, and 3 were written"),
+        (lambda f: (f / "optimizer.bin").write_text("odl"), "another content"),
+        (lambda f: (f / MANIFEST_NAME).write_text("{"), "is damaged"),
+        (lambda f: (f / MANIFEST_NAME).write_text("[]"), "is damaged"),
+        (lambda f: (f / MANIFEST_NAME).write_text(json.dumps({"format": 99})), "knows formats up to"),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_damage_is_told(tmp_path: Path, harm: object, sentence: str) -> None:
+    write(tmp_path / "a", "old")
+    harm(tmp_path / "a")  # type: ignore[operator]
+    verdict = verify(tmp_path / "a", hashes=True)
+
+    assert not verdict.good
+    assert sentence in " ".join(verdict.damage)
+
+
+@pytest.mark.usefixtures("alone")
+def test_sizes_alone_do_not_see_a_changed_content(tmp_path: Path) -> None:
+    write(tmp_path / "a", "old")
+    (tmp_path / "a" / "optimizer.bin").write_text("odl")
+
+    assert verify(tmp_path / "a").good
+    assert not verify(tmp_path / "a", hashes=True).good
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint_of_ours_and_not_damaged(tmp_path: Path) -> None:
+    verdict = verify(tmp_path)
+
+    assert not verdict.good
+    assert verdict.damage == ()
+
+
+# ------------------------------------------------------------------- several processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def save_together(target: str, failing: int | None = None, absent: int | None = None) -> str:
+    PartialState(cpu=True)
+    rank = current.process().rank
+    store = current.process().transport.store()
+    assert store is not None
+    if rank == absent:
+        store.get("the other one has ended")
+        return "absent"
+    try:
+        with staging(target, deadline=1.0 if absent is not None else 30.0) as folder:
+            (folder / f"random_states_{rank}.pkl").write_text(str(rank))
+            if rank == failing:
+                raise OSError("no space left")
+    except (CheckpointError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        store.set("the other one has ended", "")
+    assert Path(target, "random_states_0.pkl").exists()
+    return "saved"
+
+
+def test_all_processes_write_into_one_checkpoint(two: Processes, tmp_path: Path) -> None:
+    assert two.run(save_together, str(tmp_path / "a")) == ["saved", "saved"]
+    manifest = read_manifest(tmp_path / "a")
+    assert manifest is not None
+    assert set(manifest.files) == {"random_states_0.pkl", "random_states_1.pkl"}
+    assert manifest.facts["world_size"] == 2
+    assert verify(tmp_path / "a", hashes=True).good
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_process_that_fails_fails_all_by_name_and_harms_nothing(
+    two: Processes, tmp_path: Path, failing: int
+) -> None:
+    assert two.run(save_together, str(tmp_path / "a")) == ["saved", "saved"]
+    told = two.run(save_together, str(tmp_path / "a"), failing)
+
+    assert told[failing] == "OSError: no space left"
+    assert f"Process {failing} failed: OSError: no space left" in told[1 - failing]
+    assert verify(tmp_path / "a", hashes=True).good
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_process_that_does_not_come_is_named_after_the_deadline(two: Processes, tmp_path: Path, absent: int) -> None:
+    told = two.run(save_together, str(tmp_path / "a"), None, absent)
+
+    assert told[absent] == "absent"
+    assert f"Process {absent} did not come within 1 s" in told[1 - absent]
+    assert entries(tmp_path) == set()
+
+
+def save_on_own_disk(target: str) -> bool:
+    """As on nodes that share no file system: each process sees a folder of its own."""
+    PartialState(cpu=True)
+    process = current.process()
+    import dataclasses
+
+    node = dataclasses.replace(process.topology, local_rank=0, node_rank=process.rank)
+    own = Path(target, f"disk_{process.rank}", "a")
+    real = Path(own).parent
+    real.mkdir(parents=True)
+    with staging(own, dataclasses.replace(process, topology=node)) as folder:
+        (folder / f"random_states_{process.rank}.pkl").write_text("x")
+    return verify(own, hashes=True).good
+
+
+def test_nodes_that_share_no_disk_have_a_checkpoint_each(two: Processes, tmp_path: Path) -> None:
+    assert two.run(save_on_own_disk, str(tmp_path)) == [True, True]
