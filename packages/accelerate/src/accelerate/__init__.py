@@ -1,1 +1,54 @@
-"""Drop-in addresses: scripts written for `accelerate` run on accel-torch unchanged."""
+"""What scripts and libraries find at the old address `accelerate`.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+from accelerate.installation import check_files
+from accelerate.loggers import join_loggers
+
+if TYPE_CHECKING:
+    from accel_data.config import DataLoaderConfiguration
+    from accel_data.skip import skip_first_batches
+    from accel_plugins.checkpoint.config import ProjectConfiguration
+    from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_state.gradient import GradientAccumulationPlugin
+    from accel_state.kwargs import InitProcessGroupKwargs
+    from accel_state.labels import DistributedType
+    from accel_state.process import PartialState
+    from accel_torch.accelerator import Accelerator
+    from accelerate import accelerator as accelerator
+    from accelerate import commands as commands
+    from accelerate import data_loader as data_loader
+    from accelerate import logging as logging
+    from accelerate import optimizer as optimizer
+    from accelerate import scheduler as scheduler
+    from accelerate import state as state
+    from accelerate import tracking as tracking
+    from accelerate import utils as utils
+
+__all__ = (
+    "Accelerator",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PartialState",
+    "ProjectConfiguration",
+    "skip_first_batches",
+)
+
+__version__ = "1.15.0+accel.1"
+
+check_files(__path__[0])
+join_loggers()
+serve(__name__)

@@ -1,0 +1,47 @@
+"""What is found at the old address `accelerate.accelerator`.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+
+if TYPE_CHECKING:
+    from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel_data.prepare import prepare_data_loader as prepare_data_loader
+    from accel_data.skip import skip_first_batches as skip_first_batches
+    from accel_ops.collectives import gather as gather
+    from accel_ops.collectives import reduce as reduce
+    from accel_ops.tree import recursively_apply as recursively_apply
+    from accel_plugins.checkpoint.config import ProjectConfiguration as ProjectConfiguration
+    from accel_plugins.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_plugins.precision.config import AutocastKwargs as AutocastKwargs
+    from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs
+    from accel_plugins.wrapped.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+    from accel_plugins.wrapped.scheduler import AcceleratedScheduler as AcceleratedScheduler
+    from accel_plugins.wrapped.unwrap import extract_model_from_parallel as extract_model_from_parallel
+    from accel_plugins.wrapped.unwrap import is_compiled_module as is_compiled_module
+    from accel_state.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accel_state.gradient import GradientState as GradientState
+    from accel_state.kwargs import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accel_state.kwargs import KwargsHandler as KwargsHandler
+    from accel_state.labels import DistributedType as DistributedType
+    from accel_state.labels import DynamoBackend as DynamoBackend
+    from accel_state.labels import PrecisionType as PrecisionType
+    from accel_state.labels import RNGType as RNGType
+    from accel_state.logging import get_logger as get_logger
+    from accel_state.process import PartialState as PartialState
+    from accel_state.run_state import AcceleratorState as AcceleratorState
+    from accel_state.settings.versions import is_torch_version as is_torch_version
+    from accel_torch.accelerator import Accelerator
+    from accel_tracking.base import GeneralTracker as GeneralTracker
+    from accel_tracking.registry import LoggerType as LoggerType
+    from accel_tracking.registry import filter_trackers as filter_trackers
+    from accelerate.legacy.trackers import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+
+__all__ = ("Accelerator",)
+
+serve(__name__)

@@ -1,0 +1,18 @@
+"""What is found at the old address `accelerate.commands`.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+
+if TYPE_CHECKING:
+    from accelerate.commands import accelerate_cli as accelerate_cli
+    from accelerate.commands import launch as launch
+
+__all__ = ()
+
+serve(__name__)

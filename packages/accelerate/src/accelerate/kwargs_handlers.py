@@ -1,0 +1,10 @@
+"""The old address `accelerate.kwargs_handlers`, which is not provided.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from accelerate.address import refuse
+
+refuse(__name__)

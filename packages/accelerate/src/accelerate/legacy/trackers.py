@@ -1,0 +1,40 @@
+"""`LOGGER_TYPE_TO_CLASS`: the registry of trackers as the dict that scripts read and add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from accel_state.errors import PluginError, SettingError
+from accel_tracking.base import GeneralTracker
+from accel_tracking.registry import register_tracker_class, tracker_class, tracker_names
+
+__all__ = ("LOGGER_TYPE_TO_CLASS", "TrackerClasses")
+
+
+class TrackerClasses(Mapping[str, type[GeneralTracker]]):
+    """Tracker classes by name; assigning one registers it."""
+
+    def __getitem__(self, name: str) -> type[GeneralTracker]:
+        try:
+            return tracker_class(name)
+        except (PluginError, SettingError):
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: type[GeneralTracker]) -> None:
+        if value.name != name:
+            raise SettingError(
+                f"LOGGER_TYPE_TO_CLASS[{name!r}] = {value.__name__} was asked for.",
+                f"The class calls itself {value.name!r}, and trackers are found by that.",
+                "Give the class that name, or use its own as the key.",
+            )
+        register_tracker_class(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tracker_names())
+
+    def __len__(self) -> int:
+        return len(tracker_names())
+
+
+LOGGER_TYPE_TO_CLASS: Final = TrackerClasses()

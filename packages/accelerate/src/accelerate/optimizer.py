@@ -1,0 +1,21 @@
+"""What is found at the old address `accelerate.optimizer`.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+
+if TYPE_CHECKING:
+    from accel_ops.tree import honor_type as honor_type
+    from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+    from accel_state.gradient import GradientState as GradientState
+    from accel_state.labels import DistributedType as DistributedType
+    from accel_state.run_state import AcceleratorState as AcceleratorState
+
+__all__ = ("AcceleratedOptimizer",)
+
+serve(__name__)

@@ -1,0 +1,48 @@
+"""What is found at the old address `accelerate.tracking`.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+
+if TYPE_CHECKING:
+    from accel_ops.measure import listify as listify
+    from accel_state.logging import get_logger as get_logger
+    from accel_state.process import PartialState as PartialState
+    from accel_tracking.base import GeneralTracker, on_main_process
+    from accel_tracking.registry import LoggerType as LoggerType
+    from accel_tracking.registry import filter_trackers, get_available_trackers, register_tracker_class
+    from accel_tracking.trackers.aim import AimTracker
+    from accel_tracking.trackers.clearml import ClearMLTracker
+    from accel_tracking.trackers.comet_ml import CometMLTracker
+    from accel_tracking.trackers.dvclive import DVCLiveTracker
+    from accel_tracking.trackers.mlflow import MLflowTracker
+    from accel_tracking.trackers.swanlab import SwanLabTracker
+    from accel_tracking.trackers.tensorboard import TensorBoardTracker
+    from accel_tracking.trackers.trackio import TrackioTracker
+    from accel_tracking.trackers.wandb import WandBTracker
+    from accelerate.legacy.trackers import LOGGER_TYPE_TO_CLASS
+
+__all__ = (
+    "LOGGER_TYPE_TO_CLASS",
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "MLflowTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
+    "get_available_trackers",
+    "on_main_process",
+    "register_tracker_class",
+)
+
+serve(__name__)

@@ -1,0 +1,49 @@
+"""What is found at the old address `accelerate.utils.constants`.
+
+Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+
+if TYPE_CHECKING:
+    from accel_bigmodel.weight_files.names import (
+        MODEL_NAME,
+        SAFE_MODEL_NAME,
+        SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        SAFE_WEIGHTS_PATTERN_NAME,
+        WEIGHTS_INDEX_NAME,
+        WEIGHTS_NAME,
+        WEIGHTS_PATTERN_NAME,
+    )
+    from accel_plugins.checkpoint.files import (
+        FSDP_MODEL_NAME,
+        OPTIMIZER_NAME,
+        RNG_STATE_NAME,
+        SAMPLER_NAME,
+        SCALER_NAME,
+        SCHEDULER_NAME,
+    )
+
+__all__ = (
+    "FSDP_MODEL_NAME",
+    "MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "RNG_STATE_NAME",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
+)
+
+serve(__name__)
