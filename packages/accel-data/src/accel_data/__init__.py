@@ -1,1 +1,67 @@
 """Data loaders that give each process its own share, dispatch from one process, and resume exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
+    from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
+    from accel_data.loader import DataLoaderShard as DataLoaderShard
+    from accel_data.padding import Padding as Padding
+    from accel_data.padding import drop_padding as drop_padding
+    from accel_data.plan import ShardPlan as ShardPlan
+    from accel_data.prepare import get_sampler as get_sampler
+    from accel_data.prepare import prepare_data_loader as prepare_data_loader
+    from accel_data.prepared import DataLoaderStateMixin as DataLoaderStateMixin
+    from accel_data.prepared import PreparedLoader as PreparedLoader
+    from accel_data.progress import Position as Position
+    from accel_data.progress import Progress as Progress
+    from accel_data.samplers import BatchSamplerShard as BatchSamplerShard
+    from accel_data.samplers import SeedableRandomSampler as SeedableRandomSampler
+    from accel_data.samplers import SkipBatchSampler as SkipBatchSampler
+    from accel_data.skip import SkipDataLoader as SkipDataLoader
+    from accel_data.skip import skip_first_batches as skip_first_batches
+
+__all__ = (
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderConfiguration",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "Padding",
+    "Position",
+    "PreparedLoader",
+    "Progress",
+    "SeedableRandomSampler",
+    "ShardPlan",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "drop_padding",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+)
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "accel_data.adapter": ("DataLoaderAdapter",),
+        "accel_data.config": ("DataLoaderConfiguration",),
+        "accel_data.iterable": ("IterableDatasetShard",),
+        "accel_data.loader": ("DataLoaderShard",),
+        "accel_data.padding": ("Padding", "drop_padding"),
+        "accel_data.plan": ("ShardPlan",),
+        "accel_data.prepare": ("get_sampler", "prepare_data_loader"),
+        "accel_data.prepared": ("DataLoaderStateMixin", "PreparedLoader"),
+        "accel_data.progress": ("Position", "Progress"),
+        "accel_data.samplers": ("BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler"),
+        "accel_data.skip": ("SkipDataLoader", "skip_first_batches"),
+    },
+)

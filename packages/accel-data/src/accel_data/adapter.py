@@ -1,0 +1,65 @@
+"""A loader around another one: torch and users take it for a `DataLoader`, and it shows all that the inner one has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accel_data.stateful import stateful_loader_class
+
+__all__ = ("DataLoaderAdapter", "rebuilt")
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """Holds a `DataLoader` and shows its attributes as its own.
+
+    Args:
+        dataset: the data set.
+        use_stateful_dataloader: make torchdata's `StatefulDataLoader`.
+        batch_sampler: gives the batches of indices.
+        kwargs: of `torch.utils.data.DataLoader`.
+
+    Raises:
+        Missing: torchdata is needed and not installed.
+    """
+
+    base_dataloader: DataLoader[Any]
+    use_stateful_dataloader: bool
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        loader_class = stateful_loader_class() if use_stateful_dataloader else DataLoader
+        self.hold(loader_class(dataset, batch_sampler=batch_sampler, **kwargs), use_stateful_dataloader)
+
+    def hold(self, base: DataLoader[Any], use_stateful_dataloader: bool = False) -> None:
+        """Take the loader that this one is around."""
+        self.__dict__.update(base_dataloader=base, use_stateful_dataloader=use_stateful_dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        # While a copy or a pickle is being put together nothing is held yet.
+        if name.startswith("__") or "base_dataloader" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.base_dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name not in own and "base_dataloader" in own and name in vars(self.base_dataloader):
+            setattr(self.base_dataloader, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+
+def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A loader like another one, of the same class and with all it carries, in which some attributes are others.
+
+    Torch refuses to change the sampler of a loader that exists; this makes a new one whose workers are not started.
+    """
+    other = copy.copy(loader)
+    vars(other).update(changes, _iterator=None)
+    return other

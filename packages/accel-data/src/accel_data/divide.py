@@ -1,0 +1,141 @@
+"""Giving each process its part: of indexed data through the samplers, of a stream through a data set around it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from accel_data.adapter import rebuilt
+from accel_data.iterable import IterableDatasetShard
+from accel_data.padding import MarkingCollate
+from accel_data.samplers import BatchSamplerShard, SeedableRandomSampler, check_process, check_split, innermost_sampler
+from accel_data.sources import MapSource, OneByOne, StreamSource
+from accel_ops.objects import broadcast_object_list
+from accel_state import current
+
+__all__ = ("Part", "Shuffling", "divide_indexed", "divide_stream")
+
+_DRAWING: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
+"""Torch's samplers that draw from the generator of the process when they have none of their own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the data is asked for.
+
+    Args:
+        processes: how many share the data.
+        index: which of them this is.
+        split: batches are those of all processes together.
+        even: fill up the last step.
+    """
+
+    processes: int
+    index: int
+    split: bool = False
+    even: bool = True
+
+    def __post_init__(self) -> None:
+        check_process(self.processes, self.index)
+
+
+@dataclass(frozen=True)
+class Shuffling:
+    """How a data set with indices is shuffled.
+
+    Args:
+        seedable: replace torch's `RandomSampler` by one that depends on seed and epoch alone.
+        seed: of that one; torch's initial seed when None.
+        repeatable: give torch's samplers a generator even in a run of one process, so that an epoch can be drawn again.
+    """
+
+    seedable: bool = False
+    seed: int | None = None
+    repeatable: bool = False
+
+
+def divide_indexed(
+    loader: DataLoader[Any], part: Part, shuffling: Shuffling
+) -> tuple[MapSource, torch.Generator | None]:
+    """One process's part of a loader over a data set with indices, and the generator that shuffles it."""
+    single = loader.batch_sampler is None
+    below: Any = BatchSampler(loader.sampler, 1, False) if single else loader.batch_sampler
+    if part.split:
+        check_split(None if single else getattr(below, "batch_size", None), part.processes)
+    sampler = innermost_sampler(below)
+    replacement = _shuffled(sampler, part, shuffling)
+    if replacement is not sampler:
+        below = copy.copy(below)
+        below.sampler = sampler = replacement
+    # A single process has nobody to be even with.
+    shard = BatchSamplerShard(below, part.processes, part.index, part.split, part.even and part.processes > 1)
+    if single:
+        base = rebuilt(loader, sampler=OneByOne(shard))
+    else:
+        base = rebuilt(loader, batch_sampler=shard, sampler=sampler if sampler is not None else loader.sampler)
+    return MapSource(base, shard), _generator_of(sampler, below)
+
+
+def _shuffled(sampler: Any, part: Part, shuffling: Shuffling) -> Any:
+    # A subclass that draws its indices in its own way keeps doing so.
+    if shuffling.seedable and isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
+        seed = torch.initial_seed() if shuffling.seed is None else shuffling.seed
+        seed = _agreed(seed, part) if shuffling.seed is None else seed
+        count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
+        seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, count, data_seed=seed)
+        seeded.generator = sampler.generator
+        return seeded
+    draws_globally = type(sampler) in _DRAWING and sampler.generator is None
+    if not draws_globally or not (part.processes > 1 or shuffling.repeatable):
+        return sampler
+    own = copy.copy(sampler)
+    seed = _agreed(int(torch.empty((), dtype=torch.int64).random_().item()), part)
+    own.generator = torch.Generator().manual_seed(seed)
+    return own
+
+
+def _agreed(seed: int, part: Part) -> int:
+    """The main process's seed, where the processes of the run are the ones that share the data."""
+    if part.processes == 1 or part.processes != current.process_or_start().world_size:
+        return seed
+    agreed: int = broadcast_object_list([seed])[0]
+    return agreed
+
+
+def _generator_of(sampler: Any, batch_sampler: Any) -> torch.Generator | None:
+    for holder in (sampler, batch_sampler):
+        generator = getattr(holder, "generator", None)
+        # A sampler that is seeded anew for each epoch needs nobody to make its generator equal.
+        if isinstance(generator, torch.Generator) and not isinstance(holder, SeedableRandomSampler):
+            return generator
+    return None
+
+
+def divide_stream(loader: DataLoader[Any], part: Part) -> tuple[StreamSource, torch.Generator | None]:
+    """One process's part of a loader over a stream that every process reads, and the generator that shuffles it."""
+    batch_size = loader.batch_size
+    if part.split:
+        check_split(batch_size, part.processes)
+    generator = getattr(loader.dataset, "generator", None)
+    generator = generator if isinstance(generator, torch.Generator) else None
+    if part.processes == 1:
+        return StreamSource(loader, 1, batch_size or 1), generator
+    shard = IterableDatasetShard(
+        loader.dataset,  # type: ignore[arg-type]
+        batch_size or 1,
+        loader.drop_last,
+        part.processes,
+        part.index,
+        part.split,
+        even_batches=part.even,
+        marking=True,
+    )
+    width = shard.plan().batch_size
+    changes: dict[str, Any] = {"dataset": shard, "collate_fn": MarkingCollate(loader.collate_fn)}
+    if batch_size is not None:
+        changes |= {"batch_size": width, "batch_sampler": BatchSampler(loader.sampler, width, loader.drop_last)}
+    return StreamSource(rebuilt(loader, **changes), part.processes, width * part.processes), generator

@@ -1,0 +1,99 @@
+"""The part of one process in a stream that every process reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from accel_data.padding import LastOfStep
+from accel_data.plan import ShardPlan
+from accel_data.samplers import check_process, check_split
+from accel_data.walk import walk_samples
+
+__all__ = ("IterableDatasetShard", "seed_stream")
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process out of a stream.
+
+    Every process reads the whole stream, so the stream has to give the same samples in the same order to all of them.
+
+    Args:
+        dataset: the stream.
+        batch_size: samples of one process in a step; of all processes together with `split_batches`.
+        drop_last: leave out what does not fill a step.
+        num_processes: number of processes.
+        process_index: which of them.
+        split_batches: see `batch_size`.
+        even_batches: fill up the last step with samples from the beginning.
+        marking: give the last sample of a step that was filled up as `accel_data.padding.LastOfStep`, for a loader that
+            collates with `MarkingCollate`.
+
+    Raises:
+        SettingError: a number is out of range, or a batch cannot be cut into equal parts.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+        marking: bool = False,
+    ) -> None:
+        check_process(num_processes, process_index)
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.marking = marking
+        self.epoch = 0
+        self.skipped_samples = 0
+
+    def plan(self, length: int = 0) -> ShardPlan:
+        """This process's part of a stream of `length` samples."""
+        width = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        start, even, drop_last = self.skipped_samples, self.even_batches, self.drop_last
+        return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the stream begin its next iteration as epoch number `epoch`, where it knows epochs."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        seed_stream(self.dataset, self.epoch)
+        for batch, padding in walk_samples(self.dataset, self.plan()):
+            if padding is None or not self.marking:
+                yield from batch
+                continue
+            yield from batch[:-1]
+            yield LastOfStep(batch[-1], padding)
+
+    def __len__(self) -> int:
+        plan = self.plan(len(self.dataset))  # type: ignore[arg-type]
+        last = len(plan.tail_positions()) if plan.has_tail else 0
+        return plan.full_steps * plan.batch_size + last
+
+
+def seed_stream(dataset: Any, epoch: int) -> None:
+    """Seed a stream's own `generator` with the epoch, so that every process reads it in the same order.
+
+    A stream that has `set_epoch` looks after itself.
+    """
+    generator = getattr(dataset, "generator", None)
+    if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
+        generator.manual_seed(epoch)

@@ -1,0 +1,111 @@
+"""The loader that a script iterates: this process's batches, on its device, read one ahead so that the end is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_data.adapter import rebuilt
+from accel_data.padding import Marked
+from accel_data.prepared import END, PreparedLoader
+from accel_data.progress import Progress
+from accel_data.samplers import BatchSamplerShard
+from accel_data.sources import MapSource, OneByOne, Source, StreamSource
+from accel_ops.move import send_to_device
+from accel_state.gradient import GradientState
+from accel_state.labels import RNGType
+
+__all__ = ("DataLoaderShard", "source_of")
+
+
+class DataLoaderShard(PreparedLoader):
+    """Gives this process's batches and keeps account of where it stands.
+
+    Made by `prepare_data_loader`; made directly, its data set and samplers are taken as this process's own.
+
+    Args:
+        dataset: the data set.
+        device: where batches are moved to; None leaves them where they are.
+        rng_types: generators made equal on all processes when an iteration begins; see `synchronize_rng_states`.
+        synchronized_generator: the one meant by "generator".
+        skip_batches: batches left out at the beginning of every epoch.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh: kept for readers; the sharding was decided before.
+        iteration: number of the first epoch.
+        gradient: state of the Accelerator that the loader belongs to; the current one when None.
+        restore_position: continue in the middle of the epoch after `load_state_dict`.
+        kwargs: of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        *,
+        gradient: GradientState | None = None,
+        restore_position: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        source = source_of(self.base_dataloader)
+        source = source.skipping(skip_batches) if skip_batches else source
+        self.hold(source.base, use_stateful_dataloader)
+        self._set(
+            source,
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            skips=skip_batches > 0,
+            restores=restore_position or use_stateful_dataloader,
+            gradient_state=gradient,
+            progress=Progress(iteration),
+            torch_device_mesh=torch_device_mesh,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+        )
+
+    def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
+        progress, padding_of = self.progress, self.source.padding
+        device, non_blocking = self.device, self._non_blocking
+        current, number = first, 0
+        while current is not END:
+            padding = padding_of(number)
+            if type(current) is Marked:
+                current, padding = current.batch, current.padding
+            # Moved before the next one is read, so that a copy to the device overlaps with reading.
+            batch = current if device is None else send_to_device(current, device, non_blocking)
+            current = self._next(batches)
+            number += 1
+            progress.steps += 1
+            progress.padding = padding
+            if current is END:
+                progress.end_of_dataloader = True
+                if padding is not None and padding.total >= 0:
+                    progress.remainder = padding.total
+            yield batch
+        progress.finish()
+
+
+def source_of(loader: DataLoader[Any]) -> Source:
+    """The source of a loader whose samplers are this process's own already."""
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, 1, loader.batch_size)
+    if isinstance(loader.batch_sampler, BatchSamplerShard):
+        return MapSource(loader, loader.batch_sampler)
+    if loader.batch_sampler is None:
+        single = BatchSamplerShard(BatchSampler(loader.sampler, 1, False), even_batches=False)
+        return MapSource(rebuilt(loader, sampler=OneByOne(single)), single)
+    shard = BatchSamplerShard(loader.batch_sampler, even_batches=False)  # type: ignore[arg-type]
+    return MapSource(rebuilt(loader, batch_sampler=shard), shard)

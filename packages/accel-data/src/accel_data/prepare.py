@@ -1,0 +1,130 @@
+"""From a plain `DataLoader` to the loader of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_data.config import Sharding, check_sharding
+from accel_data.divide import Part, Shuffling, divide_indexed, divide_stream
+from accel_data.loader import DataLoaderShard
+from accel_data.mesh import data_coordinates
+from accel_data.prepared import PreparedLoader
+from accel_data.samplers import innermost_sampler
+from accel_data.sources import Source
+from accel_data.stateful import stateful_twin
+from accel_state import current
+from accel_state.errors import UnknownKind
+from accel_state.gradient import GradientState
+from accel_state.labels import RNGType
+
+__all__ = ("get_sampler", "prepare_data_loader")
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str | RNGType] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+    *,
+    gradient: GradientState | None = None,
+    use_configured_sampler: bool = False,
+    sharding: Sharding = "auto",
+    restore_position: bool = False,
+    seed_samples: bool = False,
+) -> DataLoader[Any]:
+    """A loader that gives this process its part of every epoch, on its device.
+
+    Args:
+        dataloader: as the script made it; it stays as it is. A prepared one is returned unchanged.
+        device: where batches are moved to with `put_on_device`; the process's device when None.
+        num_processes: how many processes share the data; all of the run (or of the mesh's data axes) when None.
+        process_index: which of them this is.
+        put_on_device: move batches to the device.
+        rng_types: generators made equal on all processes when an iteration begins: "torch", "generator" (that of the
+            sampler) or the name of a device.
+        slice_fn_for_dispatch: `f(batch, slice, process_index=, num_processes=)` that cuts a batch for one process.
+        torch_device_mesh: mesh whose data axes say which processes get different data.
+        gradient: state of the Accelerator that the loader is for; the current one when None.
+
+    The other arguments are the fields of `DataLoaderConfiguration`.
+
+    Raises:
+        Conflict: two arguments contradict each other.
+        Missing: torchdata is needed and not installed.
+        SettingError: a batch cannot be cut into equal parts, or a number is out of range.
+        UnknownKind: it is no `DataLoader`.
+
+    Example:
+        >>> loader = prepare_data_loader(DataLoader(range(10), batch_size=2), num_processes=2, process_index=1)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [6, 7], [0, 1]]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader
+    if not isinstance(dataloader, DataLoader):
+        raise UnknownKind(
+            f"prepare_data_loader was called with a {type(dataloader).__name__}.",
+            "Only a DataLoader can be prepared.",
+            "Wrap the data in torch.utils.data.DataLoader first.",
+        )
+    check_sharding(sharding, dispatch_batches)
+    processes, index = _place(num_processes, process_index, torch_device_mesh)
+    part = Part(processes, index, split_batches, even_batches)
+    base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
+    source: Source
+    if isinstance(base.dataset, IterableDataset):
+        source, generator = divide_stream(base, part)
+    else:
+        seedable = use_seedable_sampler and not use_configured_sampler
+        source, generator = divide_indexed(base, part, Shuffling(seedable, data_seed, restore_position))
+    shared = generator if processes > 1 else None
+    return DataLoaderShard.around(
+        source,
+        device=_device(device) if put_on_device else None,
+        rng_types=_rng_types(rng_types, shared),
+        synchronized_generator=shared,
+        restores=restore_position or use_stateful_dataloader,
+        use_stateful_dataloader=use_stateful_dataloader,
+        gradient_state=gradient,
+        torch_device_mesh=torch_device_mesh,
+        _drop_last=dataloader.drop_last,
+        _non_blocking=non_blocking,
+    )
+
+
+def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
+    if mesh is not None:
+        of_mesh = data_coordinates(mesh)
+        return num_processes or of_mesh[0], of_mesh[1] if process_index is None else process_index
+    process = current.process_or_start()
+    return num_processes or process.world_size, process.rank if process_index is None else process_index
+
+
+def _device(device: torch.device | None) -> torch.device:
+    return current.process_or_start().device if device is None else torch.device(device)
+
+
+def _rng_types(asked: Sequence[str | RNGType] | None, generator: torch.Generator | None) -> list[str | RNGType]:
+    return [kind for kind in asked or () if generator is not None or str(kind) != "generator"]
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler of a loader that gives single indices, below whatever divides them; None when there is none."""
+    if dataloader.batch_sampler is None:
+        return dataloader.sampler
+    return innermost_sampler(dataloader.batch_sampler)

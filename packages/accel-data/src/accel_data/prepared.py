@@ -1,0 +1,312 @@
+"""What prepared loaders have in common: where they stand, how they are continued, what they show of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+
+from accel_data.adapter import DataLoaderAdapter
+from accel_data.progress import Position, Progress
+from accel_data.samplers import innermost_sampler
+from accel_data.sources import Source
+from accel_ops.rng import restore, snapshot, synchronize_rng_states
+from accel_state import current
+from accel_state.errors import CheckpointError, DataError
+from accel_state.gradient import GradientState
+from accel_state.labels import RNGType
+
+__all__ = ("END", "DataLoaderStateMixin", "PreparedLoader")
+
+P = TypeVar("P", bound="PreparedLoader")
+
+END: Final = object()
+"""What stands for the batch after the last one."""
+
+_VERSION: Final = 1
+
+
+class DataLoaderStateMixin:
+    """What every prepared loader knows: where it stands, and whose gradient accumulation follows it.
+
+    Attributes:
+        progress: where it stands.
+        gradient_state: told when it enters and leaves iteration.
+    """
+
+    progress: Progress
+    gradient_state: GradientState
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch given out last is the last one of the epoch."""
+        return self.progress.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown."""
+        return self.progress.remainder
+
+    @property
+    def iteration(self) -> int:
+        """Number of the epoch that runs or comes next."""
+        return self.progress.epoch
+
+    def reset(self) -> None:
+        """Forget how the last iteration ended."""
+        self.progress.end_of_dataloader = False
+        self.progress.remainder = -1
+
+    def begin(self) -> None:
+        """Enter iteration."""
+        self.gradient_state.begin(self)
+
+    def end(self) -> None:
+        """Leave iteration."""
+        self.gradient_state.finish(self)
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader over a source that is divided between the processes.
+
+    Attributes:
+        source: gives this process's batches.
+        device: where they are moved to; None leaves them where they are.
+        rng_types: generators made equal on all processes when an iteration begins.
+        synchronized_generator: the one meant by "generator".
+        skip_batches: batches left out at the beginning of every epoch.
+        skips: whether a position was given by hand, so that none is restored.
+        restores: whether `load_state_dict` restores the position.
+        torch_device_mesh: kept for readers.
+    """
+
+    source: Source
+    device: torch.device | None
+    rng_types: Sequence[str | RNGType] | None
+    synchronized_generator: torch.Generator | None
+    skip_batches: int
+    skips: bool
+    restores: bool
+    torch_device_mesh: Any
+    _non_blocking: bool
+
+    @classmethod
+    def around(cls: type[P], source: Source, *, use_stateful_dataloader: bool = False, **options: Any) -> P:
+        """A loader over a source that is divided already.
+
+        Args:
+            source: gives this process's batches.
+            use_stateful_dataloader: whether the source reads through torchdata.
+            options: attributes of the loader; those left out have the default of the class's argument.
+        """
+        loader = cls.__new__(cls)
+        loader.hold(source.base, use_stateful_dataloader)
+        loader._set(source, **options)
+        return loader
+
+    def _set(
+        self,
+        source: Source,
+        *,
+        device: torch.device | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        skips: bool = False,
+        restores: bool = False,
+        gradient_state: GradientState | None = None,
+        progress: Progress | None = None,
+        torch_device_mesh: Any = None,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+    ) -> None:
+        vars(self).update(
+            source=source,
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            skips=skips,
+            restores=restores,
+            gradient_state=gradient_state or GradientState(),
+            progress=progress or Progress(),
+            torch_device_mesh=torch_device_mesh,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        at = self.progress.take_resume()
+        if self.skips:
+            # A position that was given by hand counts from the beginning of the epoch.
+            at = None
+        resumed = at is not None or self.source.draws.again is not None
+        before = snapshot() if resumed else None
+        if self.rng_types and not resumed:
+            synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
+        self.begin()
+        try:
+            batches = self._open(at)
+            first = self._next(batches)
+            if before is not None:
+                # What the run draws at the beginning of an epoch it had drawn before it was saved.
+                restore(before)
+            yield from self._give_out(batches, first)
+        finally:
+            self.end()
+
+    def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
+        """The batches for the loop, keeping `progress` up to date."""
+        raise NotImplementedError
+
+    def _open(self, at: Position | None) -> Iterator[Any]:
+        source, progress = self.source, self.progress
+        source.set_epoch(progress.epoch)
+        steps, samples = source.skipped() if at is None else (at.steps, at.samples)
+        progress.begin(steps, samples, source.step_size, source.length(), source.remainder(samples))
+        return source.open(at)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches, END)
+        except IndexError as error:
+            raise DataError(
+                f"{self._name()}: the next batch was asked for.",
+                f"An index that the sampler gave is not in the data set: {error}",
+                "Check that the data set's __len__ and the sampler agree with what __getitem__ can give.",
+            ) from error
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"{self._name()}: the next batch was asked for.",
+                f"A loading process died: {error}",
+                "Look for what ended it (memory, a crash in __getitem__), or try num_workers=0.",
+            ) from error
+
+    def _name(self) -> str:
+        process = current.process_or_none()
+        where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
+        return f"{where}loader over {type(self.dataset).__name__} in epoch {self.progress.epoch}"
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self.source.missing_from_len(), 0)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of all processes in one step."""
+        size = self.source.step_size or getattr(self.batch_sampler, "step_size", None)
+        if size is None:
+            raise DataError(
+                f"{self._name()}: its total batch size was asked for.",
+                "Its batch sampler has no batch size.",
+                "Give the batch sampler a batch_size attribute.",
+            )
+        return int(size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of an epoch of all processes together, without padding."""
+        length = self.source.length()
+        return len(self.dataset) if length is None else length  # type: ignore[arg-type]
+
+    def get_sampler(self) -> Any:
+        """The sampler that gives single indices, or None."""
+        return innermost_sampler(self.batch_sampler) if self.batch_sampler is not None else self.sampler
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler that gives single indices."""
+        below: Any = self.batch_sampler
+        while hasattr(below, "batch_sampler"):
+            below = below.batch_sampler
+        below.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of epoch number `epoch`.
+
+        A position that waits to be restored is kept when it lies in that epoch.
+        """
+        if epoch != self.progress.epoch:
+            self.source.draws.again = None
+            self.progress.move_to(epoch)
+        self.source.set_epoch(epoch)
+
+    def skipping(self: P, steps: int) -> P:
+        """A loader without the first `steps` batches of its epochs; both count as one where the epoch stands."""
+        options = {name: value for name, value in vars(self).items() if name in _OPTIONS}
+        return type(self).around(
+            self.source.skipping(steps),
+            use_stateful_dataloader=self.use_stateful_dataloader,
+            **options | {"skip_batches": self.skip_batches + steps, "skips": True},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: plain values and tensors, equal on all processes."""
+        source, progress = self.source, self.progress
+        begun = source.draws.last if progress.steps else source.upcoming()
+        position = progress.resume or progress.position(source.draws.again or begun)
+        return {
+            "version": _VERSION,
+            **position.state_dict(),
+            "sampler": source.identity(),
+            "processes": source.processes,
+            "step_size": source.step_size,
+            "length": source.length(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the epoch that `state_dict` tells of.
+
+        The next iteration has that epoch's order. It begins at the position when restoring it was asked for; else at
+        the beginning, and `skip_first_batches` leads to the position.
+
+        Raises:
+            CheckpointError: restoring the position was asked for and cannot be done exactly.
+        """
+        position = Position.from_state_dict(state_dict)
+        same = state_dict["sampler"] == self.source.identity()
+        resumes = self.restores and position.steps > 0
+        if resumes:
+            self._check_restorable(state_dict)
+        draw = position.draw if same else None
+        self.source.draws.again = draw if position.steps else None
+        if draw is not None and not position.steps:
+            self.source.upcoming(draw)
+        self.progress.move_to(position.epoch, position if resumes else None)
+
+    def _check_restorable(self, state: Mapping[str, Any]) -> None:
+        source = self.source
+        obstacle = source.obstacle()
+        if state["sampler"] != source.identity():
+            obstacle = f"It was saved with {state['sampler']}; this loader has {source.identity()}."
+        elif state["length"] != source.length():
+            obstacle = f"It was saved over {state['length']} samples; this loader has {source.length()}."
+        elif source.counts_steps and (state["processes"], state["step_size"]) != (source.processes, source.step_size):
+            obstacle = (
+                f"Its position is in steps of {state['step_size']} samples on {state['processes']} processes; this "
+                f"loader has steps of {source.step_size} on {source.processes}."
+            )
+        if obstacle is not None:
+            raise CheckpointError(
+                f"{self._name()}: its position in epoch {state['epoch']} was to be restored.",
+                obstacle,
+                "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or leave restoring off "
+                "and call skip_first_batches.",
+            )
+
+
+_OPTIONS: Final = frozenset(
+    {
+        "_drop_last",
+        "_non_blocking",
+        "device",
+        "gradient_state",
+        "progress",
+        "restores",
+        "rng_types",
+        "skip_batches",
+        "synchronized_generator",
+        "torch_device_mesh",
+    }
+)

@@ -1,0 +1,126 @@
+"""Where a loader stands: the one object that metrics, accumulation and checkpoints read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_data.order import Draw
+from accel_data.padding import Padding
+
+__all__ = ("Position", "Progress")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the data of a run.
+
+    Args:
+        epoch: number of the epoch.
+        steps: batches that each process has received in it.
+        samples: samples of the global order that are gone; None where a custom batch sampler decides.
+        draw: what the epoch's order is drawn from; None when that is not known before it begins.
+    """
+
+    epoch: int
+    steps: int
+    samples: int | None
+    draw: Draw | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+        draw = None if self.draw is None else self.draw.state_dict()
+        return {"epoch": self.epoch, "steps": self.steps, "samples": self.samples, "draw": draw}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
+        """The inverse of `state_dict`."""
+        draw = None if state["draw"] is None else Draw.from_state_dict(state["draw"])
+        return cls(state["epoch"], state["steps"], state["samples"], draw)
+
+
+class Progress:
+    """Where a loader stands, counted in what the training loop has received; look-ahead does not count.
+
+    Attributes:
+        epoch: number of the epoch that runs or comes next.
+        end_of_dataloader: whether the batch given out last is the last one of the epoch.
+        remainder: real samples of an incomplete last step of all processes; 0 when it is complete, -1 when unknown.
+        padding: of the step given out last; None when nothing was added to it.
+        steps: batches received in this epoch, with those skipped.
+        resume: where the next iteration continues, or None when it begins at the beginning.
+    """
+
+    __slots__ = (
+        "_base_samples",
+        "_base_steps",
+        "_length",
+        "_step_size",
+        "end_of_dataloader",
+        "epoch",
+        "padding",
+        "remainder",
+        "resume",
+        "steps",
+    )
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.padding: Padding | None = None
+        self.resume: Position | None = None
+        self.steps = 0
+        self._base_steps = 0
+        self._base_samples: int | None = 0
+        self._step_size: int | None = None
+        self._length: int | None = None
+
+    def begin(self, steps: int, samples: int | None, step_size: int | None, length: int | None, remainder: int) -> None:
+        """An iteration begins.
+
+        Args:
+            steps: batches that are gone already.
+            samples: samples that are gone already; None when they have no position.
+            step_size: samples of all processes in one step; None when it varies.
+            length: samples of the epoch; None when unknown.
+            remainder: see `Progress`.
+        """
+        self.end_of_dataloader = False
+        self.remainder = remainder
+        self.padding = None
+        self.steps = self._base_steps = steps
+        self._base_samples = samples
+        self._step_size = step_size
+        self._length = length
+
+    def finish(self) -> None:
+        """The epoch was read to its end; the next one comes."""
+        self.move_to(self.epoch + 1)
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the global order that the processes together have received; None when they have no position."""
+        if self.steps == self._base_steps:
+            return self._base_samples
+        if self._base_samples is None or self._step_size is None:
+            return None
+        samples = self._base_samples + (self.steps - self._base_steps) * self._step_size
+        return samples if self._length is None else min(samples, self._length)
+
+    def position(self, draw: Draw | None) -> Position:
+        """Where the epoch stands now, with what its order was drawn from."""
+        return Position(self.epoch, self.steps, self.samples, draw)
+
+    def move_to(self, epoch: int, resume: Position | None = None) -> None:
+        """Let the next iteration be the one of an epoch, continued where `resume` says."""
+        self.epoch = epoch
+        self.resume = resume
+        self.steps = self._base_steps = 0
+        self._base_samples = 0
+
+    def take_resume(self) -> Position | None:
+        """Where the next iteration continues, if it does; the one after it begins at the beginning."""
+        resume, self.resume = self.resume, None
+        return resume

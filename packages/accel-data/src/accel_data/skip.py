@@ -1,0 +1,74 @@
+"""Loaders without their first batches, for continuing in the middle of an epoch by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_data.adapter import rebuilt
+from accel_data.loader import DataLoaderShard, source_of
+from accel_data.prepared import PreparedLoader
+from accel_data.samplers import SkipBatchSampler
+from accel_data.sources import OneByOne
+from accel_state.errors import SettingError, UnknownKind
+
+__all__ = ("SkipDataLoader", "skip_first_batches")
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader without the first batches of its epochs.
+
+    Args:
+        dataset: the data set.
+        skip_batches: how many batches to leave out.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        kwargs: of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader without the first `num_batches` batches of the epoch.
+
+    What is skipped is not read where the data set has indices; a stream has to be read up to there, without collating.
+    After `load_state_dict` the batches are counted from the beginning of the epoch, also by a loader that would have
+    restored its position by itself.
+
+    Args:
+        dataloader: a prepared loader or a plain one.
+        num_batches: how many batches to leave out, counted in what one process receives.
+
+    Raises:
+        SettingError: the number is negative.
+        UnknownKind: it is no `DataLoader`.
+
+    Example:
+        >>> rest = skip_first_batches(loader, 100)
+    """
+    if num_batches < 0:
+        raise SettingError(
+            f"skip_first_batches was called with {num_batches} batches.",
+            "The number cannot be negative.",
+            "Give the number of batches that were trained on in this epoch.",
+        )
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise UnknownKind(
+            f"skip_first_batches was called with a {type(dataloader).__name__}.",
+            "Only a DataLoader has batches that can be skipped.",
+            "Give the loader itself, not its iterator or data set.",
+        )
+    if num_batches == 0:
+        return dataloader
+    if isinstance(dataloader.dataset, IterableDataset):
+        return DataLoaderShard.around(source_of(dataloader).skipping(num_batches))
+    if dataloader.batch_sampler is None:
+        single = BatchSampler(dataloader.sampler, 1, False)
+        return rebuilt(dataloader, sampler=OneByOne(SkipBatchSampler(single, num_batches)))
+    return rebuilt(dataloader, batch_sampler=SkipBatchSampler(dataloader.batch_sampler, num_batches))  # type: ignore[arg-type]

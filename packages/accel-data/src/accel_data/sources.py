@@ -1,0 +1,279 @@
+"""Where a prepared loader gets its batches, and how it begins at any position: indexed data, or a stream."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from accel_data.adapter import rebuilt
+from accel_data.iterable import IterableDatasetShard
+from accel_data.order import Draw, Draws, repeatable, restore_generator, upcoming
+from accel_data.padding import Padding
+from accel_data.progress import Position
+from accel_data.samplers import BatchSamplerShard
+
+__all__ = ("MapSource", "OneByOne", "SkippedStream", "Source", "StreamSource")
+
+
+class OneByOne(Sampler[int]):
+    """Single indices out of batches of one, for loaders without batching.
+
+    Args:
+        shard: gives batches of one index.
+    """
+
+    def __init__(self, shard: BatchSampler) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[int]:
+        return (batch[0] for batch in self.shard)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+class SkippedStream(IterableDataset[Any]):
+    """A stream without its first samples.
+
+    Args:
+        dataset: the stream.
+        samples: how many to leave out.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], samples: int) -> None:
+        self.dataset = dataset
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.samples, None)
+
+    def __len__(self) -> int:
+        return max(len(self.dataset) - self.samples, 0)  # type: ignore[arg-type]
+
+
+class MapSource:
+    """Batches of a data set with indices.
+
+    Args:
+        base: reads them; its (batch) sampler is, or wraps, `shard`.
+        shard: this process's part.
+    """
+
+    def __init__(self, base: DataLoader[Any], shard: BatchSamplerShard) -> None:
+        self.base = base
+        self.shard = shard
+
+    @property
+    def single(self) -> bool:
+        """Whether the loader gives samples without batching them."""
+        return self.base.batch_sampler is None
+
+    @property
+    def draws(self) -> Draws:
+        """What the order of its epochs is drawn from."""
+        return self.shard.draws
+
+    @property
+    def step_size(self) -> int | None:
+        """Samples of all processes in one step; None when it varies."""
+        return None if self.shard.walked else self.shard.step_size
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.shard.num_processes
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a position is known in steps only."""
+        return self.shard.walked
+
+    def missing_from_len(self) -> int:
+        """Batches that the base loader counts and this source leaves out."""
+        return 0
+
+    def length(self) -> int | None:
+        """Samples of an epoch of all processes together; None when unknown."""
+        if not self.shard.walked:
+            return _length(self.shard.sampler)
+        return _length(self.base.dataset)
+
+    def remainder(self, start: int | None) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
+        length, size = self.length(), self.shard.step_size
+        if length is None or not size or self.shard.drop_last:
+            return -1
+        return max(length - (start or 0), 0) % size
+
+    def open(self, at: Position | None) -> Iterator[Any]:
+        """Begin an epoch, at a position if one is given."""
+        position = None if at is None else at.steps if self.shard.walked else at.samples
+        self.shard.start_once_at(position)
+        return iter(self.base)
+
+    def padding(self, number: int) -> Padding | None:
+        """Padding of the batch that came as number `number` since the epoch was opened."""
+        padding = self.shard.padded.get(number)
+        if padding is None or not self.single:
+            return padding
+        return padding.of_single()
+
+    def upcoming(self, restored: Draw | None = None) -> Draw | None:
+        """What the next epoch will be drawn from, where that is known beforehand; set to `restored` first, if given."""
+        custom = self.shard.batch_sampler if self.shard.walked else None
+        return upcoming(custom, self.shard.sampler, restored)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set and the samplers."""
+        for part in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def skipping(self, steps: int) -> MapSource:
+        """One whose epochs begin `steps` steps later."""
+        shard = self.shard.skipping(steps)
+        changes: dict[str, Any] = {"sampler": OneByOne(shard)} if self.single else {"batch_sampler": shard}
+        return MapSource(rebuilt(self.base, **changes), shard)
+
+    def skipped(self) -> tuple[int, int | None]:
+        """Steps and samples by which all epochs begin later."""
+        steps, size = self.shard.skipped_steps, self.step_size
+        return steps, None if size is None else steps * size
+
+    def identity(self) -> str:
+        """Which samplers give the order."""
+        classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
+        return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
+
+    def obstacle(self) -> str | None:
+        """Why an epoch cannot be continued in its middle, or None."""
+        if repeatable(self.shard.batch_sampler if self.shard.walked else None, self.shard.sampler):
+            return None
+        return (
+            f"The order of {self.identity()} cannot be drawn again: it has neither a generator nor a state of its own."
+        )
+
+
+class StreamSource:
+    """Batches of a stream.
+
+    Args:
+        base: reads them.
+        processes: number of processes that share the stream.
+        step_size: samples of all processes in one step; None when unknown.
+    """
+
+    def __init__(self, base: DataLoader[Any], processes: int, step_size: int | None, skipped_steps: int = 0) -> None:
+        self.base = base
+        self.processes = processes
+        self.step_size = step_size
+        self.skipped_steps = skipped_steps
+        self.draws = Draws()
+
+    @property
+    def stream(self) -> Any:
+        """The stream itself, below what divides it."""
+        dataset = self.base.dataset
+        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a position is known in steps only."""
+        return self.base.num_workers > 0 or not self.step_size
+
+    def missing_from_len(self) -> int:
+        """Batches that the base loader counts and this source leaves out."""
+        return self.skipped_steps
+
+    def length(self) -> int | None:
+        """Samples of an epoch of all processes together; None when unknown."""
+        return _length(self.stream)
+
+    def remainder(self, start: int | None) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
+        length = self.length()
+        if length is None or not self.step_size or self.base.drop_last:
+            return -1
+        return max(length - (start or 0), 0) % self.step_size
+
+    def open(self, at: Position | None) -> Iterator[Any]:
+        """Begin an epoch, at a position if one is given."""
+        self._note_draw()
+        steps = self.skipped_steps if at is None else at.steps
+        samples = steps * (self.step_size or 0) if at is None else at.samples
+        if not steps:
+            return iter(self.base)
+        if self.counts_steps or samples is None:
+            return islice(iter(self.base), steps, None)
+        return iter(self._without(samples))
+
+    def _without(self, samples: int) -> DataLoader[Any]:
+        dataset = self.base.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            rest = copy.copy(dataset)
+            rest.skipped_samples = samples
+            return rebuilt(self.base, dataset=rest)
+        return rebuilt(self.base, dataset=SkippedStream(dataset, samples))  # type: ignore[arg-type]
+
+    def _note_draw(self) -> None:
+        again, self.draws.again = self.draws.again, None
+        generator = getattr(self.stream, "generator", None)
+        if not isinstance(generator, torch.Generator):
+            self.draws.last = Draw("fixed")
+            return
+        self.draws.last = restore_generator(generator, again)
+
+    def padding(self, number: int) -> Padding | None:
+        """None: the batches of a stream carry their own marks."""
+        return None
+
+    def upcoming(self, restored: Draw | None = None) -> Draw | None:
+        """What the next epoch will be drawn from, where that is known beforehand; set to `restored` first, if given."""
+        generator = getattr(self.stream, "generator", None)
+        return restore_generator(generator, restored) if isinstance(generator, torch.Generator) else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream."""
+        if hasattr(self.base.dataset, "set_epoch"):
+            self.base.dataset.set_epoch(epoch)
+
+    def skipping(self, steps: int) -> StreamSource:
+        """One whose epochs begin `steps` steps later."""
+        other = copy.copy(self)
+        other.skipped_steps += steps
+        return other
+
+    def skipped(self) -> tuple[int, int | None]:
+        """Steps and samples by which all epochs begin later."""
+        return self.skipped_steps, None if self.step_size is None else self.skipped_steps * self.step_size
+
+    def identity(self) -> str:
+        """Which stream gives the order."""
+        return f"{type(self.stream).__module__}.{type(self.stream).__qualname__}"
+
+    def obstacle(self) -> str | None:
+        """Why an epoch cannot be continued in its middle, or None."""
+        stream = self.stream
+        if hasattr(stream, "set_epoch") or hasattr(stream, "state_dict"):
+            return None
+        if isinstance(getattr(stream, "generator", None), torch.Generator):
+            return None
+        return (
+            f"The stream {self.identity()} has no position: neither set_epoch, state_dict nor a generator says that it "
+            "gives the same samples again."
+        )
+
+
+Source = MapSource | StreamSource
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None

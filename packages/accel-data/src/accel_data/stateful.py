@@ -1,0 +1,56 @@
+"""The one door to torchdata."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_data.config import TORCHDATA
+
+__all__ = ("stateful_loader_class", "stateful_twin")
+
+_CARRIED: Final = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def stateful_loader_class() -> type[DataLoader[Any]]:
+    """torchdata's `StatefulDataLoader`.
+
+    Raises:
+        Missing: torchdata is not installed.
+    """
+    TORCHDATA.demand("A loader with use_stateful_dataloader=True was asked for.")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader_class: type[DataLoader[Any]] = StatefulDataLoader
+    return loader_class
+
+
+def stateful_twin(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A `StatefulDataLoader` with everything of a plain loader; one that is stateful already is returned as it is.
+
+    Raises:
+        Missing: torchdata is not installed.
+    """
+    loader_class = stateful_loader_class()
+    if isinstance(loader, loader_class):
+        return loader
+    how: dict[str, Any] = {"batch_size": loader.batch_size}
+    if isinstance(loader.dataset, IterableDataset):
+        how["drop_last"] = loader.drop_last
+    elif loader.batch_sampler is not None:
+        how = {"batch_sampler": loader.batch_sampler}
+    else:
+        how["sampler"] = loader.sampler
+    return loader_class(loader.dataset, **how, **{name: getattr(loader, name) for name in _CARRIED})

@@ -1,0 +1,331 @@
+"""Continuing in the middle of an epoch: the rest of the run is the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+
+from accel_data import prepare_data_loader, skip_first_batches
+from accel_state.errors import CheckpointError, SettingError, UnknownKind
+from accel_state.testing.fresh import fresh
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+class Stream(IterableDataset[int]):
+    """The same samples in every epoch, but others than in the one before."""
+
+    epoch = 0
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + self.length))
+
+
+class ShuffledStream(Stream):
+    """A stream that goes on drawing from its own generator."""
+
+    set_epoch = property()  # type: ignore[assignment]
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.length, generator=self.generator).tolist())
+
+
+class Unseeded(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(11).tolist())
+
+    def __len__(self) -> int:
+        return 11
+
+
+class Seeded(Unseeded):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(11, generator=self.generator).tolist())
+
+
+class Grouped(BatchSampler):
+    """A batch sampler of somebody else's: batches of 1 and 3 in turn."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        while order:
+            yield order[:1]
+            if order[1:4]:
+                yield order[1:4]
+            del order[:4]
+
+    def __len__(self) -> int:
+        return len(list(iter(range(0, len(self.sampler), 2))))  # type: ignore[arg-type]
+
+
+PLAIN = {
+    "sequential": lambda workers: DataLoader(range(11), batch_size=2, num_workers=workers),
+    "shuffled": lambda workers: DataLoader(range(11), batch_size=2, shuffle=True, num_workers=workers),
+    "own generator": lambda workers: DataLoader(
+        range(11), batch_size=2, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(4)
+    ),
+    "drop_last": lambda workers: DataLoader(range(11), batch_size=2, shuffle=True, drop_last=True, num_workers=workers),
+    "replacement": lambda workers: DataLoader(
+        range(11), batch_size=2, sampler=RandomSampler(range(11), replacement=True), num_workers=workers
+    ),
+    "walked": lambda workers: DataLoader(range(11), batch_size=2, sampler=Seeded(), num_workers=workers),
+    "custom batches": lambda workers: DataLoader(
+        range(11), batch_sampler=Grouped(RandomSampler(range(11))), num_workers=workers
+    ),
+    "single": lambda workers: DataLoader(range(11), batch_size=None, num_workers=workers),
+    "stream": lambda workers: DataLoader(Stream(11), batch_size=2, num_workers=workers),
+    "drawing stream": lambda workers: DataLoader(ShuffledStream(11), batch_size=2),
+}
+
+
+def prepared(kind: str, processes: int, workers: int = 0, **options: Any) -> Any:
+    plain = PLAIN[kind](workers)
+    return prepare_data_loader(plain, num_processes=processes, process_index=processes - 1, **options)
+
+
+def epoch_of(loader: Any) -> list[Any]:
+    """The batches of an epoch and a random number drawn after each, as dropout would."""
+    return [(torch.as_tensor(batch).tolist(), float(torch.rand(()))) for batch in loader]
+
+
+def interrupted(loader: Any, steps: int) -> tuple[dict[str, Any], torch.Tensor, list[Any]]:
+    """Two epochs; the state after `steps` batches of the second one, the generator then, and what came after."""
+    epoch_of(loader)
+    batches, saved, generator, rest = iter(loader), None, None, []
+    for number, batch in enumerate(batches):
+        drawn = float(torch.rand(()))
+        if number >= steps:
+            rest.append((torch.as_tensor(batch).tolist(), drawn))
+        if number == steps - 1:
+            saved, generator = loader.state_dict(), torch.get_rng_state()
+    assert saved is not None
+    assert generator is not None
+    return saved, generator, [rest, epoch_of(loader)]
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN))
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_rest_of_the_run_is_the_same_after_every_batch(
+    kind: str, processes: int, seedable: bool, by_hand: bool
+) -> None:
+    options = {"use_seedable_sampler": seedable, "restore_position": not by_hand}
+    total = len(list(prepared(kind, processes, **options)))
+    for steps in range(1, total + 1):
+        torch.manual_seed(steps)
+        saved, generator, expected = interrupted(prepared(kind, processes, **options), steps)
+
+        torch.manual_seed(1234)
+        loader = prepared(kind, processes, **options)
+        loader.load_state_dict(saved)
+        torch.set_rng_state(generator)
+        current = skip_first_batches(loader, steps) if by_hand else loader
+        assert [epoch_of(current), epoch_of(loader)] == expected
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream", "custom batches"])
+def test_with_workers_too(kind: str) -> None:
+    for processes, steps in [(1, 2), (2, 1)]:
+        saved, generator, expected = interrupted(prepared(kind, processes, 2, restore_position=True), steps)
+        loader = prepared(kind, processes, 2, restore_position=True)
+        loader.load_state_dict(saved)
+        torch.set_rng_state(generator)
+        assert [epoch_of(loader), epoch_of(loader)] == expected
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream"])
+def test_a_state_between_epochs_continues_with_the_next_one(kind: str) -> None:
+    loader = prepared(kind, 2, restore_position=True)
+    epoch_of(loader)
+    saved, generator = loader.state_dict(), torch.get_rng_state()
+    expected = [epoch_of(loader), epoch_of(loader)]
+    other = prepared(kind, 2, restore_position=True)
+    other.load_state_dict(saved)
+    torch.set_rng_state(generator)
+    assert [epoch_of(other), epoch_of(other)] == expected
+    assert other.iteration == 3
+
+
+def test_the_two_ways_do_not_add_up() -> None:
+    saved, _, expected = interrupted(prepared("shuffled", 1, restore_position=True), 2)
+    loader = prepared("shuffled", 1, restore_position=True)
+    loader.load_state_dict(saved)
+    rest = [batch.tolist() for batch in skip_first_batches(loader, 2)]
+    assert rest == [batch for batch, _ in expected[0]]
+    assert [batch.tolist() for batch in loader] == [batch for batch, _ in expected[1]]
+
+
+def test_whoever_did_not_ask_gets_the_epoch_from_its_beginning() -> None:
+    torch.manual_seed(0)
+    loader = prepared("shuffled", 1)
+    whole = [batch.tolist() for batch in loader]
+    torch.manual_seed(0)
+    loader = prepared("shuffled", 1)
+    next(iter(loader))
+    other = prepared("shuffled", 1)
+    other.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in other] == whole
+
+
+def test_setting_another_epoch_forgets_the_position() -> None:
+    saved, _, _ = interrupted(prepared("sequential", 1, restore_position=True), 2)
+    for epoch, count in [(1, 4), (2, 6), (0, 6)]:
+        loader = prepared("sequential", 1, restore_position=True)
+        loader.load_state_dict(saved)
+        loader.set_epoch(epoch)
+        assert len(list(loader)) == count
+        assert loader.iteration == epoch + 1
+
+
+def test_a_state_loaded_and_saved_again_is_the_same() -> None:
+    saved, _, _ = interrupted(prepared("sequential", 1, restore_position=True), 2)
+    loader = prepared("sequential", 1, restore_position=True)
+    loader.load_state_dict(saved)
+    assert loader.state_dict() == saved
+
+
+def test_a_second_interruption_in_the_resumed_epoch() -> None:
+    torch.manual_seed(2)
+    loader = prepared("shuffled", 2)
+    whole = [batch.tolist() for batch in loader]
+    torch.manual_seed(2)
+    loader = prepared("shuffled", 2)
+    next(iter(loader))
+    second = prepared("shuffled", 2)
+    second.load_state_dict(loader.state_dict())
+    rest = iter(skip_first_batches(second, 1))
+    assert next(rest).tolist() == whole[1]
+    third = prepared("shuffled", 2, restore_position=True)
+    third.load_state_dict(second.state_dict())
+    assert [batch.tolist() for batch in third] == whole[2:]
+
+
+def test_another_number_of_processes_continues_with_the_remaining_samples() -> None:
+    def order(loaders: list[Any]) -> list[int]:
+        return [index for step in zip(*loaders, strict=True) for batch in step for index in batch.tolist()]
+
+    def make(processes: int) -> list[Any]:
+        options: dict[str, Any] = {"use_seedable_sampler": True, "data_seed": 5, "restore_position": True}
+        return [
+            prepare_data_loader(
+                DataLoader(range(48), batch_size=2, shuffle=True), num_processes=processes, process_index=r, **options
+            )
+            for r in range(processes)
+        ]
+
+    whole = order(make(1))
+    first = make(4)
+    running = [iter(loader) for loader in first]
+    gone = [index for _ in range(2) for step in running for index in next(step).tolist()]
+    saved = first[0].state_dict()
+    for processes in (1, 2, 3):
+        later = make(processes)
+        for loader in later:
+            loader.load_state_dict(saved)
+        rest = order(later)
+        assert gone + rest[: 48 - len(gone)] == whole
+        assert order(later)[:48] == order(make_epoch_one(make(processes)))[:48]
+
+
+def make_epoch_one(loaders: list[Any]) -> list[Any]:
+    for loader in loaders:
+        loader.set_epoch(1)
+    return loaders
+
+
+def no_position(length: int) -> DataLoader[Any]:
+    class Bare(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(length))
+
+    return DataLoader(Bare(), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (lambda: DataLoader(range(11), batch_size=2, sampler=Unseeded()), None, "neither a generator nor a state"),
+        (lambda: DataLoader(range(11), batch_sampler=Grouped(Unseeded())), None, "neither a generator nor a state"),
+        (lambda: no_position(9), None, "no position"),
+        (lambda: DataLoader(range(11), batch_size=2), lambda: DataLoader(range(12), batch_size=2), "over 11 samples"),
+        (
+            lambda: DataLoader(range(11), batch_size=2, shuffle=True),
+            lambda: DataLoader(range(11), batch_size=2),
+            "saved with",
+        ),
+        (
+            lambda: DataLoader(Stream(9), batch_size=2, num_workers=1),
+            lambda: DataLoader(Stream(9), batch_size=3, num_workers=1),
+            "steps of 2 samples",
+        ),
+    ],
+)
+def test_what_cannot_be_restored_exactly_is_refused(before: Any, after: Any, reason: str) -> None:
+    loader: Any = prepare_data_loader(before(), restore_position=True)
+    batches = iter(loader)
+    next(batches)
+    saved = loader.state_dict()
+    other: Any = prepare_data_loader((after or before)(), restore_position=True)
+    with pytest.raises(CheckpointError, match=reason):
+        other.load_state_dict(saved)
+    lenient: Any = prepare_data_loader((after or before)())
+    lenient.load_state_dict(saved)
+    assert lenient.iteration == 0
+
+
+@pytest.mark.parametrize("skip", [0, 2, 9])
+def test_plain_loaders_can_be_skipped_too(skip: int) -> None:
+    for plain in (
+        DataLoader(range(11), batch_size=2),
+        DataLoader(range(11), batch_size=None),
+        DataLoader(range(11), batch_sampler=Grouped(RandomSampler(range(11), generator=torch.Generator()))),
+        DataLoader(Stream(11), batch_size=2),
+        DataLoader(Stream(11), batch_size=2, num_workers=1),
+    ):
+        generator = getattr(getattr(plain.batch_sampler, "sampler", None), "generator", None)
+        if generator is not None:
+            generator.manual_seed(1)
+        whole = [torch.as_tensor(batch).tolist() for batch in plain]
+        if generator is not None:
+            generator.manual_seed(1)
+        skipped = skip_first_batches(plain, skip)
+        assert [torch.as_tensor(batch).tolist() for batch in skipped] == whole[skip:]
+
+
+def test_skipping_twice_adds_up() -> None:
+    loader = prepared("sequential", 2)
+    once = skip_first_batches(loader, 1)
+    assert len(once) == len(loader) - 1
+    assert [batch.tolist() for batch in skip_first_batches(once, 1)] == [batch.tolist() for batch in loader][2:]
+
+
+def test_what_cannot_be_skipped_is_refused() -> None:
+    with pytest.raises(UnknownKind):
+        skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="negative"):
+        skip_first_batches(DataLoader(range(3)), -1)
