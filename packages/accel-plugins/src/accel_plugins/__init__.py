@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_plugins.context import Context
-    from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accel_plugins.ddp.config import DistributedDataParallelKwargs
+    from accel_plugins.ddp.hook_types import DDPCommunicationHookType
     from accel_plugins.manifest import Ability, Axis, Duty, Job, Manifest, Part, Phase
     from accel_plugins.precision.base import Precision
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
@@ -52,10 +53,8 @@ __getattr__, __dir__ = lazy_names(
         "accel_plugins.bundle": ("Bundle",),
         "accel_plugins.checkpoint.config": ("ProjectConfiguration",),
         "accel_plugins.context": ("Context",),
-        "accel_plugins.ddp.config": (
-            "DDPCommunicationHookType",
-            "DistributedDataParallelKwargs",
-        ),
+        "accel_plugins.ddp.config": ("DistributedDataParallelKwargs",),
+        "accel_plugins.ddp.hook_types": ("DDPCommunicationHookType",),
         "accel_plugins.manifest": (
             "Ability",
             "Axis",

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel_plugins.ddp.batched_power_sgd import batched_power_sgd
+from accel_plugins.ddp.hook_types import DDPCommunicationHookType
 from accel_state.errors import SettingError
 
 __all__ = ("register",)
@@ -34,7 +35,7 @@ _HOOKS: Final[dict[DDPCommunicationHookType, Hook]] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
     DDPCommunicationHookType.BF16: _under_another_name(default_hooks.bf16_compress_hook),
     DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: batched_power_sgd,
 }
 
 _WITH_STATE: Final = frozenset({DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD})
@@ -45,17 +46,22 @@ _WRAPPERS: Final[dict[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
 }
 
 
-def register(model: DistributedDataParallel, config: DistributedDataParallelKwargs) -> None:
-    """Register the hook that the settings ask for, in its wrapper; without a hook nothing is done.
+def register(
+    model: DistributedDataParallel,
+    hook_type: DDPCommunicationHookType,
+    wrapper_type: DDPCommunicationHookType,
+    options: dict[str, Any],
+) -> None:
+    """Register a hook, in its wrapper; without a hook nothing is done.
 
     Raises:
         SettingError: the options are none that a PowerSGD state takes.
     """
-    hook = _HOOKS.get(config.comm_hook)
+    hook = _HOOKS.get(hook_type)
     if hook is None:
         return
-    wrap = _WRAPPERS.get(config.comm_wrapper)
-    state = _power_sgd_state(config.comm_state_option) if config.comm_hook in _WITH_STATE else model.process_group
+    wrap = _WRAPPERS.get(wrapper_type)
+    state = _power_sgd_state(options) if hook_type in _WITH_STATE else model.process_group
     model.register_comm_hook(state=state, hook=wrap(hook) if wrap else hook)
 
 

@@ -55,6 +55,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state = gradient
         self._stride = processes
+        self._plain = split_batches or (processes == 1 and not hasattr(scheduler, "total_steps"))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on when the optimizers have stepped; arguments go to the scheduler."""
@@ -69,7 +70,7 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        if self.split_batches:
+        if self._plain:
             self.scheduler.step(*args, **kwargs)
         else:
             advance(self.scheduler, self._stride, args, kwargs)
