@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accel_ops.exchange import Call
+from accel_ops.exchange import CheckedCall
 from accel_ops.tree import name_of
 from accel_state import current
 from accel_state.errors import ShapeMismatch
@@ -37,7 +37,7 @@ def verify_operation(function: F) -> F:
         process = current.process_or_start()
         if process.debug and process.world_size > 1:
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            with Call(process.transport, name) as call:
+            with CheckedCall(process.transport, name) as call:
                 plan, _ = call.plan(data, move=False)
                 call.agree(plan)
         return function(*args, **kwargs)

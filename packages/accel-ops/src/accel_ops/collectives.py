@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.exchange import Call
+from accel_ops.exchange import CheckedCall
 from accel_ops.packing import as_bytes
 from accel_ops.plan import Plan, check_leaf
 from accel_ops.tree import flatten, rebuild, recursively_apply
@@ -62,7 +62,7 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         return tensor
-    with Call(transport, "gather", dst=dst) as call:
+    with CheckedCall(transport, "gather", dst=dst) as call:
         _check_rank("gather", "dst", dst, transport)
         plan, leaves = call.plan(tensor)
         gathered = _gather(call, transport, plan, leaves, dst)
@@ -99,7 +99,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         return tensor
     if transport.world_size == 1:
         return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
-    with Call(transport, "reduce", reduction=reduction, scale=scale) as call:
+    with CheckedCall(transport, "reduce", reduction=reduction, scale=scale) as call:
         check = _check_sum if reduction == "sum" and scale == 1.0 else _check_fraction
         plan, leaves = call.plan(tensor, check=check)
         divisor = transport.world_size if reduction == "mean" else 1
@@ -124,7 +124,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         return tensor
-    with Call(transport, "broadcast", from_process=from_process) as call:
+    with CheckedCall(transport, "broadcast", from_process=from_process) as call:
         _check_rank("broadcast", "from_process", from_process, transport)
         plan, leaves = call.plan(tensor)
         received = _broadcast(call, transport, plan, leaves, from_process)
@@ -134,7 +134,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def _gather(
-    call: Call, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], dst: int | None
+    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], dst: int | None
 ) -> list[torch.Tensor]:
     """The gathered leaves; nothing where they are not wanted."""
     wanted = dst is None or dst == transport.rank
@@ -178,7 +178,7 @@ def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _reduce(
-    call: Call, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], divisor: int, scale: float
+    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], divisor: int, scale: float
 ) -> list[torch.Tensor]:
     large = [_summand(_contiguous(leaves[position]), copy=True) for position in plan.large]
     packed = None if call.fits(plan) else plan.pack(leaves)
@@ -223,7 +223,7 @@ def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
 
 
 def _broadcast(
-    call: Call, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], source: int
+    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], source: int
 ) -> dict[int, torch.Tensor]:
     """What was received, by position of the leaf, as far as it was not received in place."""
     sends = transport.rank == source

@@ -1,6 +1,6 @@
 """The protocol of a checked collective.
 
-    with Call(transport, "gather", {}) as call:     # logged; calls of other threads wait
+    with CheckedCall(transport, "gather", {}) as call:     # logged; calls of other threads wait
         plan, leaves = call.plan(data)              # what must agree, and how it travels
         rows = call.agree(plan, leaves)             # slots exchanged and compared: after this, sizes are equal
         ...                                         # data that did not fit moves
@@ -33,7 +33,7 @@ from accel_ops.whole import is_dtensor, placement_of, whole
 from accel_state.errors import AccelError, ShapeMismatch
 from accel_state.transport.base import Transport, Work
 
-__all__ = ("Call", "Exchange", "exchange_of", "share_exchange")
+__all__ = ("CheckedCall", "Exchange", "exchange_of", "share_exchange")
 
 _SLICE: Final = timedelta(seconds=1)
 """How long a wait lasts before Python looks up, so that a signal such as Ctrl-C is acted on."""
@@ -86,7 +86,7 @@ def share_exchange(transport: Transport, original: Transport) -> None:
     _exchanges[transport] = Exchange(transport, like=exchange_of(original))
 
 
-class Call:
+class CheckedCall:
     """One checked collective; a context manager.
 
     Args:
@@ -105,7 +105,7 @@ class Call:
         self._met = False
         self._no_grad = torch.no_grad()
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> CheckedCall:
         self._exchange.lock.acquire()
         self._exchange.log.enter(self._operation)
         self._no_grad.__enter__()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, MutableSequence
 from itertools import chain
 from typing import Any
 
-from accel_ops.exchange import Call
+from accel_ops.exchange import CheckedCall
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 
@@ -33,7 +33,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         return object
-    with Call(transport, "gather_object") as call:
+    with CheckedCall(transport, "gather_object") as call:
         rows = call.swap_bytes(_pickled("gather_object", _items(object)))
     return list(chain.from_iterable(pickle.loads(row) for row in rows))
 
@@ -57,7 +57,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     if transport.world_size == 1:
         return object_list
     length = len(object_list) if isinstance(object_list, MutableSequence) else None
-    with Call(transport, "broadcast_object_list", from_process=from_process, length=length) as call:
+    with CheckedCall(transport, "broadcast_object_list", from_process=from_process, length=length) as call:
         if length is None:
             raise UnknownKind(
                 f"broadcast_object_list() was given an object of type {type(object_list).__name__}.",

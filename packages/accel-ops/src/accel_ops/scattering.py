@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.exchange import Call
+from accel_ops.exchange import CheckedCall
 from accel_ops.packing import Packing
 from accel_ops.plan import check_leaf
 from accel_ops.tree import (
@@ -46,7 +46,7 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         return tensor
-    with Call(transport, "scatter", from_process=from_process) as call:
+    with CheckedCall(transport, "scatter", from_process=from_process) as call:
         if not 0 <= from_process < transport.world_size:
             raise SettingError(
                 f"scatter() was asked for from_process={from_process}.",

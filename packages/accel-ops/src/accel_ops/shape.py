@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accel_ops.exchange import Call
+from accel_ops.exchange import CheckedCall
 from accel_ops.tree import honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
 from accel_state import current
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
@@ -56,7 +56,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     nested = [leaf for _, leaf in leaves_with_paths(tensor) if _is_nested(leaf)]
     if nested:
         return _pad_all_but(nested, tensor, dim, pad_index, pad_first)
-    with Call(transport, "pad_across_processes", dim=dim) as call:
+    with CheckedCall(transport, "pad_across_processes", dim=dim) as call:
         plan, leaves = call.plan(tensor, shape_of=_dimensions, move=False)
         _check_value(pad_index, leaves)
         sizes = [_size(leaves[position], dim) for position in plan.order]
