@@ -1,1 +1,1 @@
-"""The `accel` command: launch a script on many processes and inspect the environment, without importing torch itself."""
+"""The `accel` command: launch a script on many processes and inspect what is installed, without importing torch."""

@@ -1,0 +1,127 @@
+"""What a command of `accel` is, and which ones there are, answered without loading any of them.
+
+Built-in commands are rows of a table. Others enter through the entry-point group `accel.commands`, whose targets are
+objects with the members of `Command`.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from accel_state.errors import PluginError, SettingError
+from accel_state.settings.extension import Extension, extensions
+
+__all__ = ("BUILT_IN", "GROUP", "Command", "Parser", "find_command", "offers", "spelled")
+
+GROUP: Final = "accel.commands"
+
+BUILT_IN: Final = (
+    ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
+    ("env", "accel_cli.commands.env:COMMAND", "show what is installed here, as a bug report needs it"),
+)
+"""Name, target and one line of help of each command of this package."""
+
+
+class Command(Protocol):
+    """One command of `accel`."""
+
+    @property
+    def help(self) -> str:
+        """One line that says what the command does."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the command's arguments."""
+
+    def run(self, arguments: Namespace) -> int:
+        """Do the work and return the exit code; an `AccelError` becomes a message and exit code 2."""
+
+
+class Parser(ArgumentParser):
+    """An argument parser whose errors are `SettingError`s that name the closest option."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise in place of printing the usage and leaving.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(f"{self.prog} was called.", f"{_sentence(message)}.", self._remedy(message))
+
+    def _remedy(self, message: str) -> str:
+        from accel_state.settings.schema import closest
+
+        known = self._option_string_actions
+        for word in message.split():
+            flag = word.partition("=")[0]
+            near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
+            if near is not None and near != flag:
+                return f"Did you mean {near}? `{self.prog} --help` lists all options."
+        return f"`{self.prog} --help` shows what it takes."
+
+
+def _sentence(message: str) -> str:
+    return message[:1].upper() + message[1:].rstrip(".")
+
+
+def spelled(flag: str) -> tuple[str, ...]:
+    """A flag with underscores, and the same with dashes where that differs.
+
+    Example:
+        >>> spelled("--num_processes")
+        ('--num_processes', '--num-processes')
+    """
+    return tuple(dict.fromkeys((flag, flag.replace("_", "-"))))
+
+
+def offers() -> dict[str, tuple[Extension, str]]:
+    """Every command by name: where it is found, and its line of help; a built-in is never replaced."""
+    found = {name: (Extension(GROUP, name, target, "accel-cli"), said) for name, target, said in BUILT_IN}
+    for extension in extensions(GROUP):
+        found.setdefault(extension.name, (extension, f"(from {extension.origin})"))
+    return found
+
+
+def find_command(name: str) -> Command:
+    """Load a command.
+
+    Raises:
+        SettingError: there is no command of that name.
+        PluginError: several distributions offer it, or it could not be loaded.
+    """
+    known = offers()
+    if name not in known:
+        raise _unknown(name, known)
+    extension, _ = known[name]
+    rivals = [] if extension.origin == "accel-cli" else [e for e in extensions(GROUP) if e.name == name]
+    if len(rivals) > 1:
+        raise PluginError(
+            f"The command `accel {name}` was asked for.",
+            f"Several packages offer it: {', '.join(rival.origin for rival in rivals)}.",
+            "Uninstall all but one of them.",
+        )
+    try:
+        command: Command = extension.load()
+    except Exception as error:
+        raise PluginError(
+            f"The command `accel {name}` was asked for.",
+            f"{extension.target} of {extension.origin} could not be loaded: {type(error).__name__}: {error}",
+            f"Repair or reinstall {extension.origin.split()[0]}.",
+        ) from error
+    return command
+
+
+def _unknown(name: str, known: Iterable[str]) -> SettingError:
+    from accel_state.settings.schema import closest
+
+    near = closest(name, known)
+    return SettingError(
+        f"The command `accel {name}` was asked for.",
+        "There is no such command.",
+        f"Did you mean `accel {near}`?" if near else "`accel --help` lists the commands.",
+    )

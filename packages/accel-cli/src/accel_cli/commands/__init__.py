@@ -1,0 +1,1 @@
+"""Commands of `accel`, one module each; loaded when asked for."""

@@ -1,0 +1,173 @@
+"""`accel env`: what is installed here and how it is set up, as a bug report needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import Any, Final
+
+from accel_cli.command import spelled
+from accel_cli.config.file import default_path
+from accel_cli.distributions import versions
+from accel_state.errors import AccelError, SettingError
+from accel_state.settings.extension import extensions
+
+__all__ = ("COMMAND", "Env")
+
+_OURS: Final = (
+    "accel-state",
+    "accel-ops",
+    "accel-data",
+    "accel-bigmodel",
+    "accel-tracking",
+    "accel-plugins",
+    "accel-cli",
+    "accel-torch",
+    "accelerate",
+)
+_OTHERS: Final = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "PyYAML",
+    "deepspeed",
+    "torch-xla",
+    "transformer-engine",
+    "torchao",
+    "bitsandbytes",
+    "datasets",
+    "transformers",
+    "peft",
+    "trl",
+    "diffusers",
+)
+_VARIABLES: Final = (
+    "ACCEL",
+    "CUDA_",
+    "DS_",
+    "FSDP_",
+    "GLOO_",
+    "GROUP_",
+    "LOCAL_",
+    "MASTER_",
+    "MEGATRON_LM_",
+    "NCCL_",
+    "OMP_",
+    "PARALLELISM_CONFIG_",
+    "PET_",
+    "PJRT_",
+    "PYTORCH_",
+    "SLURM_",
+    "TORCH",
+    "XLA_",
+)
+_EXACT: Final = ("HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
+
+
+class Env:
+    """The command; see `accel_cli.command.Command`."""
+
+    help = "show what is installed here, as a bug report needs it"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Which config file to show, and how."""
+        parser.add_argument(
+            *spelled("--config_file"), metavar="PATH", help="Config file to show; the user's own if any."
+        )
+        parser.add_argument("--light", action="store_true", help="Leave out what only torch can tell.")
+        parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+
+    def run(self, arguments: Namespace) -> int:
+        """Print what was found."""
+        found = describe(os.environ, arguments.config_file, light=arguments.light)
+        if arguments.json:
+            import json
+
+            print(json.dumps(found, indent=2))
+        else:
+            print("\n".join(_lines(found)))
+        return 0
+
+
+def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -> dict[str, Any]:
+    """Everything that a bug report needs, by heading.
+
+    Raises:
+        SettingError: a config file was named and there is none.
+    """
+    found: dict[str, Any] = {
+        "system": _system(),
+        "packages": versions((*_OURS, *_OTHERS)),
+        "backends": {extension.name: extension.origin for extension in extensions("accel.backends")},
+    }
+    if not light:
+        found["devices"] = _devices()
+    found["config file"] = _config(config_file, environ)
+    found["variables"] = {name: _masked(name, value) for name, value in sorted(environ.items()) if _concerns_us(name)}
+    return found
+
+
+def _system() -> dict[str, Any]:
+    usable = getattr(os, "sched_getaffinity", None)
+    system: dict[str, Any] = {
+        "platform": " ".join((os.uname().sysname, os.uname().release, os.uname().machine))
+        if hasattr(os, "uname")
+        else sys.platform,
+        "python": sys.version.split()[0],
+        "executable": sys.executable,
+        "processors": len(usable(0)) if usable is not None else os.cpu_count(),
+    }
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        system["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    return system
+
+
+def _devices() -> dict[str, Any]:
+    from accel_cli.launch.devices import ask_torch
+
+    try:
+        answer = ask_torch("The devices of this machine were asked for.")
+    except AccelError as error:
+        return {"not known": error.obstacle}
+    families = {family["name"]: family["count"] for family in answer["families"] if family["present"]}
+    broken = {name: f"could not be loaded: {error}" for name, error in answer["failed"].items()}
+    return {"torch": answer["torch"], **families, **broken}
+
+
+def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    path = config_file or default_path(environ)
+    if not os.path.isfile(path):
+        if config_file is None:
+            return {"path": f"{path} (there is none)"}
+        asked = f"The config file {path} was to be shown."
+        raise SettingError(asked, "There is no such file.", "Check the path.")
+    from accel_cli.config.document import read_document
+
+    try:
+        values = {entry.key: entry.value for entry in read_document(path)}
+    except SettingError as error:
+        return {"path": path, "not valid": error.obstacle}
+    return {"path": path, **values}
+
+
+def _concerns_us(name: str) -> bool:
+    return name.startswith(_VARIABLES) or name in _EXACT
+
+
+def _masked(name: str, value: str) -> str:
+    """A value that may be shown to strangers."""
+    secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
+    return "***" if secret else value
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for heading, rows in found.items():
+        width = max(map(len, rows), default=0)
+        lines += [f"{heading}:", *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+    return lines
+
+
+COMMAND: Final = Env()

@@ -1,0 +1,76 @@
+"""`accel launch`: start a script on one or many processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import Final
+
+from accel_cli.launch.devices import count_devices
+from accel_cli.launch.plan import LaunchPlan, Machine, make_plan
+from accel_cli.launch.request import Request, add_launch_arguments, carried_classes, notes, read_request
+from accel_cli.launch.script import find_script
+
+__all__ = ("COMMAND", "Launch", "this_machine")
+
+
+class Launch:
+    """The command; see `accel_cli.command.Command`."""
+
+    help = "start a script on one or many processes"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Flags grown from the settings of the launcher and the backends, then the script and what is its own."""
+        add_launch_arguments(parser)
+
+    def run(self, arguments: Namespace) -> int:
+        """Start the processes and return the exit code of the run."""
+        words = arguments.script[arguments.script[:1] == ["--"] :]
+        target, *script_arguments = words or [""]
+        script = find_script(target, script_arguments, arguments.module, arguments.no_python)
+        request = read_request(arguments, os.environ)
+        plan = make_plan(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
+        if not arguments.quiet:
+            for note in (*notes(request), *_lost_place(plan, request.environ)):
+                print(f"accel launch: {note}", file=sys.stderr, flush=True)
+        if plan.runner == "torchrun":
+            return _become(plan, request.environ)
+        return _spawn(plan, request, arguments.quiet)
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """What a plan has to know about the machine this process runs on."""
+    usable = getattr(os, "sched_getaffinity", None)
+    processors = len(usable(0)) if usable is not None else os.cpu_count() or 1
+    return Machine(sys.executable, processors, count_devices, environ)
+
+
+def _lost_place(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:
+    size = environ.get("WORLD_SIZE", "")
+    if plan.runner == "torchrun" or size in ("", "1") or size == str(plan.processes):
+        return []
+    return [f"$WORLD_SIZE={size} is not passed on: this launch is a run of {plan.processes} process(es) by itself."]
+
+
+def _spawn(plan: LaunchPlan, request: Request, quiet: bool) -> int:
+    # Only here: a help text or an error needs none of what starting processes needs.
+    from accel_cli.launch.run import run
+
+    return run(plan, request.environ, request.settings["main_process_port"].origin, quiet)
+
+
+def _become(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
+    """Let the process that looks after the others take this one's place."""
+    environment = {**environ, **plan.environment}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "posix":
+        os.execve(plan.argv[0], plan.argv, environment)
+    import subprocess
+
+    return subprocess.call(plan.argv, env=environment)
+
+
+COMMAND: Final = Launch()

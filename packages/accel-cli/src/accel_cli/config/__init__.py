@@ -1,0 +1,1 @@
+"""Config files and where each effective setting comes from."""

@@ -1,0 +1,133 @@
+"""Reading a YAML or JSON file into its entries, each with the line it stands on.
+
+Scalars keep their text: the setting that an entry belongs to knows how to read it, so that `mixed_precision: no` means
+the word and not a truth value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from accel_state.errors import SettingError
+
+__all__ = ("Entry", "read_document")
+
+_NULL: Final = "tag:yaml.org,2002:null"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a config file.
+
+    Args:
+        key: its key; keys of nested tables are joined by dots.
+        value: text of a scalar, list of such texts, or None for null and for an empty table.
+        line: line of its key, from 1.
+    """
+
+    key: str
+    value: Any
+    line: int
+
+
+def read_document(path: str) -> tuple[Entry, ...]:
+    """Entries of a config file in the order in which they stand.
+
+    Raises:
+        SettingError: the file cannot be read, is not valid YAML or JSON, holds a key twice, or is no table of keys.
+    """
+    asked = f"The config file {path} was to be read."
+    try:
+        text = _text(path)
+    except FileNotFoundError:
+        remedy = "Check the path, or write a file with `accel config`."
+        raise SettingError(asked, "There is no such file.", remedy) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(asked, f"It cannot be read: {error}.", "Give a readable text file.") from None
+    if path.endswith(".json"):
+        _check_json(text, asked, path)
+        # Tabs are no YAML, and JSON never has them inside a text.
+        text = text.replace("\t", " ")
+    root = _compose(text, asked, path)
+    if root is None or root.tag == _NULL:
+        return ()
+    if root.id != "mapping":
+        obstacle = f"{path}:{root.start_mark.line + 1} begins with something that is no table of keys."
+        raise SettingError(asked, obstacle, "Write one `key: value` a line.")
+    return tuple(_entries(root, "", asked, path))
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _check_json(text: str, asked: str, path: str) -> None:
+    import json
+
+    try:
+        json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
+        obstacle = f"{path}:{line}, column {column}: it is not valid JSON: {getattr(error, 'msg', 'nested too deep')}."
+        raise SettingError(asked, obstacle, "Correct that line.") from None
+
+
+def _compose(text: str, asked: str, path: str) -> Any:
+    """The tree of nodes, or None for an empty file."""
+    import yaml
+
+    try:
+        # An alias can stand for a table of any size, or for the table it stands in.
+        alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
+        if alias is None:
+            return yaml.compose(text, Loader=yaml.SafeLoader)
+        line = "?" if alias.start_mark is None else alias.start_mark.line + 1
+        obstacle = f"{path}:{line} uses the alias *{alias.anchor}."
+        raise SettingError(asked, obstacle, "Write the values out.")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SettingError(asked, f"{where}: it is not valid YAML: {problem}.", "Correct that line.") from None
+    except RecursionError:
+        raise SettingError(asked, f"{path} is nested too deep.", "Write a flatter file.") from None
+
+
+def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[Entry]:
+    seen: dict[str, int] = {}
+    for key_node, value_node in table.value:
+        line = key_node.start_mark.line + 1
+        if key_node.id != "scalar":
+            raise SettingError(asked, f"{path}:{line} has a key that is no text.", "Write one `key: value` a line.")
+        key = prefix + key_node.value
+        if key in seen:
+            obstacle = f"The key {key!r} stands in line {seen[key]} and again in line {line}."
+            raise SettingError(asked, obstacle, "Remove one of the two lines.")
+        seen[key] = line
+        yield from _entry(key, value_node, line, asked, path)
+
+
+def _entry(key: str, node: Any, line: int, asked: str, path: str) -> Iterator[Entry]:
+    if node.id == "mapping" and node.value:
+        if key.count(".") >= 8:
+            raise SettingError(asked, f"{path}:{line} is nested too deep.", "Write a flatter file.")
+        yield from _entries(node, key + ".", asked, path)
+    elif node.id == "mapping":
+        yield Entry(key, None, line)
+    elif node.id == "sequence":
+        yield Entry(key, [_scalar(item, key, asked, path) for item in node.value], line)
+    else:
+        yield Entry(key, _scalar(node, key, asked, path), line)
+
+
+def _scalar(node: Any, key: str, asked: str, path: str) -> str | None:
+    if node.id != "scalar":
+        obstacle = f"{path}:{node.start_mark.line + 1}: the list {key!r} holds another list or table."
+        raise SettingError(asked, obstacle, "Write plain values into it.")
+    if node.tag == _NULL:
+        return None
+    text: str = node.value
+    return text

@@ -1,0 +1,99 @@
+"""Config files: where they lie, and their entries as values of settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from accel_cli.config.document import Entry, read_document
+from accel_cli.config.known import KNOWN, is_known, says_nothing, with_prefix
+from accel_state.errors import SettingError
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import JSON, Setting, closest, settings_of
+
+__all__ = ("DEFAULT_NAME", "ConfigFile", "default_path", "read_config")
+
+DEFAULT_NAME: Final = "default_config.yaml"
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a config file says.
+
+    Args:
+        path: where it lies.
+        values: values by setting name, with file and line as origin.
+        unread: entries that no installed part reads and that ask for something.
+    """
+
+    path: str
+    values: Mapping[str, Given]
+    unread: tuple[Entry, ...] = ()
+
+
+def default_path(environ: Mapping[str, str]) -> str:
+    """Where a user's own config file lies: in the cache folder of the Hugging Face libraries."""
+    home = environ.get("HF_HOME")
+    if not home:
+        home = os.path.join(environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "huggingface")
+    return os.path.join(os.path.expanduser(home), "accelerate", DEFAULT_NAME)
+
+
+def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
+    """Read a config file.
+
+    Args:
+        path: the file.
+        classes: settings classes whose keys it may hold.
+
+    Raises:
+        SettingError: the file is not readable or not valid, a key is unknown, or a value is not of its setting's kind.
+    """
+    keys = _keys(classes)
+    values: dict[str, Given] = {}
+    unread = []
+    for entry in map(_modern, read_document(path)):
+        if entry.key in keys:
+            given = _given(keys[entry.key], entry, path)
+            if given is not None:
+                values[keys[entry.key].name] = given
+        elif not is_known(entry.key):
+            raise _unknown(entry, path, keys)
+        elif not says_nothing(entry.key, entry.value):
+            unread.append(entry)
+    return ConfigFile(path, values, tuple(unread))
+
+
+def _keys(classes: Iterable[type]) -> dict[str, Setting]:
+    settings = [known for settings_class in classes for known in settings_of(settings_class).values()]
+    return {known.key: known for known in settings if known.key is not None}
+
+
+def _modern(entry: Entry) -> Entry:
+    """An entry with its key as files have it today."""
+    key = with_prefix(entry.key)
+    if key == "fp16":
+        return replace(entry, key="mixed_precision", value="fp16" if str(entry.value).lower() == "true" else None)
+    return replace(entry, key="dynamo_config.dynamo_backend" if key == "dynamo_backend" else key)
+
+
+def _given(known: Setting, entry: Entry, path: str) -> Given | None:
+    origin = f"{path}:{entry.line}"
+    value: Any = entry.value
+    if value is None or (known.name == "num_processes" and value == "-1"):
+        return None
+    if isinstance(value, list):
+        if known.kind.parse is JSON.parse:
+            return Given(value, origin)
+        value = ",".join(str(item) for item in value)
+    return Given(known.parse(value, origin), origin)
+
+
+def _unknown(entry: Entry, path: str, keys: Iterable[str]) -> SettingError:
+    near = closest(entry.key, {*keys, *KNOWN})
+    remedy = f"Did you mean {near!r}?" if near else "Remove the line, or update the package that reads it."
+    return SettingError(
+        f"The config file {path} was to be read.", f"{path}:{entry.line} has the unknown key {entry.key!r}.", remedy
+    )

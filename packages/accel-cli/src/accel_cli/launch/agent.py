@@ -1,0 +1,66 @@
+"""Runs torch.distributed.run for the launcher and tells failures as the launcher tells them.
+
+    python agent.py --nnodes=1 --nproc-per-node=2 --standalone runner.py script train.py
+
+The launcher's process becomes this one, so signals and exit codes need nobody in between. torch is imported here and
+nowhere else in this package.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_cli.launch.report import Failure
+
+__all__ = ("main",)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the processes, stay until they have ended, and return the exit code of the one that failed first."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as run
+
+    from accel_cli.launch.report import report, shell_code
+    from accel_cli.launch.runner import PARENT_VARIABLE
+
+    # Inherited by the processes, which end when this one is killed.
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    try:
+        with tempfile.TemporaryDirectory(prefix="accel-launch-") as folder:
+            # torch copies the error file of the process that failed first to here, and complains without a place.
+            os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
+            run(list(arguments))
+    except ChildFailedError as error:
+        failures = [_failure(rank, failed) for rank, failed in error.failures.items()]
+        first_rank, _ = error.get_first_failure()
+        first = next(failure for failure in failures if failure.rank == first_rank)
+        report(failures, _world_size(failures, arguments), first)
+        return first.exit_code
+    except SignalException as error:
+        print(f"accel launch: ended by {error.sigval.name}.", file=sys.stderr, flush=True)
+        return shell_code(-int(error.sigval))
+    return 0
+
+
+def _failure(rank: int, failed: Any) -> Failure:
+    from accel_cli.launch.report import Failure, read_record
+
+    return Failure(rank, failed.exitcode, read_record(failed.error_file), stopped=failed.exitcode == -15)
+
+
+def _world_size(failures: Sequence[Failure], arguments: Sequence[str]) -> int:
+    counts = dict(argument.removeprefix("--").split("=", 1) for argument in arguments if argument.count("=") == 1)
+    return int(counts.get("nnodes", 1)) * int(counts.get("nproc-per-node", len(failures)))
+
+
+if __name__ == "__main__":
+    # The folder of this file came first; nothing may be imported from there by accident.
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""The settings of a launch: how many processes run where, who starts them, and what happens when one fails.
+
+Settings that the started processes read as well stand with their readers, in `accel_state.settings.run` and in the
+configuration classes of the backends; `launch_classes` names them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from accel_state.labels import ComputeEnvironment, DistributedType
+from accel_state.settings.run import ProcessSettings, RunSettings
+from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, whole
+
+__all__ = (
+    "CARRIED",
+    "LAUNCH_CLASSES",
+    "MachineSettings",
+    "PlaceSettings",
+    "SupervisionSettings",
+    "TorchrunSettings",
+)
+
+_MACHINES: Final = "Machines and processes"
+_SUPERVISION: Final = "Supervision"
+_TORCHRUN: Final = "torch.distributed.run"
+
+
+def _parse_port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError(text)
+    return port
+
+
+def _parse_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
+PORT: Final = Kind("a port from 0 (choose a free one) to 65535", _parse_port)
+SECONDS: Final = Kind("a number of seconds of at least 0", _parse_seconds)
+
+
+@dataclass(frozen=True)
+class PlaceSettings:
+    """What a config file says about the place of the run; no flag, since a flag would only repeat others."""
+
+    compute_environment: str = setting(
+        ComputeEnvironment.LOCAL_MACHINE.value,
+        kind=choice(*ComputeEnvironment.list(), fold=str.upper),
+        key="compute_environment",
+        help="Where the run takes place.",
+    )
+    distributed_type: str | None = setting(
+        None,
+        kind=choice(*DistributedType.list(), fold=str.upper),
+        key="distributed_type",
+        help="Kind of run that a config file was written for.",
+    )
+
+
+@dataclass(frozen=True)
+class MachineSettings:
+    """How many processes run, on which machines, and where they meet."""
+
+    num_processes: int | None = setting(
+        None,
+        kind=whole(1),
+        flag="--num_processes",
+        key="num_processes",
+        question="How many processes in total do you want to use?",
+        help="Processes over all machines; one for each device when not given.",
+        group=_MACHINES,
+    )
+    num_machines: int = setting(
+        1,
+        kind=whole(1),
+        flag="--num_machines",
+        key="num_machines",
+        question="How many machines do you want to use?",
+        help="Machines that take part; `accel launch` runs once on each.",
+        group=_MACHINES,
+    )
+    machine_rank: int = setting(
+        0,
+        kind=whole(0),
+        variable="NODE_RANK",
+        flag="--machine_rank",
+        key="machine_rank",
+        question="What is the rank of this machine? (0 for the main one)",
+        help="Which of the machines this is, from 0.",
+        group=_MACHINES,
+    )
+    main_process_ip: str | None = setting(
+        None,
+        variable="MASTER_ADDR",
+        flag="--main_process_ip",
+        key="main_process_ip",
+        question="What is the address of the main machine?",
+        help="Address of the machine with rank 0; needed with several machines.",
+        group=_MACHINES,
+    )
+    main_process_port: int | None = setting(
+        None,
+        kind=PORT,
+        variable="MASTER_PORT",
+        flag="--main_process_port",
+        key="main_process_port",
+        question="Which port do the processes meet on? (0 chooses a free one on a single machine)",
+        help="Port on which the processes meet; on one machine a free one is chosen when it is 0 or not given.",
+        group=_MACHINES,
+    )
+    gpu_ids: str | None = setting(
+        None,
+        flag="--gpu_ids",
+        key="gpu_ids",
+        question="Which devices of this machine do you want to use? (numbers separated by commas, or all)",
+        help="Devices of this machine to use, such as 0,2; all when not given.",
+        group=_MACHINES,
+    )
+    num_cpu_threads_per_process: int | None = setting(
+        None,
+        kind=whole(1),
+        variable="OMP_NUM_THREADS",
+        flag="--num_cpu_threads_per_process",
+        key="num_cpu_threads_per_process",
+        help="CPU threads of each process; several processes share the processors evenly when not given.",
+        group=_MACHINES,
+    )
+
+
+@dataclass(frozen=True)
+class SupervisionSettings:
+    """Who starts the processes and looks after them."""
+
+    launcher: str = setting(
+        "auto",
+        kind=choice("auto", "spawner", "torchrun"),
+        flag="--launcher",
+        key="launcher",
+        help="Who starts the processes: our own spawner (on one machine), torch.distributed.run, or whichever fits.",
+        group=_SUPERVISION,
+    )
+    grace_period: float = setting(
+        30.0,
+        kind=SECONDS,
+        flag="--grace_period",
+        key="grace_period",
+        help="Seconds between asking processes to end and killing them.",
+        group=_SUPERVISION,
+    )
+    prefix_output: bool = setting(
+        False,
+        kind=BOOLEAN,
+        flag="--prefix_output",
+        key="prefix_output",
+        help="Begin each line that a process prints with its rank.",
+        group=_SUPERVISION,
+    )
+
+
+@dataclass(frozen=True)
+class TorchrunSettings:
+    """What torch.distributed.run is told; each of these asks for it when it differs from its default."""
+
+    max_restarts: int = setting(
+        0,
+        kind=whole(0),
+        flag="--max_restarts",
+        key="max_restarts",
+        help="How often all processes are started again after one failed.",
+        group=_TORCHRUN,
+    )
+    monitor_interval: float = setting(
+        0.1,
+        kind=FLOAT,
+        flag="--monitor_interval",
+        key="monitor_interval",
+        help="Seconds between two looks at the processes.",
+        group=_TORCHRUN,
+    )
+    rdzv_backend: str = setting(
+        "static",
+        flag="--rdzv_backend",
+        key="rdzv_backend",
+        help="How the machines find each other.",
+        group=_TORCHRUN,
+    )
+    rdzv_conf: str = setting(
+        "",
+        flag="--rdzv_conf",
+        key="rdzv_conf",
+        help="Further options of the rendezvous, such as timeout=60.",
+        group=_TORCHRUN,
+    )
+    role: str = setting(
+        "default",
+        flag="--role",
+        key="role",
+        help="Role of the processes, as the logs name it.",
+        group=_TORCHRUN,
+    )
+    log_dir: str | None = setting(
+        None,
+        flag="--log_dir",
+        key="log_dir",
+        help="Folder for the output of the processes.",
+        group=_TORCHRUN,
+    )
+    tee: str = setting(
+        "0",
+        flag="--tee",
+        key="tee",
+        help="What goes to the log folder and to the terminal: 1 standard output, 2 standard error, 3 both.",
+        group=_TORCHRUN,
+    )
+
+
+CARRIED: Final = (ProcessSettings, RunSettings)
+"""Settings of this launcher's own layers that the started processes read back from their environment."""
+
+LAUNCH_CLASSES: Final = (*CARRIED, PlaceSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+"""Every settings class that `accel launch` knows, apart from those of backends."""

@@ -1,0 +1,115 @@
+"""What the launcher asks of installed backends, through their manifests and without importing torch.
+
+A backend whose manifest or settings cannot be loaded takes nothing from the others: it is kept with its error, and the
+launcher tells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from accel_state.errors import Missing, SettingError
+from accel_state.settings.extension import Extension, extensions
+from accel_state.settings.schema import closest, settings_of
+
+__all__ = ("GROUP", "Backend", "backend_for", "backend_settings", "backends", "check_backend", "failures")
+
+GROUP: Final = "accel.backends"
+
+# Kinds of runs that follow from the devices alone and need no backend by name.
+_SINGLE: Final = "NO"
+_SEVERAL: Final = "MULTI_"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One entry point of the group, loaded as far as it could be.
+
+    Args:
+        extension: where it is offered.
+        manifest: its declaration, or None.
+        settings: its settings class when it has one with settings.
+        error: why something of it is missing.
+    """
+
+    extension: Extension
+    manifest: Any = None
+    settings: type | None = None
+    error: Exception | None = None
+
+
+@lru_cache(maxsize=1)
+def backends() -> tuple[Backend, ...]:
+    """Every offered backend."""
+    return tuple(map(_load, extensions(GROUP)))
+
+
+def backend_settings() -> tuple[type, ...]:
+    """Settings classes of the backends, each once."""
+    return tuple(dict.fromkeys(backend.settings for backend in backends() if backend.settings is not None))
+
+
+def failures() -> tuple[Backend, ...]:
+    """Backends of which something could not be loaded."""
+    return tuple(backend for backend in backends() if backend.error is not None)
+
+
+def check_backend(name: str, origin: str) -> None:
+    """Refuse the name of a backend that nobody offers.
+
+    Raises:
+        SettingError: there is no such backend.
+    """
+    names = [extension.name for extension in extensions(GROUP)]
+    if name not in names:
+        near = closest(name, names)
+        raise SettingError(
+            f"backend={name!r} was asked for ({origin}).",
+            f"Installed backends: {', '.join(names) or 'none'}.",
+            f"Did you mean {near!r}?" if near else "Install the package that offers it.",
+        )
+
+
+def backend_for(label: str, origin: str) -> str | None:
+    """Name of the backend whose runs carry a label of `distributed_type`; None for what follows from the devices.
+
+    Raises:
+        Missing: no installed backend carries it.
+    """
+    if label == _SINGLE or label.startswith(_SEVERAL):
+        return None
+    found = [backend.manifest for backend in backends() if _label(backend.manifest) == label]
+    if found:
+        return str(max(found, key=lambda manifest: int(manifest.priority)).name)
+    raise Missing(
+        f"distributed_type={label!r} was asked for ({origin}).",
+        "No installed backend carries it.",
+        "Install the package that offers such a backend, or remove the line.",
+    )
+
+
+def _label(manifest: Any) -> str | None:
+    label = getattr(manifest, "label", None)
+    return None if label is None else str(label.value)
+
+
+def _load(extension: Extension) -> Backend:
+    try:
+        manifest = extension.load()
+    except Exception as error:
+        return Backend(extension, error=error)
+    if not manifest.config:
+        return Backend(extension, manifest)
+    try:
+        settings: Any = Extension(GROUP, extension.name, manifest.config, extension.origin).load()
+    except Exception as error:
+        return Backend(extension, manifest, error=error)
+    return Backend(extension, manifest, settings if _has_settings(settings) else None)
+
+
+def _has_settings(settings_class: type) -> bool:
+    known: Callable[[type], Any] = settings_of
+    return bool(known(settings_class))

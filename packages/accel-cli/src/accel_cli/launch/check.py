@@ -1,0 +1,94 @@
+"""What cannot be launched, found before anything is started: contradictions are errors that name both sides."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from accel_cli.config.effective import Effect, Effective
+from accel_cli.launch.arguments import TorchrunSettings
+from accel_state.errors import Conflict, NotOffered, SettingError
+from accel_state.labels import ComputeEnvironment
+from accel_state.settings.schema import settings_of
+
+__all__ = ("asks_for_torchrun", "check_launch", "contradiction", "shown")
+
+_PYTHON_CAN_DO: Final = "Remove one of the two."
+
+
+def shown(effect: Effect) -> str:
+    """A setting with its value and origin, as messages show it."""
+    return f"{effect.setting.name}={effect.value} ({effect.origin})"
+
+
+def contradiction(one: Effect, other: Effect, obstacle: str, remedy: str = _PYTHON_CAN_DO) -> Conflict:
+    """The error for two settings that do not go together."""
+    return Conflict(f"{shown(one)} and {shown(other)} were asked for.", obstacle, remedy)
+
+
+def asks_for_torchrun(effective: Effective) -> Effect | None:
+    """The setting because of which torch.distributed.run has to start the processes, if there is one."""
+    if effective["num_machines"].value > 1:
+        return effective["num_machines"]
+    asking = (effective[name] for name in settings_of(TorchrunSettings))
+    return next((effect for effect in asking if effect.value != effect.setting.default), None)
+
+
+def check_launch(effective: Effective) -> None:
+    """Refuse what contradicts itself or cannot be done.
+
+    Raises:
+        SettingError: a setting cannot be used; `Conflict` when two contradict each other.
+        NotOffered: the run is meant for a place that this launcher does not reach.
+    """
+    _check_place(effective)
+    _check_machines(effective)
+    _check_devices(effective)
+    _check_launcher(effective)
+
+
+def _check_place(effective: Effective) -> None:
+    place = effective["compute_environment"]
+    if place.value != ComputeEnvironment.LOCAL_MACHINE.value:
+        raise NotOffered(
+            f"{shown(place)} was asked for.",
+            "This launcher starts processes on machines it runs on.",
+            f"Set compute_environment to {ComputeEnvironment.LOCAL_MACHINE.value}, or give another --config_file.",
+        )
+
+
+def _check_machines(effective: Effective) -> None:
+    machines, rank = effective["num_machines"], effective["machine_rank"]
+    processes, address = effective["num_processes"], effective["main_process_ip"]
+    if rank.value >= machines.value:
+        obstacle = f"With {machines.value} machine(s) the ranks go from 0 to {machines.value - 1}."
+        raise contradiction(rank, machines, obstacle, "Correct --machine_rank or --num_machines.")
+    if machines.value == 1:
+        return
+    if address.value is None:
+        raise SettingError(
+            f"{shown(machines)} was asked for.",
+            "The machines cannot find each other: no address of the main machine was given.",
+            "Give --main_process_ip, the address of the machine with rank 0.",
+        )
+    if processes.value is not None and processes.value % machines.value:
+        obstacle = "Every machine starts the same number of processes, so the total has to be a multiple."
+        raise contradiction(processes, machines, obstacle, f"Give a multiple of {machines.value} as --num_processes.")
+
+
+def _check_devices(effective: Effective) -> None:
+    cpu, ids = effective["cpu"], effective["gpu_ids"]
+    if cpu.value and ids.value not in (None, "all"):
+        raise contradiction(cpu, ids, "A run on the CPU uses no other devices.")
+
+
+def _check_launcher(effective: Effective) -> None:
+    launcher, reason = effective["launcher"], asks_for_torchrun(effective)
+    if launcher.value == "spawner" and reason is not None:
+        obstacle = "The spawner starts processes on one machine and does not restart them."
+        raise contradiction(launcher, reason, obstacle, "Give --launcher torchrun, or leave it out.")
+    prefix = effective["prefix_output"]
+    runs_torchrun = launcher.value == "torchrun" or reason is not None
+    if prefix.value and runs_torchrun:
+        other = launcher if reason is None else reason
+        obstacle = "torch.distributed.run passes the output on by itself and has no such prefix."
+        raise contradiction(prefix, other, obstacle)

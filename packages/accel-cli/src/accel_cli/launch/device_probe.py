@@ -1,0 +1,40 @@
+"""Asks torch for the devices of this machine, in a process of its own, and prints the answer as JSON.
+
+python device_probe.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+__all__ = ("main", "probe")
+
+
+def probe() -> dict[str, Any]:
+    """Version of torch, and of each device family its name, whether it is present, and its number of devices."""
+    import torch
+
+    from accel_state.devices.select import best_family, failed_families, families
+
+    found = [{"name": family.name, "present": family.present(), "count": family.count()} for family in families()]
+    return {
+        "torch": torch.__version__,
+        "best": {"name": best_family().name, "count": best_family().count()},
+        "families": found,
+        "failed": {failure.name: repr(failure.error) for failure in failed_families()},
+    }
+
+
+def main() -> None:
+    """Print what was found on the last line of the output."""
+    print(json.dumps(probe()))
+
+
+if __name__ == "__main__":
+    # The folder of this file came first; nothing may be imported from there by accident.
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+    main()

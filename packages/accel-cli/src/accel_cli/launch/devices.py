@@ -1,0 +1,106 @@
+"""How many devices this machine has, found without importing torch where that is certain.
+
+The launcher starts one process for each device. Device files tell quickly that a machine has none; where one may be
+there, a process with torch is asked, because only torch knows what it can use.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from accel_state.errors import LaunchError
+from accel_state.settings.extension import extensions
+
+__all__ = ("VISIBILITY", "ask_torch", "count_devices", "visible")
+
+VISIBILITY: Final = (
+    "CUDA_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "MLU_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "NEURON_RT_VISIBLE_CORES",
+    "SDAA_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+"""Variables by which vendors' drivers are told which devices to show; each driver looks at its own."""
+
+_DEVICE_FILES: Final = (
+    "/dev/nvidia[0-9]*",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/dri/renderD*",
+    "/dev/davinci[0-9]*",
+    "/dev/accel*",
+    "/dev/cambricon*",
+    "/dev/mtgpu*",
+    "/dev/neuron[0-9]*",
+    "/dev/sdaa*",
+    "/dev/tcaicard*",
+    "/dev/vfio/[0-9]*",
+)
+
+_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "device_probe.py")
+_OWN_FAMILIES: Final = "accel-state "
+
+# Plenty even where torch comes from a network file system.
+_TIMEOUT: Final = 120.0
+
+
+def count_devices() -> int:
+    """Devices of the best family that is present, 1 for a machine with a CPU only.
+
+    Raises:
+        LaunchError: torch, asked for its devices, failed.
+    """
+    if not _may_have_devices():
+        return 1
+    return max(int(ask_torch("The number of processes was to be the number of devices.")["best"]["count"]), 1)
+
+
+def visible(device_ids: str) -> Mapping[str, str]:
+    """Variables that show only some devices, such as "0,2"; none for "all"."""
+    return {} if device_ids.strip().lower() == "all" else dict.fromkeys(VISIBILITY, device_ids)
+
+
+def ask_torch(asked: str) -> dict[str, Any]:
+    """What `device_probe.probe` finds, in a process of its own.
+
+    Args:
+        asked: for what it is needed, for the message.
+
+    Raises:
+        LaunchError: torch could not be imported or did not answer.
+    """
+    import json
+    import subprocess
+
+    remedy = "Give --num_processes, or repair the installation of torch (`python -c 'import torch'`)."
+    try:
+        answer = subprocess.run(
+            [sys.executable, _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(asked, f"torch did not answer within {_TIMEOUT:.0f} s.", remedy) from None
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        raise LaunchError(asked, f"torch could not be asked: {last}", remedy)
+    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _may_have_devices() -> bool:
+    if any(not extension.origin.startswith(_OWN_FAMILIES) for extension in extensions("accel.devices")):
+        return True
+    if not sys.platform.startswith("linux"):
+        return True
+    return any(glob.glob(pattern) for pattern in _DEVICE_FILES)

@@ -1,0 +1,43 @@
+"""A launch inside a launch: telling the variables that the outer one wrote from those that the user set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+__all__ = ("PLACE_VARIABLES", "WRITTEN", "without_outer", "written")
+
+WRITTEN: Final = "ACCEL_LAUNCH_VARIABLES"
+"""Variable that names the variables a launch wrote."""
+
+PLACE_VARIABLES: Final = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_ERROR_FILE",
+)
+"""What a launch tells each process about its place, besides where the store is."""
+
+_STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_TRACE: Final = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+
+
+def written(environment: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Value of `WRITTEN`: what a launch adds or changes, not what it passes on as it was."""
+    changed = [name for name, value in environment.items() if environ.get(name) != value]
+    return ",".join(sorted({*changed, *PLACE_VARIABLES, *_STORE_VARIABLES}))
+
+
+def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment as it was before an outer launch, of this launcher or of torch.distributed.run."""
+    dropped = {WRITTEN, *environ.get(WRITTEN, "").split(",")}
+    if _TORCHRUN_TRACE in environ:
+        dropped.update(PLACE_VARIABLES, _STORE_VARIABLES, _with_prefix(environ))
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
+def _with_prefix(environ: Iterable[str]) -> Iterable[str]:
+    return (name for name in environ if name.startswith(_TORCHRUN_PREFIXES))

@@ -1,0 +1,142 @@
+"""The port on which the processes of one machine meet: chosen and kept without a race.
+
+The launcher binds the port and does not listen on it. While it is bound the system gives it to nobody else, but the
+store of torch, which sets SO_REUSEADDR as the launcher does, may listen on it, also a second time after a process group
+was destroyed. (Linux; elsewhere the port is let go right before the processes start.)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Final
+
+from accel_state.errors import LaunchError, SettingError
+
+__all__ = ("Port", "owner_of")
+
+_CAN_BE_KEPT: Final = sys.platform.startswith("linux")
+_LISTENING: Final = "0A"
+
+
+class Port:
+    """A TCP port of this machine, kept until `close`.
+
+    Args:
+        wanted: the port, or None for a free one.
+        origin: who asked for it, for the message.
+
+    Raises:
+        SettingError: the wanted port is in use or may not be used.
+        LaunchError: no port could be bound at all.
+    """
+
+    def __init__(self, wanted: int | None = None, origin: str = "") -> None:
+        self._sockets = list(_bound(wanted or 0, origin))
+        self.number = int(self._sockets[0].getsockname()[1])
+        if not _CAN_BE_KEPT:
+            self.close()
+
+    def close(self) -> None:
+        """Let the port go."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+    def __enter__(self) -> Port:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _bound(number: int, origin: str) -> Iterator[socket.socket]:
+    """A socket bound to the port on all addresses, as the store binds it."""
+    refusal: OSError | None = None
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            yield _bind(family, address, number)
+            return
+        except OSError as error:
+            refusal = error
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                break
+    raise _refused(number, origin, refusal)
+
+
+def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind((address, number))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _refused(number: int, origin: str, error: OSError | None) -> Exception:
+    if not number:
+        return LaunchError(
+            "A free port for the processes to meet on was looked for.",
+            f"The system gave none: {error}.",
+            "Check the network setup of this machine, or give --main_process_port.",
+        )
+    asked = f"main_process_port={number} was asked for ({origin})."
+    if error is not None and error.errno == errno.EADDRINUSE:
+        owner = owner_of(number)
+        by = f" by {owner}" if owner else ""
+        return SettingError(asked, f"The port is in use{by}.", "Give another port, or 0 to have a free one chosen.")
+    return SettingError(asked, f"The port cannot be used: {error}.", "Give another port, or 0 to have one chosen.")
+
+
+def owner_of(number: int) -> str | None:
+    """The process that listens on a port, as "name (pid 123)", where the system tells."""
+    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, number)}
+    for process in filter(str.isdigit, _names("/proc") if inodes else ()):
+        for descriptor in _names(f"/proc/{process}/fd"):
+            if _target(f"/proc/{process}/fd/{descriptor}") in inodes:
+                return f"{_first_line(f'/proc/{process}/comm')} (pid {process})"
+    return None
+
+
+def _listening(table: str, number: int) -> Iterator[str]:
+    """Inodes of the sockets that listen on a port."""
+    try:
+        with open(f"/proc/net/{table}", encoding="ascii") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+    except OSError:
+        return
+    for row in rows:
+        if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == number:
+            yield row[9]
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.readline().strip()
+    except OSError:
+        return "a process"

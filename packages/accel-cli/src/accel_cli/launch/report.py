@@ -1,0 +1,144 @@
+"""Telling how a run ended: which process failed first and why, with its traceback once and last."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ("Failure", "first_failure", "meaning", "read_record", "report", "shell_code")
+
+_MEANINGS: Final = {
+    "SIGKILL": "likely the machine ran out of memory, or somebody killed it; `dmesg` may tell",
+    "SIGSEGV": "a crash in native code; the lines above, if any, show where Python was",
+    "SIGABRT": "native code gave up, as gloo does when processes disagree about a size; the lines above may tell",
+    "SIGBUS": "memory that it had mapped went away: a file was shortened, or /dev/shm is full",
+    "SIGFPE": "an arithmetic error in native code",
+    "SIGILL": "native code was built for another processor",
+    "SIGTERM": "somebody asked it to end, such as a batch system whose time limit was reached",
+    "SIGXCPU": "its limit of CPU time was reached",
+    "SIGPIPE": "the reader of its output has gone",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one process ended that did not end well.
+
+    Args:
+        rank: which one.
+        code: its exit code, negative for a signal; None when it was still there.
+        record: what it wrote into its error file, or None.
+        stopped: whether it only ended because the launcher ended it.
+    """
+
+    rank: int
+    code: int | None
+    record: dict[str, Any] | None = None
+    stopped: bool = False
+
+    @property
+    def time(self) -> float:
+        """When it recorded its error, in seconds since 1970; infinite when it did not."""
+        extra = self._extra
+        try:
+            return float(extra.get("time", extra.get("timestamp", "inf")))
+        except (TypeError, ValueError):
+            return float("inf")
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code as a shell shows it; an error is 1 as in Python, even if a signal came while the process left."""
+        if self.code is None or (self.record is not None and self.code < 0):
+            return 1
+        return shell_code(self.code)
+
+    @property
+    def message(self) -> str:
+        """The error in one line, or how the process ended."""
+        text = self.record.get("message") if self.record is not None else None
+        line = str(text).strip().splitlines() if text else []
+        return line[-1] if line else _ending(self.code)
+
+    @property
+    def trace(self) -> str:
+        """The traceback, empty when there is none."""
+        return str(self._extra.get("py_callstack") or "")
+
+    @property
+    def shown(self) -> bool:
+        """Whether the process has shown its traceback by itself."""
+        return bool(self._extra.get("shown"))
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        extra = (self.record or {}).get("extraInfo")
+        return extra if isinstance(extra, dict) else {}
+
+
+def shell_code(code: int) -> int:
+    """Exit code as a shell shows it: 128 + n for signal n."""
+    return 128 - code if code < 0 else code
+
+
+def meaning(number: int) -> str:
+    """Name of a signal and what it usually means, such as "signal 9 (SIGKILL): likely ..."."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    said = _MEANINGS.get(name)
+    return f"signal {number} ({name})" + (f": {said}" if said else "")
+
+
+def read_record(path: str) -> dict[str, Any] | None:
+    """Content of an error file in torch's format, or None when there is none that can be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            message = json.load(file)["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return message if isinstance(message, dict) else {"message": str(message)}
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure the others followed from: a death by signal before errors, and errors in the order of their time."""
+    own = [failure for failure in failures if not failure.stopped or failure.record is not None]
+    return min(own or failures, key=lambda failure: (failure.code is None or failure.code >= 0, failure.time))
+
+
+def report(failures: Sequence[Failure], processes: int, first: Failure | None = None, quiet: bool = False) -> None:
+    """Write to standard error how the run failed.
+
+    Args:
+        failures: every process that did not end well.
+        processes: number of processes of the run.
+        first: the one that failed first, where that is known.
+        quiet: leave out all but the traceback of the first.
+    """
+    first = first or first_failure(failures)
+    lines = [] if quiet else [_headline(first, processes), *_others(failures, first)]
+    if first.trace and not first.shown:
+        lines += ["", first.trace.rstrip()]
+    if lines:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _headline(first: Failure, processes: int) -> str:
+    who = "The script" if processes == 1 else f"Process {first.rank} of {processes} failed first and"
+    shown = " Its traceback stands above." if first.shown else ""
+    return f"accel launch: {who} {_ending(first.code if first.record is None else first.exit_code)}.{shown}"
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "did not end"
+    return f"was killed by {meaning(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
+    own = [failure for failure in failures if failure is not first and (failure.record or not failure.stopped)]
+    return [f"  Process {failure.rank} failed too: {failure.message}" for failure in own]

@@ -1,0 +1,101 @@
+"""From a command line to the settings of a launch, and what a user should be told about them."""
+
+from __future__ import annotations
+
+import os
+from argparse import PARSER, ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from accel_cli.command import spelled
+from accel_cli.config.effective import Effective, effective
+from accel_cli.config.file import ConfigFile, default_path, read_config
+from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.backends import backend_for, backend_settings, check_backend, failures
+from accel_cli.launch.flags import add_settings, flag_values
+from accel_cli.launch.nested import without_outer
+
+__all__ = ("Request", "add_launch_arguments", "carried_classes", "launch_classes", "notes", "read_request")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Args:
+        settings: every setting with its origin.
+        environ: the launcher's variables, without those that an outer launch wrote.
+        config: the config file that was read, or None.
+        by_default: whether that file was read because it lies where a user's own one lies.
+        backend: the backend that follows from the kind of run in the config file, or None.
+    """
+
+    settings: Effective
+    environ: Mapping[str, str]
+    config: ConfigFile | None
+    by_default: bool
+    backend: str | None
+
+
+def launch_classes() -> tuple[type, ...]:
+    """Settings classes of the launcher and of the installed backends."""
+    return (*LAUNCH_CLASSES, *backend_settings())
+
+
+def carried_classes() -> tuple[type, ...]:
+    """Those of them that the started processes read back from their environment."""
+    return (*CARRIED, *backend_settings())
+
+
+def add_launch_arguments(parser: ArgumentParser, script: bool = True) -> None:
+    """Declare the options of a launch, and unless `script` is False what it starts."""
+    parser.usage = f"{parser.prog} [options]" + (" script [options of the script]" if script else "")
+    parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file to read; the user's own if any.")
+    parser.add_argument("-q", "--quiet", action="store_true", help="Tell nothing but the traceback of a failure.")
+    parser.add_argument("-m", "--module", action="store_true", help="The script is the name of a module.")
+    parser.add_argument(*spelled("--no_python"), action="store_true", help="The script is a program, not Python.")
+    add_settings(parser, launch_classes())
+    if script:
+        # Takes all that follows its first value, and unlike the documented REMAINDER leaves `--` in it.
+        parser.add_argument("script", nargs=PARSER, metavar="script", help="The script to start, and what it is given.")
+
+
+def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
+    """The settings that follow from a parsed command line, the variables and the config file.
+
+    Raises:
+        SettingError: a value is not of its setting's kind, or the config file cannot be used.
+        Missing: the config file is for a kind of run that nothing installed offers.
+    """
+    own = without_outer(environ)
+    classes = launch_classes()
+    config = _config(arguments.config_file, own, classes)
+    settings = effective(classes, flag_values(arguments, classes), own, config.values if config else {})
+    backend, kind = settings["backend"], settings["distributed_type"]
+    if backend.value is not None:
+        check_backend(backend.value, backend.origin)
+    implied = backend_for(kind.value, kind.origin) if kind.value and backend.value is None else None
+    return Request(settings, own, config, arguments.config_file is None, implied)
+
+
+def _config(given: str | None, environ: Mapping[str, str], classes: tuple[type, ...]) -> ConfigFile | None:
+    if given is not None:
+        return read_config(given, classes)
+    usual = default_path(environ)
+    return read_config(usual, classes) if os.path.isfile(usual) else None
+
+
+def notes(request: Request) -> Iterator[str]:
+    """What a user should know before the run starts, one sentence each."""
+    if request.config is not None and request.by_default:
+        yield f"the settings of {request.config.path} are used."
+    for effect in request.settings.values():
+        for given in effect.overridden:
+            if effect.origin.startswith("$") and given.value != effect.value:
+                used, name = effect.setting.kind.format(effect.value), effect.setting.name
+                yield f"{effect.origin}={used} overrides {name}={given.value} ({given.origin})."
+    for entry in request.config.unread if request.config is not None else ():
+        where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
+        yield f"{entry.key}={entry.value} ({where}) has no effect: nothing that is installed reads it."
+    for failure in failures():
+        yield f"the backend {failure.extension.name!r} ({failure.extension.origin}) is broken: {failure.error!r}."

@@ -1,0 +1,84 @@
+"""What to run: the script, module or program of the command line, found before anything is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from accel_cli.launch.plan import Script
+from accel_state.errors import Conflict, SettingError
+
+__all__ = ("find_script",)
+
+_ZIPPED: Final = (".zip", ".pyz")
+
+
+def find_script(target: str, arguments: Sequence[str], module: bool, no_python: bool) -> Script:
+    """What every process is to run.
+
+    Args:
+        target: path of a script, name of a module with `module`, or a program with `no_python`.
+        arguments: what it is given.
+
+    Raises:
+        SettingError: it cannot be found.
+    """
+    if module and no_python:
+        raise Conflict(
+            "--module and --no_python were asked for.",
+            "A module is run by Python, --no_python runs something else.",
+            "Remove one of the two.",
+        )
+    how = "module" if module else "program" if no_python else "script"
+    _CHECKS[how](target)
+    return Script(how, target, tuple(arguments))
+
+
+def _check_script(target: str) -> None:
+    asked = f"The script {target} was to be started."
+    if not target:
+        raise SettingError("A launch was asked for.", "No script was named.", "Write: accel launch [options] script.py")
+    if not os.path.exists(target):
+        where = "" if os.path.isabs(target) else f" in {os.getcwd()}"
+        remedy = _as_module(target) or "Check the path."
+        raise SettingError(asked, f"There is no such file{where}.", remedy)
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise SettingError(asked, "It is a folder without a __main__.py.", "Name the file to run.")
+    if not os.access(target, os.R_OK):
+        raise SettingError(asked, "It may not be read.", "Change its permissions.")
+
+
+def _as_module(target: str) -> str | None:
+    """The advice for a name that looks like a module's."""
+    if os.sep in target or target.endswith(".py") or not all(part.isidentifier() for part in target.split(".")):
+        return None
+    return "Check the path, or give -m to run a module."
+
+
+def _check_module(target: str) -> None:
+    from importlib.machinery import PathFinder
+
+    asked = f"The module {target} was to be started."
+    if not all(part.isidentifier() for part in target.split(".")):
+        near = target.removesuffix(".py").replace(os.sep, ".")
+        raise SettingError(asked, "That is no name of a module.", f"Write it as {near}, or leave out -m for a path.")
+    # Of a longer name only the first part can be looked for without importing it.
+    first = target.partition(".")[0]
+    if first not in sys.builtin_module_names and PathFinder.find_spec(first, [os.getcwd(), *sys.path]) is None:
+        raise SettingError(asked, f"There is no module {first!r}.", "Install it, or start from its folder.")
+
+
+def _check_program(target: str) -> None:
+    import shutil
+
+    if shutil.which(target) is None:
+        raise SettingError(
+            f"The program {target} was to be started.",
+            "There is no such executable file.",
+            "Check the path and its permissions.",
+        )
+
+
+_CHECKS: Final = {"script": _check_script, "module": _check_module, "program": _check_program}

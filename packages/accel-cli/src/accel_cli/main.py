@@ -1,0 +1,81 @@
+"""Entry of the console script `accel`: finds the command, runs it, and turns typed errors into messages.
+
+Nothing here imports torch or a command that was not asked for, so `accel --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from accel_cli.command import Parser, find_command, offers
+from accel_state.errors import AccelError
+
+__all__ = ("main",)
+
+_TRACEBACK_VARIABLE = "ACCELERATE_DEBUG_MODE"
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
+    """Run the command line and return its exit code: 2 when what was asked for cannot be done.
+
+    Args:
+        argv: the arguments after the program's name; those of this process by default.
+        prog: the name under which the program shows itself.
+
+    Example:
+        >>> main(["launch", "--num_processes", "2", "train.py"])  # doctest: +SKIP
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments, prog)
+    except AccelError as error:
+        if os.environ.get(_TRACEBACK_VARIABLE, "").lower() in ("1", "true", "yes"):
+            raise
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output has gone; the interpreter would complain again when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str], prog: str) -> int:
+    name = arguments[0] if arguments else ""
+    if name in ("", "-h", "--help"):
+        print(_help(prog), end="")
+        return 0 if name else 1
+    if name == "--version":
+        print(_version())
+        return 0
+    command = find_command(name)
+    parser = Parser(prog=f"{prog} {name}", description=command.help[:1].upper() + command.help[1:] + ".")
+    command.add_arguments(parser)
+    try:
+        parsed = parser.parse_args(arguments[1:])
+    except SystemExit as leaving:
+        # The only way that is left: --help has been printed.
+        return int(leaving.code or 0)
+    return command.run(parsed)
+
+
+def _help(prog: str) -> str:
+    lines = [f"usage: {prog} <command> [arguments]", "", "Start and prepare PyTorch programs on many processes.", ""]
+    known = offers()
+    width = max(map(len, known))
+    lines += ["commands:", *(f"  {name:<{width}}  {said}" for name, (_, said) in known.items()), ""]
+    lines += [f"`{prog} <command> --help` shows the arguments of a command, `{prog} --version` the version.", ""]
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    from accel_state.settings.versions import installed_version
+
+    return f"accel-cli {installed_version('accel-cli')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""`accel` itself: finding commands, help, and errors as messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from accel_cli import main as entry
+from accel_cli.command import BUILT_IN, find_command, spelled
+from accel_state.errors import PluginError, SettingError
+from accel_state.settings.extension import forget
+
+COMMAND_MODULE = """
+class Hello:
+    help = "greet"
+    def add_arguments(self, parser):
+        parser.add_argument("--who", default="you")
+    def run(self, arguments):
+        print("hello", arguments.who)
+        return 7
+COMMAND = Hello()
+"""
+
+
+@pytest.fixture
+def offer(tmp_path, monkeypatch):
+    """Make an installed distribution with a command out of two files."""
+    folders = []
+
+    def install(distribution, name, module, body):
+        folder = tmp_path / distribution
+        metadata = folder / f"{distribution}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "entry_points.txt").write_text(f"[accel.commands]\n{name} = {module}:COMMAND\n")
+        (folder / f"{module}.py").write_text(body)
+        folders.append(str(folder))
+        monkeypatch.setattr(sys, "path", [*folders, *sys.path])
+        monkeypatch.setenv("PYTHONPATH", ":".join(folders))
+        return folder
+
+    yield install
+    forget()
+
+
+def test_without_arguments_it_prints_its_help_and_fails(accel):
+    finished = accel()
+    assert finished.returncode == 1
+    for name, _, help_line in BUILT_IN:
+        assert name in finished.stdout
+        assert help_line in finished.stdout
+
+
+def test_help_is_a_success(accel):
+    finished = accel("--help")
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.startswith("usage: accel <command>")
+
+
+def test_version(accel):
+    assert accel("--version").stdout.startswith("accel-cli 0.")
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in BUILT_IN])
+def test_every_command_has_a_help_text_that_needs_no_torch(name):
+    program = (
+        "import sys\nfrom accel_cli.main import main\n"
+        f"code = main([{name!r}, '--help'])\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "sys.exit(code)"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    assert f"usage: accel {name}" in finished.stdout
+
+
+def test_an_unknown_command_names_the_closest(accel):
+    finished = accel("lunch")
+    assert finished.returncode == 2
+    assert finished.stderr.splitlines() == [
+        "accel: The command `accel lunch` was asked for.",
+        "  There is no such command.",
+        "  Did you mean `accel launch`?",
+    ]
+
+
+def test_a_command_of_another_package_is_listed_without_being_loaded_and_runs(accel, offer):
+    offer("greeter", "hello", "greeter_command", COMMAND_MODULE)
+    offer("grump", "sulk", "grump_command", "raise SystemExit('loaded')")
+    listed = accel("--help")
+    assert "hello" in listed.stdout
+    assert "(from greeter 1.0)" in listed.stdout
+    assert "sulk" in listed.stdout
+    finished = accel("hello", "--who", "world")
+    assert (finished.stdout, finished.returncode) == ("hello world\n", 7)
+
+
+def test_a_command_that_cannot_be_loaded_is_told_with_its_package(offer):
+    offer("broken", "hello", "broken_command", "import no_such_module_anywhere")
+    with pytest.raises(PluginError) as caught:
+        find_command("hello")
+    assert "broken 1.0" in caught.value.obstacle
+    assert "no_such_module_anywhere" in caught.value.obstacle
+
+
+def test_two_packages_with_the_same_command_are_both_named(offer):
+    offer("one", "hello", "one_command", COMMAND_MODULE)
+    offer("two", "hello", "two_command", COMMAND_MODULE)
+    with pytest.raises(PluginError, match=r"one 1\.0, two 1\.0"):
+        find_command("hello")
+
+
+def test_nobody_replaces_a_command_of_this_package(offer):
+    offer("thief", "launch", "thief_command", COMMAND_MODULE)
+    assert type(find_command("launch")).__module__ == "accel_cli.commands.launch"
+
+
+def test_an_unknown_option_names_the_closest(accel):
+    finished = accel("launch", "--num_proceses", "2", "job.py")
+    assert finished.returncode == 2
+    assert "--num_proceses" in finished.stderr
+    assert "Did you mean --num_processes?" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_typed_errors_have_no_traceback_unless_debugging(accel):
+    assert "Traceback" not in accel("launch", "missing.py").stderr
+    debugging = accel("launch", "missing.py", env={"ACCELERATE_DEBUG_MODE": "1"})
+    assert "Traceback" in debugging.stderr
+
+
+def test_an_unexpected_error_keeps_its_traceback(accel, offer):
+    body = COMMAND_MODULE.replace("return 7", "raise KeyError('a bug')")
+    offer("buggy", "hello", "buggy_command", body)
+    finished = accel("hello")
+    assert finished.returncode == 1
+    assert "KeyError: 'a bug'" in finished.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    program = [sys.executable, "-m", "accel_cli.main", "--help"]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) in (0, 141)
+
+
+def test_the_program_shows_itself_under_the_name_it_was_called_by(capsys):
+    assert entry.main(["--help"], prog="accelerate") == 0
+    assert capsys.readouterr().out.startswith("usage: accelerate <command>")
+
+
+def test_spellings():
+    assert spelled("--cpu") == ("--cpu",)
+    assert spelled("--main_process_ip") == ("--main_process_ip", "--main-process-ip")
+
+
+def test_find_command_refuses_unknown_names():
+    with pytest.raises(SettingError):
+        find_command("")

@@ -1,0 +1,110 @@
+"""Reading YAML and JSON files: entries with lines, and errors that name file, line and column."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.config.document import Entry, read_document
+from accel_state.errors import SettingError
+
+
+@pytest.fixture
+def document(tmp_path):
+    def read(text, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return read_document(str(path))
+
+    return read
+
+
+def test_scalars_keep_their_text(document):
+    entries = document("a: no\nb: '0x10'\nc: 1.50\nd: yes\ne: ~\nf:\n")
+    assert [entry.value for entry in entries] == ["no", "0x10", "1.50", "yes", None, None]
+
+
+def test_nested_tables_are_joined_by_dots_and_keep_their_lines(document):
+    assert document("a: 1\n\nfsdp_config:\n  # why\n  fsdp_version: 2\nempty: {}\n") == (
+        Entry("a", "1", 1),
+        Entry("fsdp_config.fsdp_version", "2", 5),
+        Entry("empty", None, 6),
+    )
+
+
+def test_lists_of_scalars(document):
+    assert document("vm:\n  - one\n  - 2\n  - null\nnone: []\n") == (
+        Entry("vm", ["one", "2", None], 1),
+        Entry("none", [], 5),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a remark\n", "---\n", "null\n"])
+def test_an_empty_file_has_no_entries(document, text):
+    assert document(text) == ()
+
+
+def test_json_has_lines_as_well(document):
+    text = '{\n\t"num_processes": 2,\n\t"fsdp_config": {"fsdp_version": 2}\n}\n'
+    assert document(text, "run.json") == (Entry("num_processes", "2", 2), Entry("fsdp_config.fsdp_version", "2", 3))
+
+
+def test_json_text_in_a_yaml_file(document):
+    assert document('{\n  "num_processes": 2\n}\n') == (Entry("num_processes", "2", 2),)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ("a: 1\nb: [1\nc: 2\n", "run.yaml", "run.yaml:3, column 2: it is not valid YAML"),
+        ("a: 1\n\tb: 2\n", "run.yaml", "run.yaml:2, column 1: it is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "run.yaml", "not valid YAML"),
+        ("a: b: c\n", "run.yaml", "run.yaml:1, column 5"),
+        ("- 1\n- 2\n", "run.yaml", "run.yaml:1 begins with something that is no table"),
+        ("just words\n", "run.yaml", "no table of keys"),
+        ("a: 1\nb: 2\na: 3\n", "run.yaml", "'a' stands in line 1 and again in line 3"),
+        ("t:\n  x: 1\n  x: 2\n", "run.yaml", "'t.x' stands in line 2 and again in line 3"),
+        ("a: [[1]]\n", "run.yaml", "run.yaml:1: the list 'a' holds another list or table"),
+        ("? [1, 2]\n: 3\n", "run.yaml", "run.yaml:1 has a key that is no text"),
+        ("a: &x 1\nb: *x\n", "run.yaml", "run.yaml:2 uses the alias *x"),
+        ("a: &x\n  b: *x\n", "run.yaml", "run.yaml:2 uses the alias *x"),
+        ('{"a": 1,}', "run.json", "run.json:1, column 9: it is not valid JSON"),
+        ("a: 1\n", "run.json", "run.json:1, column 1: it is not valid JSON"),
+        ("[" * 5000, "run.yaml", "run.yaml"),
+        ("[" * 100000 + "]" * 100000, "run.json", "nested too deep"),
+        ("\n".join("  " * depth + "a:" for depth in range(20)) + " 1\n", "run.yaml", "nested too deep"),
+    ],
+)
+def test_what_is_not_valid_is_told_with_its_place(document, text, name, said):
+    with pytest.raises(SettingError) as caught:
+        document(text, name)
+    assert said in caught.value.obstacle
+    assert caught.value.remedy
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(SettingError, match="There is no such file"):
+        read_document(str(tmp_path / "none.yaml"))
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_document(str(tmp_path))
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"a: \xff\xfe\n")
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_document(str(path))
+
+
+@given(text=st.text(alphabet=st.sampled_from("ab:1 -\n\t[]{},&*!|>'\"#?%@~"), max_size=60), json=st.booleans())
+def test_any_text_gives_entries_or_a_typed_error(tmp_path_factory, text, json):
+    path = tmp_path_factory.getbasetemp() / ("any.json" if json else "any.yaml")
+    path.write_text(text, encoding="utf-8")
+    refused, entries = None, ()
+    try:
+        entries = read_document(str(path))
+    except SettingError as error:
+        refused = error
+    assert refused is None or str(path) in refused.obstacle or str(path) in refused.asked
+    assert all(isinstance(entry.key, str) and entry.line >= 1 for entry in entries)

@@ -1,0 +1,196 @@
+"""Config files: where they lie, which keys they may hold, and what their values become."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+
+from accel_cli.config.file import default_path, read_config
+from accel_cli.config.known import KNOWN, with_prefix
+from accel_cli.launch.arguments import LAUNCH_CLASSES
+from accel_state.errors import SettingError
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import INTEGER, JSON, listing, setting
+
+# As `accelerate config default` and the wizard of Accelerate 1.15 write them.
+WRITTEN_BY_DEFAULT = """{
+  "compute_environment": "LOCAL_MACHINE",
+  "debug": false,
+  "distributed_type": "NO",
+  "downcast_bf16": false,
+  "enable_cpu_affinity": false,
+  "machine_rank": 0,
+  "main_training_function": "main",
+  "mixed_precision": "no",
+  "num_machines": 1,
+  "num_processes": 1,
+  "rdzv_backend": "static",
+  "same_network": false,
+  "tpu_use_cluster": false,
+  "tpu_use_sudo": false,
+  "use_cpu": true
+}
+"""
+WRITTEN_BY_WIZARD = """compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+dynamo_config:
+  dynamo_backend: INDUCTOR
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_version: 2
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 29500
+main_training_function: main
+mixed_precision: bf16
+num_machines: 2
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+@dataclass
+class Extra:
+    """Settings as a backend brings them."""
+
+    stage: int = setting(2, kind=INTEGER, key="deepspeed_config.zero_stage")
+    names: tuple[str, ...] = setting((), kind=listing(), key="fsdp_config.fsdp_names")
+    free: object = setting(None, kind=JSON, key="extra_options")
+
+
+@pytest.fixture
+def config(tmp_path):
+    def read(text, name="run.yaml", classes=LAUNCH_CLASSES):
+        path = tmp_path / name
+        path.write_text(text)
+        return read_config(str(path), classes)
+
+    return read
+
+
+def test_values_remember_file_and_line(config, tmp_path):
+    read = config("# mine\nnum_processes: 4\nuse_cpu: yes\nmixed_precision: no\n")
+    assert read.values == {
+        "num_processes": Given(4, f"{tmp_path}/run.yaml:2"),
+        "cpu": Given(True, f"{tmp_path}/run.yaml:3"),
+        "mixed_precision": Given("no", f"{tmp_path}/run.yaml:4"),
+    }
+
+
+@pytest.mark.parametrize("name", ["default_config.yaml", "default_config.json"])
+def test_a_file_that_accelerate_wrote_by_default(config, name):
+    read = config(WRITTEN_BY_DEFAULT, name)
+    assert read.unread == ()
+    assert {name: given.value for name, given in read.values.items()} == {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO",
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": 1,
+        "rdzv_backend": "static",
+        "cpu": True,
+    }
+
+
+def test_a_file_for_parts_that_are_not_installed_says_what_nothing_reads(config):
+    read = config(WRITTEN_BY_WIZARD)
+    assert read.values["distributed_type"].value == "FSDP"
+    assert [(entry.key, entry.line) for entry in read.unread] == [
+        ("dynamo_config.dynamo_backend", 6),
+        ("fsdp_config.fsdp_auto_wrap_policy", 9),
+        ("fsdp_config.fsdp_version", 10),
+    ]
+
+
+def test_settings_of_a_backend_are_read_once_it_is_there(config):
+    text = "deepspeed_config:\n  zero_stage: 3\nfsdp_config:\n  names: [a, b]\nextra_options: [1, x]\n"
+    read = config(text, classes=(Extra,))
+    assert {name: given.value for name, given in read.values.items()} == {
+        "stage": 3,
+        "names": ("a", "b"),
+        "free": ["1", "x"],
+    }
+    assert read.unread == ()
+
+
+def test_keys_may_leave_out_the_prefix_of_their_table():
+    assert with_prefix("fsdp_config.version") == "fsdp_config.fsdp_version"
+    assert with_prefix("fsdp_config.fsdp_version") == "fsdp_config.fsdp_version"
+    assert with_prefix("fp8_config.backend") in KNOWN
+    assert with_prefix("deepspeed_config.zero_stage") == "deepspeed_config.zero_stage"
+    assert with_prefix("fsdp_config") == "fsdp_config"
+
+
+def test_old_files(config):
+    assert config("fp16: true\n").values["mixed_precision"].value == "fp16"
+    assert config("fp16: false\n").values == {}
+    assert config("dynamo_backend: 'NO'\n").unread == ()
+    assert [entry.key for entry in config("dynamo_backend: INDUCTOR\n").unread] == ["dynamo_config.dynamo_backend"]
+
+
+@pytest.mark.parametrize("text", ["num_processes: -1\n", "num_processes:\n", "main_process_ip: null\n", "gpu_ids: ~\n"])
+def test_what_says_nothing_is_not_given(config, text):
+    assert config(text).values == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "obstacle", "remedy"),
+    [
+        ("a: 1\nmixed_precison: no\n", "run.yaml:1 has the unknown key 'a'", "Remove the line"),
+        ("num_machines: 1\nmixed_precison: no\n", "run.yaml:2 has the unknown key", "Did you mean 'mixed_precision'?"),
+        ("fsdp_config:\n  versio: 2\n", "run.yaml:2 has the unknown key", "Did you mean 'fsdp_config.fsdp_version'?"),
+        ("num_processes:\n  a: 1\n", "unknown key 'num_processes.a'", "Did you mean 'num_processes'?"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_closest(config, text, obstacle, remedy):
+    with pytest.raises(SettingError) as caught:
+        config(text)
+    assert obstacle in caught.value.obstacle
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("num_processes: two\n", "num_processes='two' was asked for (FILE:1)"),
+        ("num_processes: 0\n", "num_processes='0' was asked for (FILE:1)"),
+        ("num_processes: 2.5\n", "num_processes='2.5' was asked for (FILE:1)"),
+        ("num_processes: [1, 2]\n", "num_processes='1,2' was asked for (FILE:1)"),
+        ("\nmixed_precision: bf17\n", "mixed_precision='bf17' was asked for (FILE:2)"),
+        ("use_cpu: perhaps\n", "cpu='perhaps' was asked for (FILE:1)"),
+        ("main_process_port: 70000\n", "main_process_port='70000' was asked for (FILE:1)"),
+        ("distributed_type: MULTI_GPUS\n", "distributed_type='MULTI_GPUS' was asked for (FILE:1)"),
+        ("grace_period: -1\n", "grace_period='-1' was asked for (FILE:1)"),
+        ("grace_period: nan\n", "grace_period='nan' was asked for (FILE:1)"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_with_their_line(config, tmp_path, text, asked):
+    with pytest.raises(SettingError) as caught:
+        config(text)
+    assert caught.value.asked.startswith(asked.replace("FILE", f"{tmp_path}/run.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HF_HOME": "/data/hf"}, "/data/hf/accelerate/default_config.yaml"),
+        ({"HF_HOME": "/data/hf", "XDG_CACHE_HOME": "/x"}, "/data/hf/accelerate/default_config.yaml"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/accelerate/default_config.yaml"),
+        ({"HF_HOME": ""}, "~/.cache/huggingface/accelerate/default_config.yaml"),
+        ({}, "~/.cache/huggingface/accelerate/default_config.yaml"),
+    ],
+)
+def test_the_users_own_file_lies_where_it_lay(environ, expected):
+    assert default_path(environ) == os.path.expanduser(expected)

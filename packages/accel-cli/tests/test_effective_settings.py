@@ -1,0 +1,131 @@
+"""Flag before environment before file before default, and the flags that settings become."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_cli.command import Parser
+from accel_cli.config.effective import effective
+from accel_cli.launch.arguments import LAUNCH_CLASSES
+from accel_cli.launch.flags import add_settings, flag_values
+from accel_cli.launch.request import add_launch_arguments
+from accel_state.errors import SettingError
+from accel_state.settings.environ import Given, from_environment
+from accel_state.settings.run import ProcessSettings, RunSettings
+from accel_state.settings.schema import settings_of
+
+FLAG = {"mixed_precision": Given("fp8", "--mixed_precision")}
+FILE = {"mixed_precision": Given("fp16", "run.yaml:3")}
+VARIABLE = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "file", "expected"),
+    [
+        (
+            FLAG,
+            VARIABLE,
+            FILE,
+            [("fp8", "--mixed_precision"), ("bf16", "$ACCELERATE_MIXED_PRECISION"), ("fp16", "run.yaml:3")],
+        ),
+        ({}, VARIABLE, FILE, [("bf16", "$ACCELERATE_MIXED_PRECISION"), ("fp16", "run.yaml:3")]),
+        ({}, {}, FILE, [("fp16", "run.yaml:3")]),
+        (FLAG, {}, FILE, [("fp8", "--mixed_precision"), ("fp16", "run.yaml:3")]),
+        ({}, {"ACCELERATE_MIXED_PRECISION": " "}, {}, []),
+    ],
+)
+def test_precedence(flags, environ, file, expected):
+    effect = effective([RunSettings], flags, environ, file)["mixed_precision"]
+    assert [(given.value, given.origin) for given in effect.candidates] == [*expected, ("no", "default")]
+    assert effect.given == bool(expected)
+    assert [given.value for given in effect.overridden] == [value for value, _ in expected[1:]]
+
+
+def test_a_given_value_that_equals_the_default_is_still_given():
+    settings = effective([RunSettings], {"mixed_precision": Given("no", "--mixed_precision")}, {}, {})
+    assert settings.variables(RunSettings) == {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert effective([RunSettings], {}, {}, {}).variables(RunSettings) == {}
+
+
+def test_a_variable_of_the_wrong_kind_is_named():
+    with pytest.raises(SettingError, match=r"\$ACCELERATE_MIXED_PRECISION"):
+        effective([RunSettings], {}, {"ACCELERATE_MIXED_PRECISION": "half"}, {})
+
+
+def parse(*arguments, classes=LAUNCH_CLASSES):
+    parser = Parser(prog="accel launch")
+    add_settings(parser, classes)
+    return {name: given.value for name, given in flag_values(parser.parse_args(arguments), classes).items()}
+
+
+@pytest.mark.parametrize(
+    "known", [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values() if known.flag]
+)
+def test_every_flag_is_understood_in_both_spellings(known):
+    text = () if known.kind.name == "true or false" else (known.kind.choices[-1] if known.kind.choices else "3",)
+    for flag in {known.flag, known.flag.replace("_", "-")}:
+        assert list(parse(flag, *text)) == [known.name]
+
+
+def test_switches_have_opposites():
+    assert parse("--cpu") == {"cpu": True}
+    assert parse("--no_cpu") == {"cpu": False}
+    assert parse("--no-prefix-output") == {"prefix_output": False}
+    assert parse("--cpu", "--no-cpu") == {"cpu": False}
+
+
+def test_what_was_not_given_is_absent():
+    assert parse() == {}
+
+
+def test_short_spellings_of_torchrun():
+    assert parse("-t", "3") == {"tee": "3"}
+
+
+def test_abbreviations_are_refused():
+    with pytest.raises(SettingError, match="Did you mean --mixed_precision"):
+        parse("--mixed_prec", "no")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["job.py"],
+        ["job.py", "--num_processes", "7", "--cpu"],
+        ["job.py", "--", "-m", "--help", "-q", "--config_file"],
+        ["job.py", "-h"],
+        ["job.py", "job.py", "--x=y", "-5", "", "a b"],
+    ],
+)
+def test_everything_after_the_script_is_the_scripts(arguments):
+    parser = Parser(prog="accel launch")
+    add_launch_arguments(parser)
+    parsed = parser.parse_args(["--num_processes", "2", *arguments])
+    assert (parsed.script, parsed.module) == (arguments, False)
+    assert flag_values(parsed, LAUNCH_CLASSES)["num_processes"].value == 2
+
+
+def test_no_two_settings_of_a_launch_share_a_name_a_flag_a_key_or_a_variable():
+    settings = [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()]
+    for values in (
+        [known.name for known in settings],
+        [known.flag for known in settings if known.flag],
+        [known.key for known in settings if known.key],
+        [variable for known in settings for variable in known.variables],
+    ):
+        assert len(values) == len(set(values))
+
+
+@pytest.mark.parametrize("cls", [ProcessSettings, RunSettings])
+def test_flag_and_file_reach_the_process_as_the_same_settings(cls):
+    flags, file = {}, {}
+    for known in settings_of(cls).values():
+        text = known.kind.choices[-1] if known.kind.choices else "true" if known.default is False else "3"
+        value = known.parse(text, "test")
+        flags[known.name] = Given(value, str(known.flag))
+        file[known.name] = Given(value, "run.yaml:1")
+    from_flags = effective([cls], flags, {}, {})
+    from_file = effective([cls], {}, {}, file)
+    assert from_environment(cls, from_flags.variables(cls)) == from_flags.instance(cls)
+    assert from_environment(cls, from_file.variables(cls)) == from_flags.instance(cls)
+    assert from_flags.instance(cls) != cls()

@@ -1,0 +1,249 @@
+"""The plan of a launch, compared as data: what would be started for which settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_cli.config.effective import effective
+from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.backends import backend_for, check_backend
+from accel_cli.launch.devices import VISIBILITY
+from accel_cli.launch.nested import WRITTEN, without_outer
+from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
+from accel_cli.launch.torchrun import AGENT
+from accel_state.errors import Conflict, Missing, NotOffered, SettingError
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import settings_of
+
+JOB = Script("script", "job.py", ("--lr", "1e-3"))
+ALWAYS = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def plan(devices=1, processors=8, environ=None, backend=None, script=JOB, **values):
+    known = {known.name: known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()}
+    flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
+    environ = environ or {}
+    machine = Machine("python", processors, lambda: devices, environ)
+    made = make_plan(effective(LAUNCH_CLASSES, flags, environ, {}), script, machine, CARRIED, backend)
+    assert set(made.environment[WRITTEN].split(",")) >= {n for n, v in made.environment.items() if n != WRITTEN} - set(
+        environ
+    )
+    return made
+
+
+def variables(made):
+    return {name: value for name, value in made.environment.items() if name != WRITTEN}
+
+
+def test_one_process():
+    made = plan()
+    assert (made.runner, made.processes, made.port) == ("spawner", 1, None)
+    assert made.argv == ("python", RUNNER, "script", "job.py", "--lr", "1e-3")
+    assert variables(made) == ALWAYS
+
+
+def test_several_processes_share_the_processors():
+    made = plan(num_processes=2, cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, debug=True)
+    assert (made.runner, made.processes, made.address) == ("spawner", 2, "127.0.0.1")
+    assert variables(made) == {
+        **ALWAYS,
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "OMP_NUM_THREADS": "4",
+    }
+
+
+@pytest.mark.parametrize(("processors", "processes", "threads"), [(8, 3, "2"), (2, 4, "1"), (1, 2, "1"), (96, 8, "12")])
+def test_threads_of_each_process(processors, processes, threads):
+    assert plan(num_processes=processes, processors=processors).environment["OMP_NUM_THREADS"] == threads
+
+
+def test_threads_that_were_asked_for_are_kept():
+    assert plan(num_processes=4, num_cpu_threads_per_process=3).environment["OMP_NUM_THREADS"] == "3"
+    assert plan(num_processes=4, environ={"OMP_NUM_THREADS": "5"}).environment["OMP_NUM_THREADS"] == "5"
+    assert "OMP_NUM_THREADS" not in plan(num_processes=1).environment
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 4),
+        ({"num_processes": 2}, 2),
+        ({"cpu": True}, 1),
+        ({"gpu_ids": "1,3"}, 2),
+        ({"gpu_ids": "all"}, 4),
+        ({"distributed_type": "NO"}, 1),
+        ({"distributed_type": "NO", "num_processes": 3}, 3),
+        ({"distributed_type": "MULTI_GPU"}, 4),
+    ],
+)
+def test_number_of_processes(values, expected):
+    assert plan(devices=4, **values).processes == expected
+
+
+def test_devices_are_counted_only_when_needed():
+    machine = Machine("python", 1, lambda: pytest.fail("torch was asked"), {})
+    settings = effective(LAUNCH_CLASSES, {"num_processes": Given(2, "--num_processes")}, {}, {})
+    assert make_plan(settings, JOB, machine, CARRIED).processes == 2
+
+
+def test_chosen_devices_are_shown_to_every_vendors_driver():
+    assert variables(plan(gpu_ids="0,2")) == {**ALWAYS, "OMP_NUM_THREADS": "4", **dict.fromkeys(VISIBILITY, "0,2")}
+
+
+def test_log_level_of_the_user_is_kept():
+    assert plan(environ={"TORCH_CPP_LOG_LEVEL": "INFO"}).environment["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+def test_port_and_address():
+    made = plan(num_processes=2, main_process_ip="10.0.0.1", main_process_port=29555)
+    assert (made.address, made.port) == ("10.0.0.1", 29555)
+    assert plan(num_processes=2, main_process_port=0).port is None
+    assert plan(num_processes=2, environ={"MASTER_PORT": "29556"}).port == 29556
+
+
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        (Script("module", "pkg.train", ("-m",)), ("module", "pkg.train", "-m")),
+        (Script("program", "./train"), ("program", "./train")),
+    ],
+)
+def test_modules_and_programs(script, argv):
+    assert plan(script=script).argv == ("python", RUNNER, *argv)
+
+
+def test_restarts_go_through_torchrun():
+    made = plan(num_processes=2, max_restarts=3, grace_period=5.0)
+    assert (made.runner, made.processes) == ("torchrun", 2)
+    assert made.argv == (
+        "python",
+        AGENT,
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--standalone",
+        "--max-restarts=3",
+        "--monitor-interval=0.1",
+        "--role=default",
+        "--tee=0",
+        RUNNER,
+        "script",
+        "job.py",
+        "--lr",
+        "1e-3",
+    )
+
+
+def test_several_machines():
+    made = plan(num_processes=8, num_machines=2, machine_rank=1, main_process_ip="10.0.0.1", processors=16)
+    assert made.processes == 4
+    assert made.environment["OMP_NUM_THREADS"] == "4"
+    assert made.argv[2:8] == (
+        "--nnodes=2",
+        "--nproc-per-node=4",
+        "--node-rank=1",
+        "--master-addr=10.0.0.1",
+        "--master-port=29500",
+        "--max-restarts=0",
+    )
+
+
+def test_several_machines_without_a_number_of_processes_take_all_devices_of_each():
+    made = plan(devices=8, num_machines=2, main_process_ip="10.0.0.1")
+    assert made.argv[3] == "--nproc-per-node=8"
+
+
+def test_rendezvous_by_a_store():
+    made = plan(
+        num_processes=2,
+        num_machines=2,
+        main_process_ip="10.0.0.1",
+        main_process_port=1234,
+        rdzv_backend="c10d",
+        rdzv_conf="timeout=60",
+        log_dir="/logs",
+        tee="3",
+    )
+    assert made.argv[4:7] == ("--node-rank=0", "--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:1234")
+    assert {"--rdzv-conf=timeout=60", "--log-dir=/logs", "--tee=3"} < set(made.argv)
+
+
+@pytest.mark.parametrize("values", [{"launcher": "torchrun"}, {"log_dir": "x"}, {"role": "trainer"}, {"tee": "1"}])
+def test_what_asks_for_torchrun(values):
+    assert plan(num_processes=2, **values).runner == "torchrun"
+
+
+def test_torchrun_on_a_given_port():
+    made = plan(num_processes=2, launcher="torchrun", main_process_port=29600)
+    assert made.argv[4:7] == ("--node-rank=0", "--master-addr=127.0.0.1", "--master-port=29600")
+
+
+def test_a_backend_that_follows_from_a_config_file_is_passed_on():
+    assert plan(backend="fsdp2").environment["ACCEL_BACKEND"] == "fsdp2"
+    assert plan(backend="fsdp2", environ={"ACCEL_BACKEND": "ddp"}).environment["ACCEL_BACKEND"] == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "named"),
+    [
+        ({"machine_rank": 2, "num_machines": 2}, Conflict, ["machine_rank=2", "num_machines=2", "--machine_rank"]),
+        ({"machine_rank": 1}, Conflict, ["machine_rank=1", "num_machines=1", "(default)"]),
+        ({"num_machines": 2}, SettingError, ["num_machines=2", "--main_process_ip"]),
+        (
+            {"num_machines": 2, "main_process_ip": "h", "num_processes": 3},
+            Conflict,
+            ["num_processes=3", "multiple of 2"],
+        ),
+        ({"num_machines": 2, "main_process_ip": "h", "num_processes": 1}, Conflict, ["num_processes=1"]),
+        ({"cpu": True, "gpu_ids": "0"}, Conflict, ["cpu=True", "gpu_ids=0"]),
+        ({"launcher": "spawner", "max_restarts": 1}, Conflict, ["launcher=spawner", "max_restarts=1"]),
+        ({"launcher": "spawner", "num_machines": 2, "main_process_ip": "h"}, Conflict, ["num_machines=2"]),
+        ({"prefix_output": True, "max_restarts": 1}, Conflict, ["prefix_output=True", "max_restarts=1"]),
+        ({"prefix_output": True, "launcher": "torchrun"}, Conflict, ["prefix_output=True", "launcher=torchrun"]),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, NotOffered, ["AMAZON_SAGEMAKER", "run.yaml:1"]),
+    ],
+)
+def test_contradictions_name_both_sides(values, kind, named):
+    with pytest.raises(kind) as caught:
+        plan(**values)
+    assert all(part in str(caught.value) for part in named)
+    assert caught.value.asked
+    assert caught.value.obstacle
+    assert caught.value.remedy
+
+
+def test_kinds_of_runs_that_follow_from_the_devices_need_no_backend():
+    assert backend_for("MULTI_GPU", "run.yaml:1") is None
+    assert backend_for("NO", "run.yaml:1") is None
+
+
+def test_a_kind_of_run_that_no_backend_carries():
+    with pytest.raises(Missing) as caught:
+        backend_for("NOBODYS", "run.yaml:4")
+    assert "run.yaml:4" in caught.value.asked
+
+
+def test_backends_by_name():
+    check_backend("ddp", "--backend")
+    with pytest.raises(SettingError, match="Did you mean 'single'"):
+        check_backend("singel", "--backend")
+
+
+def test_a_launch_inside_a_launch_sees_what_the_user_set_and_not_what_the_outer_one_wrote():
+    user = {"PATH": "/bin", "ACCELERATE_MIXED_PRECISION": "bf16", "MASTER_PORT": "1"}
+    made = plan(num_processes=2, cpu=True, environ=user)
+    inside = {**user, **made.environment, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    assert without_outer(inside) == {"PATH": "/bin", "ACCELERATE_MIXED_PRECISION": "bf16"}
+
+
+def test_a_launch_inside_torchrun_is_a_run_by_itself():
+    inside = {"PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "ROLE_NAME": "x", "GROUP_RANK": "0"}
+    assert without_outer(inside) == inside
+    assert without_outer({**inside, "TORCHELASTIC_RUN_ID": "none"}) == {"PATH": "/bin"}
+
+
+def test_plans_are_values():
+    assert plan(num_processes=2) == plan(num_processes=2)
+    assert isinstance(plan(), LaunchPlan)

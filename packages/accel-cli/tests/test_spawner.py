@@ -1,0 +1,339 @@
+"""The spawner: what processes are told, how a run ends, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from accel_cli.launch.ports import Port, owner_of
+from accel_state.errors import SettingError
+
+PLACE = """
+    import json, os
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+    place = {name: os.environ.get(name) for name in names}
+    print(json.dumps({**place, "port": os.environ.get("MASTER_PORT"), "mine": os.environ.get("ACCEL_LAUNCHER_PID")}))
+"""
+
+READY_THEN_WAIT = """
+    import os, signal, sys, time
+    print(os.getpid(), flush=True)
+    while True:
+        time.sleep(60)
+"""
+
+STUBBORN = """
+    import os, signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(os.getpid(), flush=True)
+    while True:
+        time.sleep(60)
+"""
+
+
+def test_one_process_is_told_nothing_of_others(accel, script):
+    finished = accel("launch", script(PLACE), env={"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
+    place = json.loads(finished.stdout)
+    assert set(place.values()) == {None}
+    assert "$WORLD_SIZE=4 is not passed on" in finished.stderr
+
+
+def test_two_processes_are_told_their_places(accel, script):
+    finished = accel("launch", "--cpu", "--num_processes", "2", script(PLACE))
+    assert (finished.returncode, finished.stderr) == (0, "")
+    places = sorted(map(json.loads, finished.stdout.splitlines()), key=lambda place: place["RANK"])
+    ports = {place.pop("port") for place in places}
+    assert len(ports) == 1
+    assert int(ports.pop()) > 1023
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "mine": None}
+    threads = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+    assert places == [{"RANK": rank, "LOCAL_RANK": rank, **shared, "OMP_NUM_THREADS": threads} for rank in ("0", "1")]
+
+
+def test_the_port_can_be_listened_on_as_torchs_store_does(accel, script):
+    body = """
+        import os, socket
+        if os.environ["RANK"] == "0":
+            for _ in range(2):
+                with socket.socket() as server:
+                    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    server.bind(("0.0.0.0", int(os.environ["MASTER_PORT"])))
+                    server.listen()
+            print("listened")
+    """
+    assert accel("launch", "--num_processes", "2", script(body)).stdout == "listened\n"
+
+
+def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, script):
+    with Port() as free:
+        number = free.number
+    finished = accel("launch", "--num_processes", "2", "--main_process_port", number, script(PLACE))
+    assert {json.loads(line)["port"] for line in finished.stdout.splitlines()} == {str(number)}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        finished = accel("launch", "--num_processes", "2", "--main_process_port", taken, script(PLACE))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert f"main_process_port={taken} was asked for (--main_process_port)." in finished.stderr
+    assert f"(pid {os.getpid()})" in finished.stderr
+    assert "0 to have a free one chosen" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_port_is_kept_from_others_while_it_is_held():
+    with Port() as held, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", held.number))
+        assert owner_of(held.number) is None
+
+
+def test_a_port_that_may_not_be_used():
+    with Port() as held, socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", held.number))
+        listening.listen()
+        with pytest.raises(SettingError, match="in use"):
+            Port(held.number, "test")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("body", "code"), [("import sys; sys.exit(3)", 3), ("import os; os._exit(7)", 7), ("", 0)])
+def test_exit_codes_are_kept(accel, script, count, body, code):
+    finished = accel("launch", "--num_processes", count, script(body))
+    assert finished.returncode == code
+    assert ("ended with exit code" in finished.stderr) == (code != 0)
+
+
+def test_an_error_is_shown_once_and_last(accel, script):
+    body = """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("the cause")
+        time.sleep(60)
+    """
+    finished = accel("launch", "--num_processes", "2", "--grace_period", "5", script(body))
+    assert finished.returncode == 1
+    assert finished.stderr.splitlines()[0] == "accel launch: Process 1 of 2 failed first and ended with exit code 1."
+    assert finished.stderr.count("Traceback") == 1
+    assert finished.stderr.endswith("ValueError: the cause\n")
+
+
+def test_the_error_of_a_single_process_is_shown_once_and_last(accel, script):
+    finished = accel("launch", script("print('before')\nraise ValueError('wrong')"))
+    assert (finished.returncode, finished.stdout) == (1, "before\n")
+    assert finished.stderr.count("Traceback") == 1
+    assert finished.stderr.endswith("ValueError: wrong\n")
+
+
+def test_the_first_error_counts_and_the_others_are_told_in_a_line(accel, script, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    body = f"""
+        import os, signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "1":
+            import atexit
+            # The other process goes on once this one has failed, and before it has left.
+            atexit.register(lambda: open({str(fifo)!r}, "w").close())
+            raise ValueError("the cause")
+        open({str(fifo)!r}).close()
+        raise RuntimeError("connection reset")
+    """
+    finished = accel("launch", "--num_processes", "2", script(body))
+    assert finished.returncode == 1
+    assert "Process 1 of 2 failed first" in finished.stderr
+    assert "  Process 0 failed too: RuntimeError: connection reset\n" in finished.stderr
+    assert finished.stderr.endswith("ValueError: the cause\n")
+
+
+def test_quiet_leaves_only_the_traceback(accel, script):
+    finished = accel("launch", "-q", script("raise ValueError('wrong')"))
+    assert finished.stderr.strip().startswith("Traceback")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_death_by_signal_is_explained(accel, script, count):
+    finished = accel("launch", "--num_processes", count, script("import os; os.kill(os.getpid(), 9)"))
+    assert finished.returncode == 137
+    assert "killed by signal 9 (SIGKILL): likely the machine ran out of memory" in finished.stderr
+
+
+def test_the_others_are_ended_when_one_fails(accel, script, gone):
+    body = """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit(5)
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    """
+    finished = accel("launch", "--num_processes", "2", script(body))
+    assert finished.returncode == 5
+    assert all(gone(int(pid)) for pid in finished.stdout.split())
+
+
+def test_one_that_will_not_end_is_killed_after_the_grace_period(start, script, gone):
+    body = STUBBORN.replace("print(", "os.environ['RANK'] == '1' and os._exit(5); print(")
+    background = start("launch", "--num_processes", "2", "--grace_period", "0.5", script(body))
+    (pid,) = map(int, background.lines(1))
+    assert background.end().returncode == 5
+    assert gone(pid)
+
+
+def test_an_error_counts_although_its_process_does_not_leave(accel, script):
+    body = """
+        import os, threading, time
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise ValueError("the cause")
+        time.sleep(600)
+    """
+    finished = accel("launch", "--num_processes", "2", "--grace_period", "0.5", script(body))
+    assert finished.returncode == 1
+    assert finished.stderr.endswith("ValueError: the cause\n")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_are_forwarded(start, script, gone, count, number):
+    background = start("launch", "--num_processes", count, script(READY_THEN_WAIT))
+    pids = list(map(int, background.lines(count)))
+    background.process.send_signal(number)
+    finished = background.end()
+    assert finished.returncode == 128 + number
+    assert finished.stderr == f"accel launch: ended by {number.name}.\n"
+    assert all(map(gone, pids))
+
+
+def test_a_process_may_answer_a_signal_with_its_own_exit_code(start, script):
+    body = """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"checkpoint\\n"))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+    """
+    background = start("launch", "--num_processes", "2", script(body))
+    background.lines(2)
+    background.process.send_signal(signal.SIGUSR1)
+    assert background.lines(4)[2:] == ["checkpoint", "checkpoint"]
+    background.process.send_signal(signal.SIGTERM)
+    assert background.end().returncode == 75
+
+
+def test_a_second_signal_ends_at_once(start, script, gone):
+    background = start("launch", "--num_processes", "2", script(STUBBORN))
+    pids = list(map(int, background.lines(2)))
+    background.process.send_signal(signal.SIGTERM)
+    background.process.send_signal(signal.SIGINT)
+    assert background.end().returncode in (143, 130)
+    assert all(map(gone, pids))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends the children of a killed process")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("body", [READY_THEN_WAIT, STUBBORN])
+def test_no_process_outlives_a_killed_launcher(start, script, gone, count, body):
+    background = start("launch", "--num_processes", count, script(body))
+    pids = list(map(int, background.lines(count)))
+    background.process.kill()
+    assert all(map(gone, pids))
+    assert background.end().returncode == -9
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends the children of a killed process")
+def test_no_program_outlives_a_killed_launcher(start, gone):
+    background = start("launch", "--no_python", "sh", "-c", "echo $$; exec sleep 600")
+    (pid,) = map(int, background.lines(1))
+    background.process.kill()
+    assert gone(pid)
+
+
+def test_what_a_failed_process_had_started_is_ended(start, script, gone):
+    body = """
+        import os, subprocess, sys
+        helper = subprocess.Popen(["sleep", "600"])
+        print(helper.pid, flush=True)
+        if os.environ["RANK"] == "1":
+            sys.exit(5)
+        helper.wait()
+    """
+    background = start("launch", "--num_processes", "2", script(body))
+    helpers = list(map(int, background.lines(2)))
+    assert background.end().returncode == 5
+    assert all(map(gone, helpers))
+
+
+def test_an_ignored_signal_stays_ignored(script, start):
+    finished = start("launch", script("import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)")).end()
+    assert finished.stdout == "False\n"
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        background = start("launch", script(READY_THEN_WAIT))
+        background.lines(1)
+        background.process.send_signal(signal.SIGHUP)
+        background.process.send_signal(signal.SIGTERM)
+        assert background.end().returncode == 143
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_output_with_ranks(accel, script):
+    body = """
+        import os, sys
+        print("one\\ntwo"); print("error", file=sys.stderr); print("bar\\rbar", end="")
+    """
+    finished = accel("launch", "--num_processes", "2", "--prefix_output", script(body))
+    assert finished.returncode == 0
+    for rank in "01":
+        for line in ("one\n", "two\n", "bar\r", "bar\n"):
+            assert f"[rank {rank}] {line}" in finished.stdout
+        assert f"[rank {rank}] error\n" in finished.stderr
+
+
+def test_modules_programs_and_untouched_arguments(accel, script):
+    script("import sys; print(sys.argv[1:], __name__)", "package/train.py")
+    arguments = ["--num_processes", "5", "--", "-m", ""]
+    assert accel("launch", "-m", "package.train", *arguments).stdout == f"{arguments} __main__\n"
+    assert accel("launch", "--no_python", "echo", *arguments[:-1]).stdout == "--num_processes 5 -- -m\n"
+    assert accel("launch", "--", script("import sys; print(sys.argv[1:])"), "--", "x").stdout == "['--', 'x']\n"
+
+
+def test_standard_input_reaches_the_first_process(script, tmp_path):
+    from subprocess import run
+
+    body = script("import os, sys; print(os.environ.get('RANK'), sys.stdin.read())")
+    argv = [sys.executable, "-m", "accel_cli.main", "launch", "--num_processes", "2", str(body)]
+    finished = run(argv, input="typed", capture_output=True, text=True, timeout=60)
+    assert sorted(finished.stdout.splitlines()) == ["0 typed", "1 "]
+
+
+def test_a_launch_inside_a_launch(accel, script):
+    script(PLACE, "inner.py")
+    body = """
+        import os, subprocess, sys
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+        if os.environ["RANK"] == "0":
+            subprocess.run([sys.executable, "-m", "accel_cli.main", "launch", "inner.py"], check=True)
+    """
+    finished = accel("launch", "--num_processes", "2", "--mixed_precision", "bf16", script(body))
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert set(json.loads(finished.stdout).values()) == {None}
+
+
+def test_an_interpreter_that_cannot_be_started_is_a_typed_error(tmp_path):
+    from accel_cli.launch.plan import LaunchPlan
+    from accel_cli.launch.run import run
+    from accel_state.errors import LaunchError
+
+    plan = LaunchPlan({}, (str(tmp_path / "none"), "x"), "spawner", processes=2)
+    with pytest.raises(LaunchError) as caught:
+        run(plan, {})
+    assert "Process 0 of 2" in caught.value.asked
