@@ -28,11 +28,11 @@ SESSIONS = {"setup": None, "test": "tests", "train": "train"}
 
 # A lower layer stands before the layers that need it. The extras are what the tests of all packages use.
 PACKAGES = (
-    "accel-state[console]",
+    "accel-state[console,memory]",
     "accel-ops",
-    "accel-data",
-    "accel-bigmodel",
-    "accel-tracking",
+    "accel-data[torchdata]",
+    "accel-bigmodel[plots]",
+    "accel-tracking[plots,tensorboard,testing]",
     "accel-plugins[testing]",
     "accel-cli",
     "accel-torch",
