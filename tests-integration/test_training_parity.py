@@ -79,7 +79,7 @@ def test_two_processes_train_like_one(two: Processes, case: str) -> None:
     tolerance = {"rtol": 0.03, "atol": 3e-3} if options["precision"] == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), **tolerance)
     assert first == second
-    assert alone[-2] < alone[0] / 2
+    assert alone[-2] < alone[0] * 0.6
     assert len(set(alone)) > 6
 
 

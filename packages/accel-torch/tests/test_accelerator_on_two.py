@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_state.errors import SettingError, ShapeMismatch
+from accel_state.errors import CheckpointError, SettingError, ShapeMismatch
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 
@@ -145,3 +145,67 @@ def test_a_resume_on_two_processes_is_exact(two: Processes, tmp_path: Path, thro
         "random_states_0.pkl",
         "random_states_1.pkl",
     }
+
+
+def resume_inside_a_window(folder: str) -> tuple[list[float], list[float], list[bool]]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(56, 3), torch.randn(56, 1))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+
+    def train(batches: Any) -> list[float]:
+        losses = []
+        for inputs, targets in batches:
+            with accelerator.accumulate(model):
+                loss = (model(inputs) - targets).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    batches = iter(loader)
+    train([next(batches) for _ in range(2)])
+    accelerator.save_state(folder)
+    expected = train(batches)
+    accelerator.load_state(folder)
+    held = [parameter.grad is not None for parameter in model.parameters()]
+    return expected, train(accelerator.skip_first_batches(loader, 2)), held
+
+
+def test_a_resume_inside_an_accumulation_window_is_exact(two: Processes, tmp_path: Path) -> None:
+    for expected, resumed, held in two.run(resume_inside_a_window, str(tmp_path / "state")):
+        assert resumed == expected
+        assert held == [True, True]
+    assert (tmp_path / "state" / "gradients_1.safetensors").is_file()
+
+
+def save_inside_a_window(folder: str) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+    accelerator.save_state(folder)
+
+
+def load_without_own_gradients(folder: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(3, 1))
+    if accelerator.is_main_process:
+        accelerator.load_state(folder)
+        return "loaded"
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder)
+    return str(caught.value)
+
+
+def test_partial_gradients_that_are_missing_are_an_error(two: Processes, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    two.run(save_inside_a_window, str(folder))
+    (folder / "gradients_1.safetensors").unlink()
+    (folder / "checkpoint_manifest.json").unlink()
+    first, second = two.run(load_without_own_gradients, str(folder))
+    assert first == "loaded"
+    assert "gradients_1.safetensors is not there" in second

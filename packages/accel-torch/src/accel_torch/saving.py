@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from accel_ops import broadcast_object_list
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
+from accel_plugins.checkpoint.gradients import load_gradients, save_gradients
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.retention import find_newest, remove_oldest
 from accel_plugins.manifest import Duty
 from accel_state.errors import AccelError, CheckpointError, SettingError
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_state.current import Process
     from accel_torch.accelerator.parts import Parts
@@ -48,6 +51,8 @@ def save_state(parts: Parts, output_dir: str | os.PathLike[str] | None, safe_ser
             save_on_each_node=project.save_on_each_node,
             hooks=list(parts._registry.save_hooks.values()),
         )
+        if not parts.gradient_state.sync_gradients:
+            save_gradients(unwrapped(parts), folder, process.rank)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
         if project.total_limit is not None and process.rank == 0:
@@ -79,6 +84,12 @@ def load_state(parts: Parts, input_dir: str | os.PathLike[str] | None, options: 
         model_options=options,
         hooks=list(parts._registry.load_hooks.values()),
     )
+    load_gradients(unwrapped(parts), folder, parts.state.process_index)
+
+
+def unwrapped(parts: Parts) -> list[Module]:
+    """The user's models, whose parameters have the names that the user gave them."""
+    return [parts._engine.strategy.unwrap(model) for model in parts._registry.models]
 
 
 def contents(parts: Parts) -> Contents:

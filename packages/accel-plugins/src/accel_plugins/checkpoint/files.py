@@ -19,6 +19,7 @@ __all__ = (
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "custom_name",
+    "gradients_name",
     "is_ours",
     "loader_name",
     "optimizer_name",
@@ -61,6 +62,11 @@ def random_states_name(rank: int) -> str:
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
+def gradients_name(rank: int) -> str:
+    """`gradients_<rank>.safetensors`: what a process had gathered in an unfinished accumulation window."""
+    return f"gradients_{rank}.safetensors"
+
+
 def custom_name(index: int) -> str:
     """`custom_checkpoint_<index>.pkl`; index 0 keeps its suffix."""
     return f"custom_checkpoint_{index}.pkl"
@@ -72,7 +78,7 @@ _OURS: Final = re.compile(
     r"|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?"
     r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
-    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|scaler\.pt|gradients_\d+\.safetensors|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     rf"|{re.escape(MANIFEST_NAME)}"
 )
 
