@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ("id_tensor_storage", "memory_of", "tied_names")
+__all__ = (
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "device_of_name",
+    "find_tied_parameters",
+    "id_tensor_storage",
+    "memory_of",
+    "retie_parameters",
+    "tied_names",
+)
+
+_log = logging.getLogger(__name__)
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[Any, int, int]:
@@ -41,3 +53,77 @@ def tied_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
         if isinstance(tensor, Tensor):
             groups.setdefault(memory_of(tensor), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Groups of names under which a model holds one and the same parameter, each sorted.
+
+    Args:
+        model: also one on the meta device, because parameters are compared as objects.
+        kwargs: accepted for older callers and not used.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> find_tied_parameters(model)
+        [['0.weight', '1.weight']]
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return sorted(sorted(names) for names in groups.values() if len(names) > 1)
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Make the names of each group mean one parameter again: the first of them that has data, else the first.
+
+    A group of which a name no longer exists is left as it is for that name.
+    """
+    for names in tied_params:
+        owners = [(_owner(model, name), name.rpartition(".")[2]) for name in names]
+        found = [(owner, leaf) for owner, leaf in owners if owner is not None and leaf in owner._parameters]
+        parameters = [parameter for owner, leaf in found if (parameter := owner._parameters[leaf]) is not None]
+        if parameters:
+            chosen = next((parameter for parameter in parameters if not parameter.is_meta), parameters[0])
+            for owner, leaf in found:
+                owner._parameters[leaf] = chosen
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether the model's own `config` says that its embeddings are tied, as models of transformers do."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return False
+    decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    words = bool(getattr(decoder, "tie_word_embeddings", False)) and bool(
+        getattr(model, "get_output_embeddings", lambda: None)() is not None
+    )
+    both = bool(getattr(config, "is_encoder_decoder", False)) and bool(getattr(config, "tie_encoder_decoder", False))
+    return words or both or any(hasattr(module, "_tie_weights") for module in model.modules())
+
+
+def device_of_name(name: str, device_map: Mapping[str, Any]) -> Any:
+    """The device that a device map gives to a full name: that of the longest entry above it, or None."""
+    while name not in device_map:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn about each group of tied names that a device map puts on different devices."""
+    for names in tied_params:
+        devices = {name: device_of_name(name, device_map) for name in names}
+        if len(set(map(str, devices.values()))) > 1:
+            _log.warning(
+                "Tied parameters are on different devices: %s. Put them on one, or let device_map='auto' do it.",
+                devices,
+            )

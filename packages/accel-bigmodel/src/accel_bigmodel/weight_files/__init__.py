@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         weights_name,
     )
     from accel_bigmodel.weight_files.reading import WeightSource, find_weights, load_weights, load_weights_file
-    from accel_bigmodel.weight_files.sharding import Shards, split_state_dict, stored_names
+    from accel_bigmodel.weight_files.sharding import WeightShards, split_state_dict, stored_names
     from accel_bigmodel.weight_files.writing import save_weights, save_weights_file
 
 __all__ = (
@@ -40,8 +40,8 @@ __all__ = (
     "WEIGHTS_PATTERN_NAME",
     "Entry",
     "Header",
-    "Shards",
     "WeightIndex",
+    "WeightShards",
     "WeightSource",
     "find_weights",
     "index_name",
@@ -82,7 +82,7 @@ __getattr__, __dir__ = lazy_names(
             "weights_name",
         ),
         "accel_bigmodel.weight_files.reading": ("WeightSource", "find_weights", "load_weights", "load_weights_file"),
-        "accel_bigmodel.weight_files.sharding": ("Shards", "split_state_dict", "stored_names"),
+        "accel_bigmodel.weight_files.sharding": ("WeightShards", "split_state_dict", "stored_names"),
         "accel_bigmodel.weight_files.writing": ("save_weights", "save_weights_file"),
     },
 )

@@ -13,11 +13,11 @@ from accel_bigmodel.tied import memory_of
 from accel_bigmodel.weight_files.index import WeightIndex
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, is_safetensors, shard_name
 
-__all__ = ("Shards", "split_state_dict", "stored_names")
+__all__ = ("WeightShards", "split_state_dict", "stored_names")
 
 
 @dataclass(frozen=True)
-class Shards:
+class WeightShards:
     """What will lie where.
 
     Args:
@@ -38,7 +38,7 @@ class Shards:
 
 def split_state_dict(
     state_dict: Mapping[str, Any], max_shard_size: int | str = "10GB", name: str = SAFE_WEIGHTS_NAME
-) -> Shards:
+) -> WeightShards:
     """Split weights, in their order, into files of at most `max_shard_size`; a larger weight gets a file of its own.
 
     Tied weights lie in one file. A `.safetensors` name keeps only the first name of each tied group, because that
@@ -65,9 +65,9 @@ def split_state_dict(
         total += size
     shards = shards or [[]]
     if len(shards) == 1:
-        return Shards({name: tuple(shards[0])}, total)
+        return WeightShards({name: tuple(shards[0])}, total)
     count = len(shards)
-    return Shards({shard_name(name, i, count): tuple(names) for i, names in enumerate(shards, 1)}, total)
+    return WeightShards({shard_name(name, i, count): tuple(names) for i, names in enumerate(shards, 1)}, total)
 
 
 def stored_names(state_dict: Mapping[str, Any], name: str = SAFE_WEIGHTS_NAME) -> list[str]:

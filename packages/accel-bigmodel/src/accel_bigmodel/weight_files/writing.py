@@ -19,7 +19,7 @@ from torch import Tensor
 from accel_bigmodel.byte_counts import convert_bytes
 from accel_bigmodel.tied import id_tensor_storage, memory_of
 from accel_bigmodel.weight_files.names import index_name, is_safetensors, shards_of, weights_name
-from accel_bigmodel.weight_files.sharding import Shards, split_state_dict, stored_names
+from accel_bigmodel.weight_files.sharding import WeightShards, split_state_dict, stored_names
 from accel_state.errors import CheckpointError
 
 __all__ = ("save_weights", "save_weights_file")
@@ -36,7 +36,7 @@ def save_weights(
     *,
     name: str | None = None,
     fsync: bool = False,
-) -> Shards:
+) -> WeightShards:
     """Write weights into a folder, in shards with an index when they are larger than `max_shard_size`.
 
     What an earlier save of the same name left there (shards, index, single file) is removed once the new files are

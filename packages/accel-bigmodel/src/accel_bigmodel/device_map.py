@@ -1,0 +1,224 @@
+"""Device maps: from module or tensor name to the device it lies on; made, checked, simplified, explained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from accel_bigmodel.budget import OFFLOADED, Budget, get_max_memory
+from accel_bigmodel.device_map_report import DeviceMapReport
+from accel_bigmodel.placement import Packing, pieces_of
+from accel_bigmodel.sizes import Dtype
+from accel_bigmodel.tied import device_of_name
+from accel_state.devices.select import best_family, family_of
+from accel_state.errors import NotOffered, SettingError
+
+__all__ = (
+    "Device",
+    "DeviceMap",
+    "check_device_map",
+    "check_device_same",
+    "clean_device_map",
+    "explain_device_map",
+    "infer_auto_device_map",
+    "resolve_device",
+)
+
+_log = logging.getLogger(__name__)
+
+Device: TypeAlias = "int | str | torch.device"
+"""Index of an accelerator, "cpu", "disk", or whatever `torch.device` takes."""
+
+DeviceMap: TypeAlias = "Mapping[str, Device]"
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Budget | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, int | str]:
+    """A device map that fills the accelerators first, then the CPU, then the disk, and exceeds no budget.
+
+    Works on the meta device too. `explain_device_map` takes the same arguments and says why.
+
+    Args:
+        max_memory: bytes, or text such as "10GB", by device; what is free now when None.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        dtype: count floating-point weights in this dtype.
+        special_dtypes: dtypes of single weights, by full name.
+        verbose: print the report.
+        clean_result: write one entry for a module whose parts share a device.
+        offload_buffers: buffers of offloaded modules are offloaded too; otherwise room for them is kept.
+        fallback_allocation: give an accelerator that would stay empty a later piece that fits.
+
+    Raises:
+        SettingError: the budget cannot hold the model.
+
+    Example:
+        >>> infer_auto_device_map(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {0: 600, "cpu": 5000})
+        {'0': 0, '1': 'cpu'}
+    """
+    report = explain_device_map(
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers, fallback_allocation
+    )
+    if verbose:
+        print(report)  # noqa: T201 - what verbose=True asks for
+    return report.device_map if clean_result else report.blocks
+
+
+def explain_device_map(
+    model: nn.Module,
+    max_memory: Budget | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> DeviceMapReport:
+    """What `infer_auto_device_map` does with the same arguments, as a report: print it, or draw it."""
+    classes = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
+    budget = get_max_memory(max_memory)
+    pieces = pieces_of(model, classes, dtype, special_dtypes)
+    packing = Packing(pieces, budget, fallback=fallback_allocation)
+    packing.run()
+    kept = 0
+    while not offload_buffers and (missing := _missing_for_buffers(packing)) > kept:
+        kept = missing
+        packing = Packing(pieces, budget, kept, fallback_allocation)
+        packing.run()
+    placed = {name: p.device for p in packing.placements for name in p.piece.names}
+    in_order = {name: placed[name] for piece in pieces for name in piece.names}
+    blocks = _simplified(in_order, keep_root=True)
+    return DeviceMapReport(_simplified(in_order), blocks, tuple(packing.placements), dict(budget), dict(packing.used))
+
+
+def _missing_for_buffers(packing: Packing) -> int:
+    """Bytes of buffers that stay on the accelerator though their modules are offloaded, where they do not fit there."""
+    device = packing.execution_device
+    offloaded = [p.piece for p in packing.placements if p.device in OFFLOADED]
+    buffers = sum(piece.buffers for piece in offloaded)
+    if device in OFFLOADED or not buffers:
+        return 0
+    largest = max(piece.largest[0] for piece in offloaded)
+    return buffers if buffers > (packing.free(device) or 0) - largest else 0
+
+
+def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
+    """The same map with one entry wherever everything below a name lies on one device.
+
+    Args:
+        module_name: simplify only what lies below this name.
+
+    Example:
+        >>> clean_device_map({"a.b": 0, "a.c": 0, "d": "cpu"})
+        {'a': 0, 'd': 'cpu'}
+    """
+    if not module_name:
+        return _simplified(device_map)
+    inside = {name: device for name, device in device_map.items() if f"{name}.".startswith(f"{module_name}.")}
+    cut = len(module_name) + 1
+    cleaned = _simplified({name[cut:]: device for name, device in inside.items()})
+    merged = {f"{module_name}.{name}" if name else module_name: device for name, device in cleaned.items()}
+    return {**{name: device for name, device in device_map.items() if name not in inside}, **merged}
+
+
+def _simplified(device_map: Mapping[str, Any], keep_root: bool = False) -> dict[str, Any]:
+    """One pass: which devices lie below each name, then the highest names with only one."""
+    below: dict[str, set[str]] = {}
+    for name, device in device_map.items():
+        for prefix in _prefixes(name):
+            below.setdefault(prefix, set()).add(str(device))
+    result: dict[str, Any] = {}
+    for name, device in device_map.items():
+        prefixes = [prefix for prefix in _prefixes(name) if not (keep_root and prefix == "" and name)]
+        result.setdefault(next((prefix for prefix in prefixes if len(below[prefix]) == 1), name), device)
+    return result
+
+
+def _prefixes(name: str) -> list[str]:
+    """The name and every module above it, from the root down."""
+    parts = name.split(".") if name else []
+    return ["", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
+
+
+def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
+    """Refuse a device map that does not fit the model.
+
+    Raises:
+        SettingError: it names what the model does not have, devices that are none, or leaves tensors without a device.
+    """
+    asked = f"Place {type(model).__name__} by a device map with {len(device_map)} entries."
+    names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    unknown = [name for name in device_map if name not in names and name not in set(tensors)]
+    if unknown:
+        raise SettingError(
+            asked,
+            f"The model has no module or tensor called: {', '.join(unknown)}.",
+            "Correct or remove these entries.",
+        )
+    for device in set(device_map.values()):
+        _check_form(asked, device)
+    persistent = set(model.state_dict(keep_vars=True)) | set(tensors[: len(list(model.parameters()))])
+    left = [name for name in tensors if name in persistent and device_of_name(name, device_map) is None]
+    if left:
+        more = f", and {len(left) - 10} more" if len(left) > 10 else ""
+        raise SettingError(
+            asked, f"It gives no device to: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
+        )
+
+
+def _check_form(asked: str, device: Any) -> None:
+    if device == "disk" or (isinstance(device, int) and device >= 0):
+        return
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SettingError(
+            asked, f"{device!r} is no device.", 'Use an index, "cpu", "disk" or a torch device.'
+        ) from error
+
+
+def resolve_device(device: Device) -> torch.device:
+    """The torch device of an entry of a device map; an index means an accelerator of the best family here.
+
+    Raises:
+        SettingError: there is no such device here, or it is "disk".
+    """
+    asked = f"Use the device {device!r}."
+    family = best_family() if isinstance(device, int) else None
+    if device == "disk" or (family is not None and family is family_of("cpu")):
+        obstacle = "Nothing is computed on the disk." if device == "disk" else "There is no accelerator here."
+        raise SettingError(asked, obstacle, 'Name "cpu", or a device that is present.')
+    resolved = torch.device(family.name, int(device)) if family is not None else torch.device(device)  # type: ignore[arg-type]
+    if resolved.type == "meta":
+        return resolved
+    try:
+        family = family_of(resolved)
+    except NotOffered as error:
+        raise SettingError(asked, error.obstacle, error.remedy) from error
+    if not family.present() or (resolved.index or 0) >= max(family.count(), 1):
+        raise SettingError(
+            asked, f"{family.count() if family.present() else 0} of that kind are present.", "Name another."
+        )
+    return resolved
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Whether two devices are the same; one without an index is the current one of its kind."""
+    if first_device.type != second_device.type:
+        return False
+    if first_device.index is not None and second_device.index is not None:
+        return first_device.index == second_device.index
+    return (first_device.index or 0) == (second_device.index or 0)

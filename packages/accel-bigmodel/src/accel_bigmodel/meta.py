@@ -1,0 +1,88 @@
+"""Building a model without memory for its weights, or straight on a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from accel_state.settings.environ import read
+from accel_state.settings.schema import BOOLEAN, Setting
+
+__all__ = ("init_empty_weights", "init_on_device")
+
+INCLUDE_BUFFERS: Final = Setting("include_buffers", BOOLEAN, False, variable="ACCELERATE_INIT_INCLUDE_BUFFERS")
+"""Whether buffers go where parameters go when the call does not say."""
+
+_original = nn.Module.register_parameter
+_lock = threading.Lock()
+_here = threading.local()
+_open = 0
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Models made inside have parameters of shape and dtype only, on the meta device.
+
+    Args:
+        include_buffers: put buffers there too; from $ACCELERATE_INIT_INCLUDE_BUFFERS when None, else False.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     layer = nn.Linear(100_000, 100_000)
+        >>> layer.weight.is_meta
+        True
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Models made inside, by this thread, have their parameters on `device`.
+
+    Args:
+        device: where parameters go as they are registered.
+        include_buffers: make every tensor there, buffers too; from $ACCELERATE_INIT_INCLUDE_BUFFERS when None, else
+            False.
+    """
+    device = torch.device(device)
+    if include_buffers is None:
+        given = read(INCLUDE_BUFFERS)
+        include_buffers = bool(given.value) if given else False
+    devices = getattr(_here, "devices", ())
+    _patch(+1)
+    _here.devices = (*devices, device)
+    try:
+        with device if include_buffers else nullcontext():
+            yield
+    finally:
+        _here.devices = devices
+        _patch(-1)
+
+
+def _patch(change: int) -> None:
+    """Replace the registration of parameters while any thread is inside; others see no difference."""
+    global _open
+    with _lock:
+        _open += change
+        method: Any = _register_parameter if _open else _original
+        nn.Module.register_parameter = method  # type: ignore[method-assign]
+
+
+def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    _original(module, name, param)
+    devices = getattr(_here, "devices", ())
+    if param is not None and devices and param.device != devices[-1]:
+        module._parameters[name] = _moved(param, devices[-1])
+
+
+def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """The parameter on another device, of the same class and with the attributes that libraries set on it."""
+    moved = torch.Tensor._make_subclass(type(param), param.detach().to(device), param.requires_grad)
+    moved.__dict__.update(param.__dict__)
+    return moved

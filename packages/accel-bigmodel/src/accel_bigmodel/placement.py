@@ -1,0 +1,258 @@
+"""Packing a model onto devices: which piece goes where, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from accel_bigmodel.budget import HOST, OFFLOADED
+from accel_bigmodel.byte_counts import convert_bytes
+from accel_bigmodel.sizes import Dtype, byte_counter
+from accel_state.errors import SettingError
+
+__all__ = ("Packing", "Piece", "Placement", "pieces_of")
+
+DISK = "disk"
+
+
+@dataclass
+class Piece:
+    """What must lie on one device: a layer, a block that stays whole or a lone tensor, and what shares weights with it.
+
+    Args:
+        names: of the modules and tensors, in the order of the model.
+        sizes: bytes of each by itself.
+        size: bytes of all, shared weights counted once.
+        buffers: bytes of the buffers among them.
+    """
+
+    names: list[str]
+    sizes: list[int]
+    size: int
+    buffers: int
+
+    @property
+    def largest(self) -> tuple[int, str]:
+        """Bytes and name of its largest layer."""
+        return max(zip(self.sizes, self.names, strict=True), key=lambda pair: pair[0])
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a piece went and why."""
+
+    piece: Piece
+    device: int | str
+    reason: str
+
+
+def pieces_of(
+    model: nn.Module,
+    no_split_module_classes: Sequence[str] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+) -> list[Piece]:
+    """The pieces of a model in its order, from one walk over its modules."""
+    walk = _Walk(frozenset(no_split_module_classes or ()), byte_counter(dtype, special_dtypes))
+    walk.visit("", model)
+    pieces = []
+    for group in _tied_together([keys for _, keys in walk.layers]):
+        members = [walk.layers[number] for number in group]
+        keys = members[0][1] if len(members) == 1 else set[int]().union(*(own for _, own in members))
+        own_sizes = [sum([walk.sizes[key] for key in own]) for _, own in members]
+        size = own_sizes[0] if len(members) == 1 else sum(walk.sizes[key] for key in keys)
+        in_buffers = sum(walk.sizes[key] for key in keys & walk.buffers) if walk.buffers else 0
+        pieces.append(Piece([name for name, _ in members], own_sizes, size, in_buffers))
+    return pieces
+
+
+class _Walk:
+    """One pass over a model: its layers, whole blocks and lone tensors, each with the identities of its tensors."""
+
+    def __init__(self, whole: frozenset[str], count: Callable[[str, Tensor], int]) -> None:
+        self.whole, self.count = whole, count
+        self.layers: list[tuple[str, set[int]]] = []
+        self.sizes: dict[int, int] = {}
+        self.buffers: set[int] = set()
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        # Every name of a module that has several counts, unlike in named_children().
+        if name and (not module._modules or type(module).__name__ in self.whole):
+            keys = set[int]()
+            self._collect(f"{name}.", module, keys)
+            self.layers.append((name, keys))
+            return
+        prefix = f"{name}." if name else ""
+        self.layers += [(prefix + leaf, {self._note(prefix + leaf, t)}) for leaf, t in _own(module._parameters)]
+        for child, inner in module._modules.items():
+            if inner is not None:
+                self.visit(prefix + child, inner)
+        for leaf, buffer in _own(module._buffers):
+            self.buffers.add(id(buffer))
+            self.layers.append((prefix + leaf, {self._note(prefix + leaf, buffer)}))
+
+    def _collect(self, prefix: str, module: nn.Module, keys: set[int]) -> None:
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                keys.add(self._note(prefix + leaf, parameter))
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                keys.add(self._note(prefix + leaf, buffer))
+                self.buffers.add(id(buffer))
+        for child, inner in module._modules.items():
+            if inner is not None:
+                self._collect(f"{prefix}{child}.", inner, keys)
+
+    def _note(self, name: str, tensor: Tensor) -> int:
+        key = id(tensor)
+        if key not in self.sizes:
+            self.sizes[key] = self.count(name, tensor)
+        return key
+
+
+def _own(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(leaf, tensor) for leaf, tensor in tensors.items() if tensor is not None]
+
+
+def _tied_together(members: Sequence[set[int]]) -> list[list[int]]:
+    """Numbers of the sets, those that overlap directly or through others in one group, in the order of their first."""
+    if sum(map(len, members)) == len(set[int]().union(*members)):
+        return [[number] for number in range(len(members))]
+    root = list(range(len(members)))
+
+    def find(number: int) -> int:
+        while root[number] != number:
+            root[number] = root[root[number]]
+            number = root[number]
+        return number
+
+    first: dict[int, int] = {}
+    for number, keys in enumerate(members):
+        for key in keys:
+            a, b = sorted((find(first.setdefault(key, number)), find(number)))
+            root[b] = a
+    groups: dict[int, list[int]] = {}
+    for number in range(len(members)):
+        groups.setdefault(find(number), []).append(number)
+    return list(groups.values())
+
+
+@dataclass
+class Packing:
+    """Fills devices one after the other, in the order of the model, never above a budget.
+
+    The first accelerator and the host also keep room for the largest layer still to be placed: what ends up further
+    down is brought there when its turn comes.
+
+    Args:
+        pieces: what to place.
+        budget: bytes by device, in the order in which devices fill up; the disk has no bound unless one is given.
+        kept: further bytes to leave free on the first accelerator.
+        fallback: when a device would get nothing because the next piece is too large, give it the first that fits.
+    """
+
+    pieces: Sequence[Piece]
+    budget: Mapping[int | str, int]
+    kept: int = 0
+    fallback: bool = False
+    used: dict[int | str, int] = field(default_factory=dict)
+    placements: list[Placement] = field(default_factory=list)
+
+    def run(self) -> list[Placement]:
+        """Place everything.
+
+        Raises:
+            SettingError: a piece fits nowhere, or what is offloaded could not be brought back to compute with it.
+        """
+        devices = [*self.budget, *([] if DISK in self.budget else [DISK])]
+        self.used = dict.fromkeys(devices, 0)
+        waiting = list(self.pieces)
+        rest = _largest_after(waiting)
+        position, number, passed = 0, 0, ""
+        while number < len(waiting):
+            piece, device = waiting[number], devices[position]
+            if self._fits(piece, device, rest[number + 1]):
+                self._place(piece, device, passed)
+                number += 1
+                continue
+            passed = self._obstacle(piece, device, rest[number + 1])
+            moved = self._fall_back(waiting, number, device) if self.fallback else None
+            if moved is not None:
+                waiting.insert(number, waiting.pop(moved))
+                rest = _largest_after(waiting)
+                self._place(waiting[number], device, "the next piece did not fit")
+                number += 1
+            position += 1
+            if position == len(devices):
+                raise self._too_small(piece)
+        self._check_execution()
+        return self.placements
+
+    @property
+    def execution_device(self) -> int | str:
+        """Where offloaded layers are computed: the first accelerator that holds something, else the host."""
+        return next((device for device in self.used if device not in OFFLOADED and self.used[device]), HOST)
+
+    def free(self, device: int | str) -> int | None:
+        """Bytes left on a device; None where there is no bound."""
+        return self.budget[device] - self.used[device] if device in self.budget else None
+
+    def _room(self, device: int | str, largest_later: int) -> int | None:
+        free = self.free(device)
+        if free is None:
+            return None
+        accelerators = [known for known in self.budget if known not in OFFLOADED]
+        if device == HOST:
+            return free - largest_later
+        return free - largest_later - self.kept if accelerators[:1] == [device] else free
+
+    def _fits(self, piece: Piece, device: int | str, later: tuple[int, str]) -> bool:
+        room = self._room(device, later[0])
+        return room is None or piece.size <= room
+
+    def _place(self, piece: Piece, device: int | str, passed: str) -> None:
+        self.used[device] += piece.size
+        self.placements.append(Placement(piece, device, passed or "it fits"))
+
+    def _obstacle(self, piece: Piece, device: int | str, later: tuple[int, str]) -> str:
+        free, room = self.free(device) or 0, self._room(device, later[0]) or 0
+        reserved = f", {convert_bytes(free - room)} of them kept to bring in {later[1]!r}" if room < free else ""
+        return f"{convert_bytes(piece.size)} did not fit on {device}: {convert_bytes(free)} left{reserved}"
+
+    def _fall_back(self, waiting: Sequence[Piece], number: int, device: int | str) -> int | None:
+        if self.used[device] or device in OFFLOADED:
+            return None
+        later = max(piece.largest for piece in waiting[number:])
+        return next((i for i in range(number, len(waiting)) if self._fits(waiting[i], device, later)), None)
+
+    def _check_execution(self) -> None:
+        device = self.execution_device
+        brought = [p.piece.largest for p in self.placements if p.device in OFFLOADED and p.device != device]
+        if not brought or device not in self.budget:
+            return
+        size, name = max(brought)
+        if size > (self.free(device) or 0):
+            raise SettingError(
+                f"Place the model under the budget {dict(self.budget)}.",
+                f"Computing needs {size} bytes on {device} for the layer {name!r}; {self.free(device)} are left.",
+                f"Give {device} more, or let more of the model be offloaded.",
+            )
+
+    def _too_small(self, piece: Piece) -> SettingError:
+        left = ", ".join(f"{device}: {self.free(device)}" for device in self.used)
+        return SettingError(
+            f"Place the model under the budget {dict(self.budget)}.",
+            f"{piece.names[0]!r} takes {piece.size} bytes, and no device has them (left: {left}).",
+            "Raise the budget, or leave 'disk' out of it so that it has no bound.",
+        )
+
+
+def _largest_after(pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+    """For each number, the largest layer among the pieces from there on; one entry more than there are pieces."""
+    largest = [(0, "")]
+    for piece in reversed(pieces):
+        largest.append(max(largest[-1], piece.largest, key=lambda pair: pair[0]))
+    return largest[::-1]

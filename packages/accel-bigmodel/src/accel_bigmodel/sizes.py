@@ -1,0 +1,229 @@
+"""How many bytes a module, its parts and its largest layer take, without looking at any data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from accel_state.errors import SettingError
+from accel_state.labels import CustomDtype
+
+__all__ = (
+    "Dtype",
+    "Measured",
+    "byte_counter",
+    "calculate_maximum_sizes",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "dtype_byte_size",
+    "get_max_layer_size",
+    "get_module_leaves",
+    "get_non_persistent_buffers",
+    "measure",
+    "named_module_tensors",
+    "torch_dtype",
+)
+
+Dtype: TypeAlias = "torch.dtype | CustomDtype | str"
+"""A torch dtype, its name with or without "torch.", or one of the dtypes that only count for sizes."""
+
+_CUSTOM = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """The torch dtype of a name such as "float16" or "torch.float16".
+
+    Raises:
+        SettingError: no dtype has that name.
+    """
+    found = getattr(torch, str(dtype).removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise SettingError(
+            f"The dtype {dtype!r} was given.", "torch has none of that name.", 'Give one such as "bfloat16".'
+        )
+    return found
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+    """Bytes of one element: 4 for float32, 0.125 for bool and 0.5 for int4, which are counted as if packed.
+
+    Example:
+        >>> dtype_byte_size(torch.float32), dtype_byte_size(CustomDtype.INT4)
+        (4, 0.5)
+    """
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM[dtype]
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, of a module by name; by default its own only."""
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        skipped = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else ()
+        for name, buffer in module.named_buffers(recurse=recurse):
+            if name not in skipped:
+                yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of the buffers that a state dict leaves out; with `fqns=True` by full names."""
+    modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    return {
+        f"{prefix}.{name}" if fqns and prefix else name
+        for prefix, owner in modules
+        for name in owner._non_persistent_buffers_set
+    }
+
+
+def byte_counter(
+    dtype: Dtype | None = None, special_dtypes: Mapping[str, Any] | None = None
+) -> Callable[[str, Tensor], int]:
+    """A function of name and tensor that tells the bytes which the tensor would take in `dtype`.
+
+    Never more than it takes now; integers and truth values stay as they are; names in `special_dtypes` take theirs.
+    """
+    special = {name: _element_bytes(own) for name, own in (special_dtypes or {}).items()}
+    target = None if dtype is None else _element_bytes(dtype)
+    known: dict[torch.dtype, float] = {}
+
+    def count(name: str, tensor: Tensor) -> int:
+        own = tensor.dtype
+        element = known.get(own)
+        if element is None:
+            element = dtype_byte_size(own)
+            if target is not None and (own.is_floating_point or own.is_complex):
+                element = min(element, target)
+            known[own] = element
+        return int(tensor.numel() * (special.get(name, element) if special else element))
+
+    return count
+
+
+def _element_bytes(dtype: Dtype) -> float:
+    return dtype_byte_size(dtype if isinstance(dtype, CustomDtype) else torch_dtype(dtype))
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of every tensor, of every module by its name, and of the whole model under "".
+
+    A tied weight counts once, where it is met first. Modules without tensors are left out and read as 0.
+
+    Args:
+        dtype: count floating-point tensors as if they had this dtype, where that is smaller.
+        special_dtypes: dtypes of single tensors, by full name.
+        buffers_only: leave parameters out.
+    """
+    return measure(model, byte_counter(dtype, special_dtypes), buffers_only=buffers_only).sizes
+
+
+@dataclass
+class Measured:
+    """Sizes of one model from one walk.
+
+    Args:
+        sizes: bytes by name, "" for all.
+        layers: bytes of each module that has tensors and no children.
+        largest_block: bytes of the largest module of a class that was asked for.
+    """
+
+    sizes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    layers: list[int] = field(default_factory=list)
+    largest_block: int = 0
+
+
+def measure(
+    model: nn.Module,
+    count: Callable[[str, Tensor], int],
+    blocks: Collection[str] = frozenset(),
+    buffers_only: bool = False,
+) -> Measured:
+    """Walk over a model once; `blocks` are names of classes whose largest module is wanted."""
+    found, seen = Measured(), set[int]()
+    sizes = found.sizes
+
+    def visit(prefix: str, module: nn.Module) -> int:
+        total = 0
+        tensors: list[tuple[str, Tensor | None]] = [] if buffers_only else list(module._parameters.items())
+        for leaf, tensor in (*tensors, *module._buffers.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                sizes[prefix + leaf] = size = count(prefix + leaf, tensor)
+                total += size
+        if not module._modules:
+            if total:
+                found.layers.append(total)
+            return total
+        for child, inner in module._modules.items():
+            if inner is not None:
+                size = visit(f"{prefix}{child}.", inner)
+                if size:
+                    sizes[prefix + child] = size
+                    total += size
+                if blocks and type(inner).__name__ in blocks and size > found.largest_block:
+                    found.largest_block = size
+        return total
+
+    total = visit("", model)
+    if total:
+        sizes[""] = total
+    return found
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Any] | None = None
+) -> int:
+    """Bytes of all buffers of a model."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Names in the result of `compute_module_sizes` that have nothing below them: the tensors."""
+    parents = {name.rpartition(".")[0] for name in module_sizes if name}
+    return [name for name in module_sizes if name not in parents]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str] | None
+) -> tuple[int, list[str]]:
+    """Bytes and names of the largest layers: modules without children, or of a class that must not be split.
+
+    Args:
+        modules: names and modules (or tensors) to look at, with what is inside them.
+        module_sizes: as `compute_module_sizes` gives them.
+        no_split_module_classes: names of classes that count as one layer.
+    """
+    whole = frozenset(no_split_module_classes or ())
+    largest, names = 0, list[str]()
+    stack = list(reversed(modules))
+    while stack:
+        name, module = stack.pop()
+        children = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if children and type(module).__name__ not in whole:
+            stack += [(f"{name}.{child}" if name else child, inner) for child, inner in reversed(children)]
+            continue
+        size = module_sizes[name]
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of the model, and bytes and names of its largest layers; its own `_no_split_modules` count as layers."""
+    sizes = compute_module_sizes(model)
+    modules = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return sizes[""], get_max_layer_size(modules, sizes, getattr(model, "_no_split_modules", None) or [])
