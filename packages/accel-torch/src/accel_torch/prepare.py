@@ -13,7 +13,7 @@ from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
-    from accel_torch.accelerator.parts import Parts
+    from accel_torch.parts import Parts
 
 __all__ = ("prepare", "prepare_loader")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_state.current import Process
-    from accel_torch.accelerator.parts import Parts
+    from accel_torch.parts import Parts
 
 __all__ = ("load_state", "save_state")
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_torch.accelerator.parts import Parts
+    from accel_torch.parts import Parts
 
 __all__ = ("clip_grad_norm", "clip_grad_value", "unscale_gradients")
 

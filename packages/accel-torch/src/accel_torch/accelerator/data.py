@@ -7,8 +7,8 @@ from typing import Any
 
 from accel_data import skip_first_batches
 from accel_ops import gather, pad_across_processes, reduce
-from accel_torch.accelerator.parts import Parts
 from accel_torch.metrics import gather_for_metrics
+from accel_torch.parts import Parts
 from accel_torch.prepare import prepare_loader
 
 __all__ = ("DataPage",)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_torch.accelerator.parts import Parts
+from accel_torch.parts import Parts
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel_torch import saving
-from accel_torch.accelerator.parts import Parts
+from accel_torch.parts import Parts
 from accel_torch.registry import add_hook
 
 if TYPE_CHECKING:

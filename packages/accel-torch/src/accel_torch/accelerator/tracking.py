@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_torch.accelerator.parts import Parts
+from accel_torch.parts import Parts
 from accel_tracking.group import TrackerGroup
 
 __all__ = ("TrackingPage",)

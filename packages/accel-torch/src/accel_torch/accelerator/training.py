@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins.precision.config import AutocastKwargs
 from accel_plugins.wrapped.unwrap import extract_model_from_parallel
-from accel_torch.accelerator.parts import Parts
 from accel_torch.accumulation import MicroBatch, hold_back
+from accel_torch.parts import Parts
 from accel_torch.prepare import prepare
 from accel_torch.step import clip_grad_norm, clip_grad_value, unscale_gradients
 
