@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch.nn import Module
 
-from accel_bigmodel.weight_files import load_weights_file
+from accel_bigmodel.weight_files import load_weights_file, save_weights_file
 from accel_plugins.checkpoint.files import gradients_name
 from accel_state.errors import CheckpointError
 
@@ -27,7 +26,7 @@ def save_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:
         for name, parameter in _parameters(models).items()
         if parameter.grad is not None
     }
-    save_file(held, folder / gradients_name(rank), metadata={"format": "pt"})
+    save_weights_file(held, folder / gradients_name(rank))
 
 
 def load_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:
