@@ -9,6 +9,7 @@ from accel_state.settings.lazy import lazy_names
 if TYPE_CHECKING:
     from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel_data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
     from accel_data.loader import DataLoaderShard as DataLoaderShard
     from accel_data.padding import Padding as Padding
@@ -30,6 +31,7 @@ __all__ = (
     "BatchSamplerShard",
     "DataLoaderAdapter",
     "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
@@ -54,6 +56,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "accel_data.adapter": ("DataLoaderAdapter",),
         "accel_data.config": ("DataLoaderConfiguration",),
+        "accel_data.dispatcher": ("DataLoaderDispatcher",),
         "accel_data.iterable": ("IterableDatasetShard",),
         "accel_data.loader": ("DataLoaderShard",),
         "accel_data.padding": ("Padding", "drop_padding"),

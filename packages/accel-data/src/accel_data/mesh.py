@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-__all__ = ("data_coordinates",)
+__all__ = ("coordinates", "data_coordinates")
 
 _DATA_AXES = ("dp", "fsdp")
 
@@ -24,3 +25,22 @@ def data_coordinates(mesh: Any) -> tuple[int, int]:
             count *= mesh.size(number)
             index = index * mesh.size(number) + mesh.get_local_rank(number)
     return count, index
+
+
+def coordinates(mesh: Any, world_size: int) -> list[int]:
+    """By rank, which part of the data it gets; with no mesh every process gets a part of its own.
+
+    Args:
+        mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions over all processes, or None.
+        world_size: number of processes.
+    """
+    if mesh is None:
+        return list(range(world_size))
+    indices = [0] * world_size
+    for place in itertools.product(*(range(size) for size in mesh.mesh.shape)):
+        index = 0
+        for number, name in enumerate(mesh.mesh_dim_names or ()):
+            if name.startswith(_DATA_AXES):
+                index = index * mesh.size(number) + place[number]
+        indices[int(mesh.mesh[place])] = index
+    return indices

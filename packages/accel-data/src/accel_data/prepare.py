@@ -9,15 +9,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.config import Sharding, check_sharding
+from accel_data.dispatched import DispatchedSource
+from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.divide import Part, Shuffling, divide_indexed, divide_stream
 from accel_data.loader import DataLoaderShard
 from accel_data.mesh import data_coordinates
 from accel_data.prepared import PreparedLoader
-from accel_data.samplers import innermost_sampler
+from accel_data.samplers import check_split, innermost_sampler
 from accel_data.sources import Source
 from accel_data.stateful import stateful_twin
 from accel_state import current
-from accel_state.errors import UnknownKind
+from accel_state.errors import Conflict, UnknownKind
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 
@@ -85,26 +87,56 @@ def prepare_data_loader(
     check_sharding(sharding, dispatch_batches)
     processes, index = _place(num_processes, process_index, torch_device_mesh)
     part = Part(processes, index, split_batches, even_batches)
+    dispatches = _dispatches(dataloader, dispatch_batches, sharding, put_on_device, part, torch_device_mesh)
     base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
-    source: Source
-    if isinstance(base.dataset, IterableDataset):
-        source, generator = divide_stream(base, part)
-    else:
-        seedable = use_seedable_sampler and not use_configured_sampler
-        source, generator = divide_indexed(base, part, Shuffling(seedable, data_seed, restore_position))
-    shared = generator if processes > 1 else None
-    return DataLoaderShard.around(
-        source,
-        device=_device(device) if put_on_device else None,
-        rng_types=_rng_types(rng_types, shared),
-        synchronized_generator=shared,
-        restores=restore_position or use_stateful_dataloader,
-        use_stateful_dataloader=use_stateful_dataloader,
-        gradient_state=gradient,
-        torch_device_mesh=torch_device_mesh,
-        _drop_last=dataloader.drop_last,
-        _non_blocking=non_blocking,
-    )
+    shuffling = Shuffling(use_seedable_sampler and not use_configured_sampler, data_seed, restore_position)
+    # What is dispatched is read by the main process as the script made it, and divided afterwards.
+    source, generator = _divided(base, Part(1, 0) if dispatches else part, shuffling)
+    shared = generator if processes > 1 and not dispatches else None
+    options: dict[str, Any] = {
+        "device": _device(device) if put_on_device else None,
+        "rng_types": _rng_types(rng_types, shared),
+        "synchronized_generator": shared,
+        "restores": restore_position or use_stateful_dataloader,
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "gradient_state": gradient,
+        "torch_device_mesh": torch_device_mesh,
+        "_drop_last": dataloader.drop_last,
+        "_non_blocking": non_blocking,
+    }
+    if not dispatches:
+        return DataLoaderShard.around(source, **options)
+    if split_batches:
+        check_split(getattr(dataloader.batch_sampler, "batch_size", None), processes)
+    steps = DispatchedSource(source, processes, split_batches, _drops_last(dataloader), slice_fn_for_dispatch)
+    return DataLoaderDispatcher.around(steps, **options)
+
+
+def _divided(loader: DataLoader[Any], part: Part, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:
+    if isinstance(loader.dataset, IterableDataset):
+        return divide_stream(loader, part)
+    return divide_indexed(loader, part, shuffling)
+
+
+def _dispatches(
+    loader: DataLoader[Any], asked: bool | None, sharding: Sharding, put_on_device: bool, part: Part, mesh: Any
+) -> bool:
+    """Whether the main process reads for all."""
+    everyone = mesh is not None or part.processes == current.process_or_start().world_size
+    if asked or sharding == "dispatch":
+        if not everyone:
+            raise Conflict(
+                f"Dispatching to {part.processes} processes was asked for.",
+                f"The run has {current.process_or_start().world_size}, and the main process sends to all of them.",
+                "Leave num_processes and process_index out, or let every process read for itself.",
+            )
+        return True
+    undecided = asked is None and sharding == "auto" and put_on_device
+    return undecided and everyone and part.processes > 1 and isinstance(loader.dataset, IterableDataset)
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:

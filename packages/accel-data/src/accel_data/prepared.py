@@ -161,11 +161,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         raise NotImplementedError
 
     def _open(self, at: Position | None) -> Iterator[Any]:
+        self._begin_progress(at)
+        return self.source.open(at)
+
+    def _begin_progress(self, at: Position | None) -> None:
         source, progress = self.source, self.progress
         source.set_epoch(progress.epoch)
         steps, samples = source.skipped() if at is None else (at.steps, at.samples)
         progress.begin(steps, samples, source.step_size, source.length(), source.remainder(samples))
-        return source.open(at)
 
     def _next(self, batches: Iterator[Any]) -> Any:
         try:

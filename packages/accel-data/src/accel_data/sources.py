@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -18,6 +18,64 @@ from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
 
 __all__ = ("MapSource", "OneByOne", "SkippedStream", "Source", "StreamSource")
+
+
+class Source(Protocol):
+    """Where a prepared loader gets its batches, and what is known of them.
+
+    Positions are counted in samples of the global order, or in steps when `counts_steps`.
+    """
+
+    base: DataLoader[Any]
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+
+    @property
+    def step_size(self) -> int | None:
+        """Samples of all processes in one step; None when it varies."""
+
+    @property
+    def draws(self) -> Draws:
+        """What the order of its epochs is drawn from."""
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a position is known in steps only."""
+
+    def missing_from_len(self) -> int:
+        """Batches that the base loader counts and this source leaves out."""
+
+    def length(self) -> int | None:
+        """Samples of an epoch of all processes together; None when unknown."""
+
+    def remainder(self, start: int | None) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
+
+    def open(self, at: Position | None) -> Iterator[Any]:
+        """Begin an epoch, at a position if one is given."""
+
+    def padding(self, number: int) -> Padding | None:
+        """Padding of the batch that came as number `number` since the epoch was opened."""
+
+    def upcoming(self, restored: Draw | None = None) -> Draw | None:
+        """What the next epoch will be drawn from, where that is known beforehand; set to `restored` first, if given."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set and the samplers."""
+
+    def skipping(self, steps: int) -> Source:
+        """One whose epochs begin `steps` steps later."""
+
+    def skipped(self) -> tuple[int, int | None]:
+        """Steps and samples by which all epochs begin later."""
+
+    def identity(self) -> str:
+        """Which samplers, or which stream, give the order."""
+
+    def obstacle(self) -> str | None:
+        """Why an epoch cannot be continued in its middle, or None."""
 
 
 class OneByOne(Sampler[int]):
@@ -75,83 +133,83 @@ class MapSource:
 
     @property
     def draws(self) -> Draws:
-        """What the order of its epochs is drawn from."""
+        """See `Source`."""
         return self.shard.draws
 
     @property
     def step_size(self) -> int | None:
-        """Samples of all processes in one step; None when it varies."""
+        """See `Source`."""
         return None if self.shard.walked else self.shard.step_size
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
+        """See `Source`."""
         return self.shard.num_processes
 
     @property
     def counts_steps(self) -> bool:
-        """Whether a position is known in steps only."""
+        """See `Source`."""
         return self.shard.walked
 
     def missing_from_len(self) -> int:
-        """Batches that the base loader counts and this source leaves out."""
+        """See `Source`."""
         return 0
 
     def length(self) -> int | None:
-        """Samples of an epoch of all processes together; None when unknown."""
+        """See `Source`."""
         if not self.shard.walked:
             return _length(self.shard.sampler)
         return _length(self.base.dataset)
 
     def remainder(self, start: int | None) -> int:
-        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
+        """See `Source`."""
         length, size = self.length(), self.shard.step_size
         if length is None or not size or self.shard.drop_last:
             return -1
         return max(length - (start or 0), 0) % size
 
     def open(self, at: Position | None) -> Iterator[Any]:
-        """Begin an epoch, at a position if one is given."""
+        """See `Source`."""
         position = None if at is None else at.steps if self.shard.walked else at.samples
         self.shard.start_once_at(position)
         return iter(self.base)
 
     def padding(self, number: int) -> Padding | None:
-        """Padding of the batch that came as number `number` since the epoch was opened."""
+        """See `Source`."""
         padding = self.shard.padded.get(number)
         if padding is None or not self.single:
             return padding
         return padding.of_single()
 
     def upcoming(self, restored: Draw | None = None) -> Draw | None:
-        """What the next epoch will be drawn from, where that is known beforehand; set to `restored` first, if given."""
+        """See `Source`."""
         custom = self.shard.batch_sampler if self.shard.walked else None
         return upcoming(custom, self.shard.sampler, restored)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data set and the samplers."""
+        """See `Source`."""
         for part in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def skipping(self, steps: int) -> MapSource:
-        """One whose epochs begin `steps` steps later."""
+        """See `Source`."""
         shard = self.shard.skipping(steps)
         changes: dict[str, Any] = {"sampler": OneByOne(shard)} if self.single else {"batch_sampler": shard}
         return MapSource(rebuilt(self.base, **changes), shard)
 
     def skipped(self) -> tuple[int, int | None]:
-        """Steps and samples by which all epochs begin later."""
+        """See `Source`."""
         steps, size = self.shard.skipped_steps, self.step_size
         return steps, None if size is None else steps * size
 
     def identity(self) -> str:
-        """Which samplers give the order."""
+        """See `Source`."""
         classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
         return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
 
     def obstacle(self) -> str | None:
-        """Why an epoch cannot be continued in its middle, or None."""
+        """See `Source`."""
         if repeatable(self.shard.batch_sampler if self.shard.walked else None, self.shard.sampler):
             return None
         return (
@@ -183,26 +241,26 @@ class StreamSource:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether a position is known in steps only."""
+        """See `Source`."""
         return self.base.num_workers > 0 or not self.step_size
 
     def missing_from_len(self) -> int:
-        """Batches that the base loader counts and this source leaves out."""
+        """See `Source`."""
         return self.skipped_steps
 
     def length(self) -> int | None:
-        """Samples of an epoch of all processes together; None when unknown."""
+        """See `Source`."""
         return _length(self.stream)
 
     def remainder(self, start: int | None) -> int:
-        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
+        """See `Source`."""
         length = self.length()
         if length is None or not self.step_size or self.base.drop_last:
             return -1
         return max(length - (start or 0), 0) % self.step_size
 
     def open(self, at: Position | None) -> Iterator[Any]:
-        """Begin an epoch, at a position if one is given."""
+        """See `Source`."""
         self._note_draw()
         steps = self.skipped_steps if at is None else at.steps
         samples = steps * (self.step_size or 0) if at is None else at.samples
@@ -233,31 +291,31 @@ class StreamSource:
         return None
 
     def upcoming(self, restored: Draw | None = None) -> Draw | None:
-        """What the next epoch will be drawn from, where that is known beforehand; set to `restored` first, if given."""
+        """See `Source`."""
         generator = getattr(self.stream, "generator", None)
         return restore_generator(generator, restored) if isinstance(generator, torch.Generator) else None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream."""
+        """See `Source`."""
         if hasattr(self.base.dataset, "set_epoch"):
             self.base.dataset.set_epoch(epoch)
 
     def skipping(self, steps: int) -> StreamSource:
-        """One whose epochs begin `steps` steps later."""
+        """See `Source`."""
         other = copy.copy(self)
         other.skipped_steps += steps
         return other
 
     def skipped(self) -> tuple[int, int | None]:
-        """Steps and samples by which all epochs begin later."""
+        """See `Source`."""
         return self.skipped_steps, None if self.step_size is None else self.skipped_steps * self.step_size
 
     def identity(self) -> str:
-        """Which stream gives the order."""
+        """See `Source`."""
         return f"{type(self.stream).__module__}.{type(self.stream).__qualname__}"
 
     def obstacle(self) -> str | None:
-        """Why an epoch cannot be continued in its middle, or None."""
+        """See `Source`."""
         stream = self.stream
         if hasattr(stream, "set_epoch") or hasattr(stream, "state_dict"):
             return None
@@ -267,9 +325,6 @@ class StreamSource:
             f"The stream {self.identity()} has no position: neither set_epoch, state_dict nor a generator says that it "
             "gives the same samples again."
         )
-
-
-Source = MapSource | StreamSource
 
 
 def _length(source: Any) -> int | None:

@@ -1,0 +1,115 @@
+"""The source of a dispatching loader: steps of all processes, read in the main process out of another source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accel_data.order import Draw, Draws
+from accel_data.padding import Padding
+from accel_data.progress import Position
+from accel_data.rounds import Round, rounds
+from accel_data.sources import Source
+
+__all__ = ("DispatchedSource",)
+
+
+class DispatchedSource:
+    """Steps out of a source that gives the script's own batches.
+
+    Args:
+        inner: gives the batches of the loader as the script made it.
+        processes: number of parts of a step.
+        split: cut each batch; otherwise a step takes one batch for each process.
+        drop_last: leave out a last step that lacks batches.
+        slice_fn: `f(batch, slice, process_index=, num_processes=)` that cuts a batch for one process.
+    """
+
+    def __init__(
+        self,
+        inner: Source,
+        processes: int,
+        split: bool = False,
+        drop_last: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.base: DataLoader[Any] = inner.base
+        self.processes = processes
+        self.split = split
+        self.drop_last = drop_last
+        self.slice_fn = slice_fn
+
+    @property
+    def per_step(self) -> int:
+        """Batches of the loader in one step."""
+        return 1 if self.split else self.processes
+
+    @property
+    def step_size(self) -> int | None:
+        """See `Source`."""
+        size = self.inner.step_size
+        return None if size is None else size * self.per_step
+
+    @property
+    def draws(self) -> Draws:
+        """See `Source`."""
+        return self.inner.draws
+
+    @property
+    def counts_steps(self) -> bool:
+        """See `Source`."""
+        return self.inner.counts_steps
+
+    def missing_from_len(self) -> int:
+        """See `Source`."""
+        return self.inner.missing_from_len()
+
+    def length(self) -> int | None:
+        """See `Source`."""
+        return self.inner.length()
+
+    def remainder(self, start: int | None) -> int:
+        """See `Source`."""
+        length, size = self.length(), self.step_size
+        if length is None or not size or self.drop_last:
+            return -1
+        return max(length - (start or 0), 0) % size
+
+    def open(self, at: Position | None) -> Iterator[Round]:
+        """Begin an epoch, at a position if one is given; for the main process only."""
+        where = None if at is None else dataclasses.replace(at, steps=at.steps * self.per_step)
+        return rounds(self.inner.open(where), self.processes, self.split, self.drop_last, self.slice_fn)
+
+    def padding(self, number: int) -> Padding | None:
+        """None: the steps carry their own."""
+        return None
+
+    def upcoming(self, restored: Draw | None = None) -> Draw | None:
+        """See `Source`."""
+        return self.inner.upcoming(restored)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Source`."""
+        self.inner.set_epoch(epoch)
+
+    def skipping(self, steps: int) -> DispatchedSource:
+        """See `Source`."""
+        inner = self.inner.skipping(steps * self.per_step)
+        return DispatchedSource(inner, self.processes, self.split, self.drop_last, self.slice_fn)
+
+    def skipped(self) -> tuple[int, int | None]:
+        """See `Source`."""
+        batches, samples = self.inner.skipped()
+        return batches // self.per_step, samples
+
+    def identity(self) -> str:
+        """See `Source`."""
+        return self.inner.identity()
+
+    def obstacle(self) -> str | None:
+        """See `Source`."""
+        return self.inner.obstacle()

@@ -1,0 +1,241 @@
+"""Steps from the main process to all: one message to each, on its way before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from accel_data.envelope import BATCH, END, FAILURE, HEADER, Announcement, Form, Parcel, put_together, take_apart
+from accel_data.padding import Padding
+from accel_data.rounds import Round
+from accel_ops.objects import broadcast_object_list
+from accel_state.errors import CollectiveError, DataError
+from accel_state.transport.base import Transport, Work
+
+__all__ = ("Arrival", "alone", "receive", "send")
+
+_MAIN: Final = 0
+
+
+@dataclass
+class Arrival:
+    """One step as a process receives it.
+
+    Args:
+        part: its batch.
+        padding: of the step; None when nothing was added.
+        last: whether the epoch ends with it.
+    """
+
+    part: Any
+    padding: Padding | None
+    last: bool
+
+
+def alone(steps: Iterator[Round], index: int = 0) -> Iterator[Arrival]:
+    """The steps of a run of one process."""
+    upcoming = next(steps, None)
+    while upcoming is not None:
+        step, upcoming = upcoming, next(steps, None)
+        yield Arrival(step.parts[index], step.padding, upcoming is None)
+
+
+class _Outgoing:
+    """A step, ready to be sent.
+
+    Args:
+        step: its parts.
+        parcels: those of the other processes by rank; None for the main process.
+        last_forms: what the processes know already.
+    """
+
+    def __init__(self, step: Round, indices: Sequence[int], last_forms: list[Form] | None) -> None:
+        self.step = step
+        self.parcels: list[Parcel | None] = [
+            None if rank == _MAIN else take_apart(step.parts[index]) for rank, index in enumerate(indices)
+        ]
+        forms = [parcel.form for parcel in self.parcels if parcel is not None]
+        alike = all(form == forms[0] for form in forms[1:])
+        self.forms = forms[:1] if alike else forms
+        self.new_form = self.forms != last_forms
+        if not self.new_form and last_forms is not None:
+            # The forms that were sent know their packing already.
+            self.forms = last_forms
+        self.nbytes = max(parcel.nbytes for parcel in self.parcels if parcel is not None)
+
+
+_Upcoming = _Outgoing | Exception | None
+"""What follows a step: another one, what went wrong, or the end."""
+
+
+class _Sender:
+    def __init__(self, transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -> None:
+        self.transport = transport
+        self.steps = steps
+        self.indices = indices
+        self.forms: list[Form] | None = None
+        self.buffers: list[list[torch.Tensor]] = [[], []]
+
+    def read(self) -> _Upcoming:
+        """The next step; an error is kept until its turn comes."""
+        try:
+            step = next(self.steps, None)
+            if step is None:
+                return None
+            outgoing = _Outgoing(step, self.indices, self.forms)
+        except Exception as error:
+            return error
+        self.forms = outgoing.forms
+        return outgoing
+
+    def post(self, outgoing: _Outgoing, following: _Upcoming) -> Work:
+        """Start sending a step."""
+        if outgoing.new_form:
+            broadcast_object_list([outgoing.forms], _MAIN)
+        messages = self._messages(outgoing.nbytes)
+        padding, announced = outgoing.step.padding, _announced(following)
+        for message, parcel in zip(messages, outgoing.parcels, strict=True):
+            if parcel is not None:
+                parcel.write(message)
+                _with_padding(announced, padding, len(parcel.objects)).write(message)
+        device = self.transport.device
+        placed = [message.to(device) for message in messages]
+        return self.transport.scatter(torch.empty_like(placed[_MAIN]), placed, _MAIN)
+
+    def _messages(self, nbytes: int) -> list[torch.Tensor]:
+        """Buffers in turn: those of the message before may still be on their way."""
+        self.buffers.reverse()
+        if not self.buffers[0] or self.buffers[0][0].numel() != nbytes:
+            self.buffers[0] = [torch.empty(nbytes, dtype=torch.uint8) for _ in self.indices]
+        return self.buffers[0]
+
+
+def send(transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -> Iterator[Arrival]:
+    """The main process's own steps, while the others are sent theirs.
+
+    Args:
+        transport: between the processes.
+        steps: parts of all.
+        indices: by rank, which part each process gets.
+    """
+    sender = _Sender(transport, steps, indices)
+    outgoing, following = sender.read(), None
+    first = torch.empty(HEADER, dtype=torch.uint8)
+    _announced(outgoing).write(first)
+    _wait(transport.broadcast(first.to(transport.device), _MAIN))
+    work: Work | None = None
+    try:
+        while isinstance(outgoing, _Outgoing):
+            if work is None:
+                following = sender.read()
+                work = sender.post(outgoing, following)
+            _wait(work)
+            work = None
+            step, outgoing = outgoing.step, following
+            if isinstance(outgoing, _Outgoing):
+                following = sender.read()
+                work = sender.post(outgoing, following)
+            yield Arrival(step.parts[indices[_MAIN]], step.padding, outgoing is None)
+        if outgoing is not None:
+            broadcast_object_list([f"{type(outgoing).__name__}: {outgoing}"], _MAIN)
+            raise outgoing
+    finally:
+        if work is not None:
+            _wait(work)
+
+
+def receive(transport: Transport, processes: int, name: str) -> Iterator[Arrival]:
+    """The steps of a process that the main process reads for.
+
+    Args:
+        transport: between the processes.
+        processes: number of different parts of a step.
+        name: what to call the loader in a message.
+
+    Raises:
+        CollectiveError: the main process is gone.
+        DataError: the main process could not read.
+    """
+    inbox = _Inbox(transport)
+    header = torch.empty(HEADER, dtype=torch.uint8, device=transport.device)
+    _wait(transport.broadcast(header, _MAIN))
+    announced = Announcement.read(header)
+    message, work = inbox.expect(announced)
+    try:
+        while work is not None:
+            _wait(work)
+            form, arrived = inbox.form, message
+            announced = Announcement.read(arrived)
+            message, work = inbox.expect(announced)
+            part = put_together(form, arrived, announced.objects)
+            yield Arrival(part, _padding_in(announced, processes), announced.kind == END)
+    finally:
+        if work is not None:
+            _wait(work)
+    if announced.kind == FAILURE:
+        reason = [""]
+        broadcast_object_list(reason, _MAIN)
+        raise DataError(
+            f"{name}: the next batch was asked for.",
+            f"The main process, which reads for all, could not read it: {reason[0]}",
+            "Look at the error of process 0.",
+        )
+
+
+class _Inbox:
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.form = Form(None, ())
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device=transport.device) for _ in range(2)]
+
+    def expect(self, announced: Announcement) -> tuple[torch.Tensor, Work | None]:
+        """Start receiving the message that was announced, if one was."""
+        if announced.kind != BATCH:
+            return self.buffers[0], None
+        if announced.new_form:
+            forms: list[Any] = [None]
+            broadcast_object_list(forms, _MAIN)
+            mine = 0 if len(forms[0]) == 1 else self.transport.rank - 1
+            self.form = forms[0][mine]
+        self.buffers.reverse()
+        if self.buffers[0].numel() != announced.nbytes:
+            self.buffers[0] = torch.empty(announced.nbytes, dtype=torch.uint8, device=self.transport.device)
+        return self.buffers[0], self.transport.scatter(self.buffers[0], None, _MAIN)
+
+
+def _announced(following: _Upcoming) -> Announcement:
+    if following is None:
+        return Announcement(END)
+    if isinstance(following, Exception):
+        return Announcement(FAILURE)
+    return Announcement(BATCH, following.nbytes, following.new_form)
+
+
+def _with_padding(announced: Announcement, padding: Padding | None, objects: int) -> Announcement:
+    if padding is None:
+        return replace(announced, objects=objects)
+    if padding.counts is None:
+        return replace(announced, objects=objects, total=padding.total, part=padding.batch_size)
+    whole = sum(count is None for count in padding.counts)
+    return replace(announced, objects=objects, total=whole, part=1, single=True)
+
+
+def _padding_in(announced: Announcement, processes: int) -> Padding | None:
+    if announced.total < 0:
+        return None
+    padding = Padding(announced.total, announced.part, processes)
+    return padding.of_single() if announced.single else padding
+
+
+def _wait(work: Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(
+            "A step of a dispatching loader was to be sent from the main process to all.",
+            f"A process is gone or did not come in time: {str(error).splitlines()[0]}",
+            "Look at what the other processes printed; all of them have to iterate the loader to the same step.",
+        ) from error
