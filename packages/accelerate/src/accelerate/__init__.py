@@ -12,8 +12,11 @@ from accelerate.installation import check_files
 from accelerate.loggers import join_loggers
 
 if TYPE_CHECKING:
+    from accel_bigmodel.device_map import infer_auto_device_map
+    from accel_bigmodel.meta import init_empty_weights, init_on_device
     from accel_data.config import DataLoaderConfiguration
     from accel_data.skip import skip_first_batches
+    from accel_ops.rng import synchronize_rng_states
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from accel_state.process import PartialState
     from accel_torch.accelerator import Accelerator
     from accelerate import accelerator as accelerator
+    from accelerate import big_modeling as big_modeling
     from accelerate import commands as commands
     from accelerate import data_loader as data_loader
     from accelerate import logging as logging
@@ -44,7 +48,11 @@ __all__ = (
     "InitProcessGroupKwargs",
     "PartialState",
     "ProjectConfiguration",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
     "skip_first_batches",
+    "synchronize_rng_states",
 )
 
 __version__ = "1.15.0+accel.1"

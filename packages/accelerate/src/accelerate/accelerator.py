@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.weight_files.names import MODEL_NAME as MODEL_NAME
+    from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+    from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+    from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+    from accel_bigmodel.weight_files.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+    from accel_bigmodel.weight_files.names import WEIGHTS_NAME as WEIGHTS_NAME
+    from accel_bigmodel.weight_files.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_data.prepare import prepare_data_loader as prepare_data_loader
     from accel_data.skip import skip_first_batches as skip_first_batches
     from accel_ops.collectives import gather as gather
     from accel_ops.collectives import reduce as reduce
+    from accel_ops.objects import gather_object as gather_object
+    from accel_ops.shape import pad_across_processes as pad_across_processes
     from accel_ops.tree import recursively_apply as recursively_apply
     from accel_plugins.checkpoint.config import ProjectConfiguration as ProjectConfiguration
+    from accel_plugins.checkpoint.files import SCALER_NAME as SCALER_NAME
     from accel_plugins.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel_plugins.precision.config import AutocastKwargs as AutocastKwargs
     from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs
@@ -34,6 +44,7 @@ if TYPE_CHECKING:
     from accel_state.labels import RNGType as RNGType
     from accel_state.logging import get_logger as get_logger
     from accel_state.process import PartialState as PartialState
+    from accel_state.process import wait_for_everyone as wait_for_everyone
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
     from accel_torch.accelerator import Accelerator

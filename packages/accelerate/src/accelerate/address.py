@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
 from accel_state.errors import AccelError, Missing
-from accelerate.names import NAMES, NOT_PROVIDED, REMOVED, VERSION, Owner, served
+from accelerate.names import NAMES, NOT_PROVIDED, REMOVED, VERSION, Owner, owners, served
 
 __all__ = ("OldModule", "UnknownName", "refuse", "serve")
 
@@ -132,7 +132,7 @@ def _what_instead(module: OldModule, name: str) -> tuple[str, str]:
     if name in REMOVED:
         return f"It was removed before {VERSION.partition('+')[0]}.", REMOVED[name]
     obstacle = "There is no such name at this address."
-    homes = [address for address in NAMES if name in served(address)]
+    homes = [address for address in NAMES if name in owners(address)]
     if homes:
         return obstacle, f"Import it from {homes[0]}."
     near = closest(name, served(module.__name__))

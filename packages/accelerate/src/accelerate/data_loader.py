@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from accel_ops.measure import get_data_structure as get_data_structure
     from accel_ops.measure import initialize_tensors as initialize_tensors
     from accel_ops.move import send_to_device as send_to_device
+    from accel_ops.objects import broadcast_object_list as broadcast_object_list
+    from accel_ops.rng import synchronize_rng_states as synchronize_rng_states
+    from accel_ops.shape import concatenate as concatenate
+    from accel_ops.shape import slice_tensors as slice_tensors
     from accel_state.gradient import GradientState as GradientState
     from accel_state.labels import DistributedType as DistributedType
     from accel_state.labels import RNGType as RNGType

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
+from typing import Final
 
 from accel_state.errors import Missing
 from accelerate.names import HAND_WRITTEN, NAMES, NOT_PROVIDED, VERSION
@@ -43,23 +44,25 @@ def foreign_files(folder: str, package: str = "accelerate") -> Iterator[str]:
     except OSError:
         # Imported from an archive: nothing can have been written into that.
         return
-    inside = "/".join(package.split(".")[1:])
+    inside = "".join(f"{part}/" for part in package.split(".")[1:])
     for entry in entries:
         stem, dot, ending = entry.name.partition(".")
         name = f"{package}.{stem}"
-        shown = f"{inside}/{entry.name}".lstrip("/")
         if dot and ending == "py":
-            if stem != "__init__" and name not in _known():
-                yield shown
-        elif not dot and name in _packages():
+            if stem != "__init__" and name not in _modules():
+                yield inside + entry.name
+        elif name in _packages():
             yield from foreign_files(entry.path, name)
-        elif not dot and name not in _known() and os.path.isfile(os.path.join(entry.path, "__init__.py")):
-            yield f"{shown}/__init__.py"
+        elif name not in _BY_HAND and os.path.isfile(os.path.join(entry.path, "__init__.py")):
+            yield f"{inside}{entry.name}/__init__.py"
+
+
+_BY_HAND: Final = frozenset(f"accelerate.{name}" for name in HAND_WRITTEN)
 
 
 @cache
-def _known() -> frozenset[str]:
-    return frozenset((*NAMES, *NOT_PROVIDED, *(f"accelerate.{name}" for name in HAND_WRITTEN)))
+def _modules() -> frozenset[str]:
+    return frozenset((*NAMES, *NOT_PROVIDED)) | _BY_HAND
 
 
 @cache

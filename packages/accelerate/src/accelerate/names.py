@@ -29,16 +29,20 @@ VERSION: Final = "1.15.0+accel.1"
 NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate": {
         "accelerate.accelerator": "Accelerator",
+        "accelerate.big_modeling": "init_empty_weights init_on_device",
         "accelerate.data_loader": "skip_first_batches",
         "accelerate.state": "PartialState",
         "accelerate.utils": """
             AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
             DistributedType GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProjectConfiguration
+            infer_auto_device_map synchronize_rng_states
         """,
     },
     "accelerate.accelerator": {"accel_torch.accelerator": "Accelerator"},
+    "accelerate.big_modeling": {"accel_bigmodel.meta": "init_empty_weights init_on_device"},
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
+    "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
     "accelerate.commands.launch": {
         "accelerate.legacy.commands": "launch_command launch_command_parser main=launch_main"
     },
@@ -56,9 +60,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.scheduler": {"accel_plugins.wrapped.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {
         "accel_state.gradient": "GradientState",
-        "accel_state.process": "PartialState",
-        "accel_state.run_state": "AcceleratorState",
-        "accelerate.legacy.state": "SharedDict ThreadLocalSharedDict do_nothing is_initialized",
+        "accel_state.process": "PartialState do_nothing",
+        "accel_state.run_state": "AcceleratorState is_initialized",
+        "accel_state.shared": "SharedDict ThreadLocalSharedDict",
     },
     "accelerate.tracking": {
         "accel_tracking.base": "GeneralTracker on_main_process",
@@ -77,9 +81,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils": {
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
+        "accelerate.utils.environment": "*",
         "accelerate.utils.modeling": "*",
         "accelerate.utils.operations": "*",
         "accelerate.utils.other": "*",
+        "accelerate.utils.random": "*",
         "accelerate.utils.tqdm": "*",
         "accelerate.utils.versions": "*",
     },
@@ -106,11 +112,23 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accel_tracking.registry": "LoggerType",
     },
+    "accelerate.utils.environment": {"accel_state.affinity": "override_numa_affinity set_numa_affinity"},
     "accelerate.utils.modeling": {
+        "accel_bigmodel.budget": "get_balanced_memory get_max_memory",
         "accel_bigmodel.byte_counts": "convert_file_size_to_int",
-        "accel_bigmodel.tied": "id_tensor_storage",
+        "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map infer_auto_device_map",
+        "accel_bigmodel.place": "set_module_tensor_to_device",
+        "accel_bigmodel.sizes": """
+            calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size dtype_byte_size
+            get_max_layer_size get_module_leaves get_non_persistent_buffers named_module_tensors
+        """,
+        "accel_bigmodel.tied": """
+            check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
+            retie_parameters
+        """,
     },
     "accelerate.utils.operations": {
+        "accel_ops.checked": "DistributedOperationException chained_operation verify_operation",
         "accel_ops.collectives": "broadcast gather reduce",
         "accel_ops.dtype": "ConvertOutputsToFp32 convert_outputs_to_fp32 convert_to_fp32",
         "accel_ops.measure": """
@@ -118,12 +136,21 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             is_torch_xpu_tensor listify
         """,
         "accel_ops.move": "send_to_device",
+        "accel_ops.objects": "broadcast_object_list gather_object",
+        "accel_ops.replicate": """
+            TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT copy_tensor_to_devices gather_tensor_shape
+        """,
+        "accel_ops.shape": """
+            CannotPadNestedTensorWarning concatenate pad_across_processes pad_input_tensors slice_tensors
+        """,
         "accel_ops.tree": "honor_type is_namedtuple is_tensor_information is_torch_tensor recursively_apply",
     },
     "accelerate.utils.other": {
         "accel_bigmodel.byte_counts": "convert_bytes",
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
+        "accel_state.process": "wait_for_everyone",
     },
+    "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
     "accelerate.utils.versions": {"accel_state.settings.versions": "is_torch_version"},
 }
@@ -133,6 +160,11 @@ A source is one of our modules or, to say a thing once, another old module; `*` 
 """
 
 BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
+    "accelerate.big_modeling": {
+        "accelerate.utils": """
+            check_device_map find_tied_parameters get_balanced_memory infer_auto_device_map retie_parameters
+        """,
+    },
     "accelerate.accelerator": {
         "accelerate.data_loader": "prepare_data_loader skip_first_batches",
         "accelerate.logging": "get_logger",
@@ -142,17 +174,19 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
         "accelerate.utils": """
             AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs DistributedType DynamoBackend
-            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType
-            ProjectConfiguration RNGType extract_model_from_parallel gather is_compiled_module is_torch_version
-            recursively_apply reduce
+            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME
+            PrecisionType ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+            SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+            extract_model_from_parallel gather gather_object is_compiled_module is_torch_version
+            pad_across_processes recursively_apply reduce wait_for_everyone
         """,
     },
     "accelerate.data_loader": {
         "accelerate.logging": "get_logger",
         "accelerate.state": "GradientState PartialState",
         "accelerate.utils": """
-            DistributedType RNGType broadcast find_batch_size get_data_structure initialize_tensors is_torch_version
-            send_to_device
+            DistributedType RNGType broadcast broadcast_object_list concatenate find_batch_size get_data_structure
+            initialize_tensors is_torch_version send_to_device slice_tensors synchronize_rng_states
         """,
     },
     "accelerate.logging": {"accelerate.state": "PartialState"},

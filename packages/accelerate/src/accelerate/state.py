@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from accel_state.labels import DistributedType as DistributedType
     from accel_state.labels import DynamoBackend as DynamoBackend
     from accel_state.labels import SageMakerDistributedType as SageMakerDistributedType
-    from accel_state.process import PartialState
-    from accel_state.run_state import AcceleratorState
-    from accelerate.legacy.state import SharedDict, ThreadLocalSharedDict, do_nothing, is_initialized
+    from accel_state.process import PartialState, do_nothing
+    from accel_state.run_state import AcceleratorState, is_initialized
+    from accel_state.shared import SharedDict, ThreadLocalSharedDict
 
 __all__ = (
     "AcceleratorState",

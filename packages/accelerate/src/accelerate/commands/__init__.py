@@ -11,6 +11,7 @@ from accelerate.address import serve
 
 if TYPE_CHECKING:
     from accelerate.commands import accelerate_cli as accelerate_cli
+    from accelerate.commands import env as env
     from accelerate.commands import launch as launch
 
 __all__ = ()

@@ -7,18 +7,41 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from accel_cli import main as command_line
 from accel_cli.command import Parser, find_command
 
-__all__ = ("launch_command", "launch_command_parser", "launch_main", "main")
+__all__ = (
+    "env_command",
+    "env_command_parser",
+    "env_main",
+    "launch_command",
+    "launch_command_parser",
+    "launch_main",
+    "main",
+)
 
 
 def main() -> int:
     """What the console script `accelerate` runs; returns the exit code."""
     return command_line.main(prog="accelerate")
+
+
+def env_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate env`; see `launch_command_parser`."""
+    return _parser("env", subparsers, env_command)
+
+
+def env_command(args: Namespace) -> None:
+    """Show what is installed here."""
+    _run("env", args)
+
+
+def env_main() -> int:
+    """What `python -m accelerate.commands.env` runs; returns the exit code."""
+    return _main("env")
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -63,6 +86,5 @@ def _run(name: str, arguments: Namespace) -> None:
         sys.exit(code)
 
 
-def _main(name: str, arguments: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    return command_line.main([name, *given], prog="accelerate")
+def _main(name: str) -> int:
+    return command_line.main([name, *sys.argv[1:]], prog="accelerate")

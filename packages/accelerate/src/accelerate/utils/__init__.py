@@ -13,15 +13,19 @@ from accelerate.address import serve
 if TYPE_CHECKING:
     from accelerate.utils import constants as constants
     from accelerate.utils import dataclasses as dataclasses
+    from accelerate.utils import environment as environment
     from accelerate.utils import modeling as modeling
     from accelerate.utils import operations as operations
     from accelerate.utils import other as other
+    from accelerate.utils import random as random
     from accelerate.utils import versions as versions
     from accelerate.utils.constants import *
     from accelerate.utils.dataclasses import *
+    from accelerate.utils.environment import *
     from accelerate.utils.modeling import *
     from accelerate.utils.operations import *
     from accelerate.utils.other import *
+    from accelerate.utils.random import *
     from accelerate.utils.tqdm import *
     from accelerate.utils.versions import *
 
@@ -37,17 +41,21 @@ __all__ = (
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "TENSOR_INT_TO_DTYPE",
+    "TENSOR_TYPE_TO_INT",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",
     "AutocastKwargs",
     "BaseEnum",
+    "CannotPadNestedTensorWarning",
     "ComputeEnvironment",
     "ConvertOutputsToFp32",
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedOperationException",
     "DistributedType",
     "DynamoBackend",
     "EnumWithContains",
@@ -62,19 +70,41 @@ __all__ = (
     "SageMakerDistributedType",
     "TensorInformation",
     "broadcast",
+    "broadcast_object_list",
+    "calculate_maximum_sizes",
+    "chained_operation",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "concatenate",
     "convert_bytes",
     "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "dtype_byte_size",
     "extract_model_from_parallel",
     "find_batch_size",
     "find_device",
+    "find_tied_parameters",
     "gather",
+    "gather_object",
+    "gather_tensor_shape",
+    "get_balanced_memory",
     "get_data_structure",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_module_leaves",
+    "get_non_persistent_buffers",
     "get_shape",
     "honor_type",
     "id_tensor_storage",
     "ignorant_find_batch_size",
+    "infer_auto_device_map",
     "initialize_tensors",
     "is_compiled_module",
     "is_namedtuple",
@@ -83,10 +113,23 @@ __all__ = (
     "is_torch_version",
     "is_torch_xpu_tensor",
     "listify",
+    "named_module_tensors",
+    "override_numa_affinity",
+    "pad_across_processes",
+    "pad_input_tensors",
     "recursively_apply",
     "reduce",
+    "retie_parameters",
     "send_to_device",
+    "set_module_tensor_to_device",
+    "set_numa_affinity",
+    "set_seed",
+    "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
     "tqdm",
+    "verify_operation",
+    "wait_for_everyone",
 )
 
 serve(__name__)

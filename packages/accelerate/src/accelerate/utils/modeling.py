@@ -10,8 +10,27 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.byte_counts import convert_file_size_to_int
-    from accel_bigmodel.tied import id_tensor_storage
+    from accel_bigmodel.device_map import check_device_map, check_device_same, clean_device_map, infer_auto_device_map
+    from accel_bigmodel.place import set_module_tensor_to_device
+    from accel_bigmodel.sizes import (
+        calculate_maximum_sizes,
+        compute_module_sizes,
+        compute_module_total_buffer_size,
+        dtype_byte_size,
+        get_max_layer_size,
+        get_module_leaves,
+        get_non_persistent_buffers,
+        named_module_tensors,
+    )
+    from accel_bigmodel.tied import (
+        check_tied_parameters_in_config,
+        check_tied_parameters_on_same_device,
+        find_tied_parameters,
+        id_tensor_storage,
+        retie_parameters,
+    )
     from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
     from accel_bigmodel.weight_files.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
     from accel_bigmodel.weight_files.names import WEIGHTS_NAME as WEIGHTS_NAME
@@ -22,6 +41,28 @@ if TYPE_CHECKING:
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
 
-__all__ = ("convert_file_size_to_int", "id_tensor_storage")
+__all__ = (
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_module_leaves",
+    "get_non_persistent_buffers",
+    "id_tensor_storage",
+    "infer_auto_device_map",
+    "named_module_tensors",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+)
 
 serve(__name__)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
     from accel_state.labels import DistributedType as DistributedType
     from accel_state.process import PartialState as PartialState
+    from accel_state.process import wait_for_everyone
     from accel_state.settings.versions import is_torch_version as is_torch_version
 
-__all__ = ("convert_bytes", "extract_model_from_parallel", "is_compiled_module")
+__all__ = ("convert_bytes", "extract_model_from_parallel", "is_compiled_module", "wait_for_everyone")
 
 serve(__name__)

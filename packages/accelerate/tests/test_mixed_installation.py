@@ -1,0 +1,60 @@
+"""Files of another `accelerate` in our folder are found when it is imported, and the error says how to reinstall."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accelerate
+from accel_state.errors import Missing
+from accelerate.installation import check_files, foreign_files
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(Path(str(accelerate.__file__)).parent, tmp_path / "accelerate"))
+
+
+def test_our_own_files_are_known(copied: Path) -> None:
+    assert list(foreign_files(str(copied))) == []
+
+
+@pytest.mark.parametrize(
+    "stranger", ["test_utils/__init__.py", "inference_old.py", "utils/rich.py", "utils/x/__init__.py"]
+)
+def test_a_file_of_another_library_is_found(copied: Path, stranger: str) -> None:
+    (copied / stranger).parent.mkdir(exist_ok=True)
+    (copied / stranger).touch()
+    assert list(foreign_files(str(copied))) == [stranger]
+
+
+def test_what_python_and_editors_leave_is_not(copied: Path) -> None:
+    for name in ("__pycache__/rich.cpython-311.pyc", "notes.txt", ".cache/file.py", "test_utils/__pycache__/a.pyc"):
+        (copied / name).parent.mkdir(parents=True, exist_ok=True)
+        (copied / name).touch()
+    assert list(foreign_files(str(copied))) == []
+
+
+def test_many_are_told_in_few_words(copied: Path) -> None:
+    for name in "abcde":
+        (copied / f"{name}.py").touch()
+    with pytest.raises(Missing, match=r"a\.py, b\.py, c\.py and 2 more"):
+        check_files(str(copied))
+
+
+def test_an_import_says_so(copied: Path) -> None:
+    (copied / "test_utils").mkdir()
+    (copied / "test_utils" / "__init__.py").touch()
+    (copied / "test_utils" / "testing.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(copied.parent)}
+    command = [sys.executable, "-c", "import accelerate"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert str(copied) in done.stderr
+    assert "test_utils/__init__.py" in done.stderr
+    assert f"pip install accelerate=={accelerate.__version__}" in done.stderr

@@ -1,0 +1,47 @@
+"""Attributes of states that scripts and test suites read and reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accel_state.testing.fresh import fresh
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState, is_initialized
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def test_shared_states_are_empty_until_one_is_made_and_after_a_reset() -> None:
+    assert PartialState._shared_state == {}
+    assert AcceleratorState._shared_state == {}
+    accelerator = Accelerator(cpu=True)
+    assert PartialState._shared_state["num_processes"] == accelerator.num_processes
+    assert AcceleratorState._shared_state["mixed_precision"] == "no"
+    AcceleratorState._reset_state()
+    assert AcceleratorState._shared_state == {}
+    assert PartialState._shared_state != {}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == {}
+
+
+def test_another_precision_after_a_reset() -> None:
+    assert not is_initialized()
+    Accelerator(cpu=True, mixed_precision="bf16")
+    assert is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not is_initialized()
+    assert Accelerator(cpu=True).state.mixed_precision == "no"
+
+
+def test_the_states_of_an_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert isinstance(accelerator.state, AcceleratorState)
+    assert accelerator.gradient_state is GradientState()
+    assert GradientState().plugin_kwargs == {"num_steps": 2}

@@ -1,0 +1,70 @@
+"""What our packages log is heard under the old names."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import accelerate  # noqa: F401 - importing it joins the loggers
+from accelerate.names import LOGGERS
+
+
+def chain(name: str) -> list[str]:
+    logger: logging.Logger | None = logging.getLogger(name)
+    names = []
+    while logger is not None:
+        names.append(logger.name)
+        logger = logger.parent
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(LOGGERS))
+def test_every_package_is_heard(package: str) -> None:
+    for name in (package, f"{package}.any.module"):
+        heard = chain(name)
+        assert heard[-2:] == ["accelerate", "root"]
+        assert LOGGERS[package] in heard
+        assert package in heard
+
+
+def test_a_module_is_heard_under_its_old_name_and_its_package() -> None:
+    heard = chain("accel_bigmodel.device_map")
+    assert heard[:3] == ["accel_bigmodel.device_map", "accelerate.utils.modeling", "accel_bigmodel"]
+    assert heard[3:] == ["accelerate.big_modeling", "accelerate", "root"]
+
+
+def test_records_arrive_with_the_name_they_were_made_under(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("accel_data.some_module").warning("here")
+    assert [record.name for record in caplog.records] == ["accel_data.some_module"]
+    with caplog.at_level(logging.ERROR, logger="accelerate.data_loader"):
+        assert not logging.getLogger("accel_data.some_module").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("accel_data.some_module").isEnabledFor(logging.WARNING)
+
+
+def test_a_handler_of_an_old_logger_gets_them() -> None:
+    seen: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    handler = Keep()
+    old = logging.getLogger("accelerate.utils.modeling")
+    old.addHandler(handler)
+    try:
+        logging.getLogger("accel_bigmodel.device_map").warning("moved")
+        logging.getLogger("accel_data.loader").warning("elsewhere")
+    finally:
+        old.removeHandler(handler)
+    assert seen == ["moved"]
+
+
+def test_loggers_that_are_made_later_keep_their_place() -> None:
+    logging.getLogger("accelerate.utils.modeling.deeper")
+    logging.getLogger("accel_bigmodel.device_map.deeper")
+    assert chain("accel_bigmodel.device_map.deeper")[1:4] == [
+        "accel_bigmodel.device_map",
+        "accelerate.utils.modeling",
+        "accel_bigmodel",
+    ]

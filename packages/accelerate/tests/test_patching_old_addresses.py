@@ -1,0 +1,72 @@
+"""Assigning and deleting at an old address reaches our code, and is undone."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accel_ops
+import accel_ops.collectives
+import accel_torch.accelerator.data
+import accelerate.accelerator
+import accelerate.utils
+import accelerate.utils.operations
+from accel_state.testing.fresh import fresh
+from accelerate import Accelerator
+
+ADDRESSES = ("accelerate.utils.gather", "accelerate.utils.operations.gather", "accelerate.accelerator.gather")
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_patch_reaches_whoever_calls_it(address: str, read_before: bool) -> None:
+    package, _, module = address.rpartition(".")[0].rpartition(".")
+    target = getattr(__import__(package, fromlist=[module]), module)
+    original = accel_ops.collectives.gather
+    vars(target).pop("gather", None)
+    if read_before:
+        assert target.gather is original
+    with fresh():
+        accelerator = Accelerator(cpu=True)
+        with mock.patch(address, doubled):
+            assert accelerate.utils.operations.gather is doubled
+            assert accel_ops.gather is doubled
+            assert accelerator.gather(torch.ones(1)).item() == 2.0
+        assert accelerator.gather(torch.ones(1)).item() == 1.0
+    for module in (accel_ops, accel_ops.collectives, accel_torch.accelerator.data, accelerate.utils, target):
+        assert module.gather is original
+
+
+def test_the_object_to_patch_can_be_the_module() -> None:
+    original = accelerate.utils.operations.find_batch_size
+    with mock.patch.object(accelerate.utils.operations, "find_batch_size") as stand_in:
+        accelerate.utils.find_batch_size([1])
+    stand_in.assert_called_once_with([1])
+    assert accelerate.utils.find_batch_size is accelerate.utils.operations.find_batch_size is original
+
+
+def test_deleting_and_assigning() -> None:
+    original = accel_ops.collectives.reduce
+    module: Any = accelerate.utils
+    del module.reduce
+    try:
+        assert not hasattr(accel_ops.collectives, "reduce")
+        assert not hasattr(module, "reduce")
+    finally:
+        module.reduce = original
+    assert accel_ops.collectives.reduce is accelerate.utils.operations.reduce is original
+
+
+def test_what_is_no_name_of_the_table_stays_in_the_module() -> None:
+    module: Any = accelerate.utils
+    module.of_mine = 1
+    assert vars(module)["of_mine"] == 1
+    del module.of_mine
+    assert not hasattr(module, "of_mine")
