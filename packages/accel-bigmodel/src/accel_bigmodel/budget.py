@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from accel_bigmodel.byte_counts import convert_file_size_to_int
-from accel_bigmodel.sizes import Dtype
+from accel_bigmodel.sizes import Dtype, byte_counter, measure
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import SettingError
 
@@ -65,8 +65,8 @@ def get_balanced_memory(
 ) -> dict[int | str, int]:
     """Budgets under which `infer_auto_device_map` spreads a model evenly over the accelerators.
 
-    Each but the last is held to its share plus room for five quarters of a block (the largest that stays whole, or a layer of
-    mean size if that is more), because blocks do not divide evenly.
+    Each but the last is held to its share plus room for five quarters of a block (the largest that stays whole, or a
+    layer of mean size if that is more), because blocks do not divide evenly.
 
     Args:
         max_memory: upper bounds; what is free now when None.
@@ -79,10 +79,10 @@ def get_balanced_memory(
     indices = [device for device in budget if _is_index(device) and budget[device] > 0]
     if len(indices) < 2:
         return budget
-    sizes = compute_module_sizes(model, dtype, special_dtypes)
-    share = sizes[""] // (len(indices) - 1 if low_zero else len(indices)) + _slack(
-        model, sizes, no_split_module_classes
-    )
+    found = measure(model, byte_counter(dtype, special_dtypes), frozenset(no_split_module_classes or ()))
+    total = found.sizes[""]
+    layer = sum(found.layers) // max(len(found.layers), 1)
+    share = total // (len(indices) - 1 if low_zero else len(indices)) + int(1.25 * max(found.largest_block, layer))
     for device in indices[:-1]:
         budget[device] = min(budget[device], share)
     if low_zero:

@@ -154,7 +154,7 @@ def measure(
     found, seen = Measured(), set[int]()
     sizes = found.sizes
 
-    def visit(prefix: str, module: nn.Module) -> int:
+    def own_bytes(prefix: str, module: nn.Module) -> int:
         total = 0
         tensors: list[tuple[str, Tensor | None]] = [] if buffers_only else list(module._parameters.items())
         for leaf, tensor in (*tensors, *module._buffers.items()):
@@ -162,17 +162,18 @@ def measure(
                 seen.add(id(tensor))
                 sizes[prefix + leaf] = size = count(prefix + leaf, tensor)
                 total += size
-        if not module._modules:
-            if total:
-                found.layers.append(total)
-            return total
+        return total
+
+    def visit(prefix: str, module: nn.Module) -> int:
+        total = own_bytes(prefix, module)
+        if total and not module._modules:
+            found.layers.append(total)
         for child, inner in module._modules.items():
-            if inner is not None:
-                size = visit(f"{prefix}{child}.", inner)
-                if size:
-                    sizes[prefix + child] = size
-                    total += size
-                if blocks and type(inner).__name__ in blocks and size > found.largest_block:
+            size = 0 if inner is None else visit(f"{prefix}{child}.", inner)
+            if size:
+                sizes[prefix + child] = size
+                total += size
+                if blocks and size > found.largest_block and type(inner).__name__ in blocks:
                     found.largest_block = size
         return total
 
