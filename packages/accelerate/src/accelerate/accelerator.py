@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.weight_files.names import WEIGHTS_NAME as WEIGHTS_NAME
     from accel_bigmodel.weight_files.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel_data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_data.prepare import prepare_data_loader as prepare_data_loader
     from accel_data.skip import skip_first_batches as skip_first_batches
     from accel_ops.collectives import gather as gather

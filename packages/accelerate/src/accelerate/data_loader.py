@@ -11,6 +11,7 @@ from accelerate.address import serve
 
 if TYPE_CHECKING:
     from accel_data.adapter import DataLoaderAdapter
+    from accel_data.dispatcher import DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard
     from accel_data.loader import DataLoaderShard
     from accel_data.prepare import get_sampler, prepare_data_loader
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = (
     "BatchSamplerShard",
     "DataLoaderAdapter",
+    "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",

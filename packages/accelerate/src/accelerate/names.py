@@ -48,6 +48,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.data_loader": {
         "accel_data.adapter": "DataLoaderAdapter",
+        "accel_data.dispatcher": "DataLoaderDispatcher",
         "accel_data.iterable": "IterableDatasetShard",
         "accel_data.loader": "DataLoaderShard",
         "accel_data.prepare": "get_sampler prepare_data_loader",
@@ -102,7 +103,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_data.config": "DataLoaderConfiguration",
         "accel_ops.tree": "TensorInformation",
         "accel_plugins.checkpoint.config": "ProjectConfiguration",
-        "accel_plugins.ddp.config": "DDPCommunicationHookType DistributedDataParallelKwargs",
+        "accel_plugins.ddp.config": "DistributedDataParallelKwargs",
+        "accel_plugins.ddp.hook_types": "DDPCommunicationHookType",
         "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
         "accel_state.gradient": "GradientAccumulationPlugin",
         "accel_state.kwargs": "InitProcessGroupKwargs KwargsHandler",
@@ -166,7 +168,7 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.accelerator": {
-        "accelerate.data_loader": "prepare_data_loader skip_first_batches",
+        "accelerate.data_loader": "DataLoaderDispatcher prepare_data_loader skip_first_batches",
         "accelerate.logging": "get_logger",
         "accelerate.optimizer": "AcceleratedOptimizer",
         "accelerate.scheduler": "AcceleratedScheduler",

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from accel_data.config import DataLoaderConfiguration
     from accel_ops.tree import TensorInformation
     from accel_plugins.checkpoint.config import ProjectConfiguration
-    from accel_plugins.ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accel_plugins.ddp.config import DistributedDataParallelKwargs
+    from accel_plugins.ddp.hook_types import DDPCommunicationHookType
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_state.gradient import GradientAccumulationPlugin
     from accel_state.kwargs import InitProcessGroupKwargs, KwargsHandler
