@@ -39,12 +39,15 @@ def test_alone_when_no_launcher_left_a_trace() -> None:
                 "OMPI_COMM_WORLD_LOCAL_RANK": "0",
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
             },
-            Topology(1, 2, 0, 1, 1, scheme="OpenMPI"),
+            Topology(1, 2, 0, 1, 1, None, 29500, scheme="OpenMPI"),
         ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, Topology(1, 2, 1, 2, 0, scheme="Intel MPI")),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"},
+            Topology(1, 2, 1, 2, 0, None, 29500, scheme="Intel MPI"),
+        ),
         (
             {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
-            Topology(0, 2, 0, 2, 0, scheme="MVAPICH"),
+            Topology(0, 2, 0, 2, 0, None, 29500, scheme="MVAPICH"),
         ),
     ],
 )

@@ -6,21 +6,15 @@ puts a new object there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_state.errors import NotReady
-from accel_state.labels import DistributedType
-
-if TYPE_CHECKING:
-    import torch
-
-    from accel_state.devices.base import DeviceFamily
-    from accel_state.gradient import GradientState
-    from accel_state.topology import Topology
-    from accel_state.transport.base import Transport
+from accel_state.identity import Process, Run
+from accel_state.topology import read_topology
 
 __all__ = (
     "Process",
@@ -40,69 +34,13 @@ __all__ = (
 )
 
 
-@dataclass(frozen=True)
-class Process:
-    """Who this process is; made once, when the first state or Accelerator is created.
-
-    Args:
-        topology: its place among the processes.
-        device: where it works.
-        family: the family of that device.
-        transport: how it reaches the other processes.
-        distributed_type: the label of the device family when there are several processes, else NO.
-        backend: name of the torch.distributed backend, or None when it runs alone.
-        debug: whether more is told about collectives.
-        fork_launched: whether a notebook forked it.
-        options: what was asked for by argument when it was made.
-    """
-
-    topology: Topology
-    device: torch.device
-    family: DeviceFamily
-    transport: Transport
-    distributed_type: DistributedType
-    backend: str | None = None
-    debug: bool = False
-    fork_launched: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int:
-        """Index among all processes."""
-        return self.transport.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of all processes."""
-        return self.transport.world_size
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the processes do together: precision, strategy, mesh; made by the first Accelerator and shared by the next.
-
-    Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8".
-        distributed_type: what users read; the strategy's label, else that of the process.
-        strategy: the object that owns the run; opaque to this layer.
-        given: options that were given by argument, by name; a second Accelerator must not contradict them.
-        mesh: the device mesh, or None.
-    """
-
-    mixed_precision: str
-    distributed_type: DistributedType
-    strategy: Any = None
-    given: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Any = None
-
-
 class _Slot:
     __slots__ = ("clearing", "gradient", "process", "run")
 
     def __init__(self) -> None:
         self.process: Process | None = None
         self.run: Run | None = None
-        self.gradient: GradientState | None = None
+        self.gradient: Any = None
         self.clearing: list[Callable[[], None]] = []
 
 
@@ -121,21 +59,49 @@ def process() -> Process:
             "None was made yet.",
             "Create a PartialState() or an Accelerator() first.",
         )
-    return _slot.process
+    return _checked(_slot.process)
 
 
 def process_or_none() -> Process | None:
     """The process, or None when no state was made yet."""
-    return _slot.process
+    return None if _slot.process is None else _checked(_slot.process)
 
 
 def process_or_start() -> Process:
-    """The process; made from the environment when no state was made yet."""
+    """The process; made from the environment when no state was made yet.
+
+    Raises:
+        NotReady: what is known was made before this process was forked and given another place.
+    """
     if _slot.process is None:
-        from accel_state.process import start_process
+        from accel_state.start import start_process
 
         _slot.process = start_process()
-    return _slot.process
+    return _checked(_slot.process)
+
+
+def _checked(process: Process) -> Process:
+    """The process, unless it is that of a parent and a launcher gave this one another place since the fork."""
+    if process.inherited and read_topology().variables() != process.topology.variables():
+        raise NotReady(
+            "The state of this process was asked for.",
+            f"It was made before the process was forked, by process {process.rank} of {process.world_size}; the "
+            "launcher has given this one another place since.",
+            "Restart the notebook or script, and create the first state or Accelerator in the function that is "
+            "launched.",
+        )
+    return process
+
+
+def _after_fork() -> None:
+    """Mark in a forked child that what is known describes its parent, and take the parent's connections away."""
+    if _slot.process is not None:
+        transport = _slot.process.transport.in_child()
+        _slot.process = dataclasses.replace(_slot.process, transport=transport, inherited=True)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_process(process: Process | None) -> None:
@@ -174,12 +140,12 @@ def set_run(run: Run | None) -> None:
     _slot.run = run
 
 
-def gradient() -> GradientState | None:
-    """The gradient state made last, or None."""
+def gradient() -> Any:
+    """The `GradientState` made last, or None; opaque here, because that class stands above the slot."""
     return _slot.gradient
 
 
-def set_gradient(gradient: GradientState | None) -> None:
+def set_gradient(gradient: Any) -> None:
     """Put a gradient state into the slot."""
     _slot.gradient = gradient
 

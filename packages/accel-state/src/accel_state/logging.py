@@ -10,11 +10,12 @@ from typing import Any
 from accel_state import current
 from accel_state.errors import NotReady
 from accel_state.settings.environ import read
-from accel_state.settings.schema import TEXT, Setting
+from accel_state.settings.run import OutputSettings
+from accel_state.settings.schema import settings_of
 
 __all__ = ("MultiProcessAdapter", "get_logger")
 
-_LEVEL = Setting("log_level", TEXT, None, variable="ACCELERATE_LOG_LEVEL")
+_LEVEL = settings_of(OutputSettings)["log_level"]
 
 # Frames between the caller and the logger: this module's `log`.
 _OWN_FRAMES = 1
@@ -76,15 +77,18 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         name: usually `__name__`.
         log_level: such as "INFO"; from the variable ACCELERATE_LOG_LEVEL when None.
 
+    Raises:
+        SettingError: there is no such level.
+
     Example:
         >>> logger = get_logger(__name__)
         >>> logger.info("once")
         >>> logger.info("by every process", main_process_only=False)
     """
     given = read(_LEVEL)
-    level = log_level if log_level is not None else (given.value if given else None)
+    level = _LEVEL.parse(log_level, "argument") if log_level is not None else (given.value if given else None)
     logger = logging.getLogger(name)
     if level is not None:
-        logger.setLevel(level.upper())
-        logger.root.setLevel(level.upper())
+        logger.setLevel(level)
+        logger.root.setLevel(level)
     return MultiProcessAdapter(logger, {})

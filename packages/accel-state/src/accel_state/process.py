@@ -11,78 +11,42 @@ import torch
 import torch.distributed as dist
 
 from accel_state import current
-from accel_state.current import Process
-from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import best_family, family_of
-from accel_state.errors import Conflict, SettingError
-from accel_state.kwargs import InitProcessGroupKwargs
+from accel_state.errors import Conflict
+from accel_state.identity import Process
 from accel_state.labels import DistributedType
-from accel_state.settings.environ import from_environment, read
-from accel_state.settings.run import ProcessSettings
-from accel_state.settings.schema import BOOLEAN, Setting
+from accel_state.shared import SharedState
 from accel_state.split import split_inputs
-from accel_state.topology import Topology, read_topology
-from accel_state.transport.select import start_transport
+from accel_state.start import start_process
 
-__all__ = ("PartialState", "start_process")
+__all__ = ("PartialState", "do_nothing", "wait_for_everyone")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FORKED = Setting("fork_launched", BOOLEAN, False, variable="FORK_LAUNCHED")
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What a decorated function is on the processes that it was not meant for."""
 
 
-def start_process(cpu: bool = False, **options: Any) -> Process:
-    """Make the process from the environment, joining the others when it was launched as one of several.
-
-    Args:
-        cpu: work on the CPU even if another device is present.
-        options: fields of `InitProcessGroupKwargs`.
-
-    Raises:
-        SettingError: a variable or an option cannot be used.
-        CollectiveError: the processes did not meet.
-    """
-    settings = from_environment(ProcessSettings, cpu=True if cpu else None)
-    group = InitProcessGroupKwargs(**{"backend": None, **options})
-    topology = read_topology()
-    family = _family(settings)
-    device = _device(settings, family, topology)
-    timeout: Any = group.timeout
-    transport, backend = start_transport(topology, family, device, group.backend, group.init_method, timeout)
-    forked = read(_FORKED)
-    return Process(
-        topology=topology,
-        device=device,
-        family=family,
-        transport=transport,
-        distributed_type=family.label if backend is not None else DistributedType.NO,
-        backend=backend,
-        debug=settings.debug,
-        fork_launched=bool(forked and forked.value),
-        options={"cpu": cpu, **options},
-    )
+def wait_for_everyone() -> None:
+    """Return when every process has called this."""
+    current.process_or_start().transport.barrier()
 
 
-def _family(settings: ProcessSettings) -> DeviceFamily:
-    if settings.cpu:
-        return family_of("cpu")
-    if settings.device is not None:
-        return family_of(settings.device)
-    return best_family()
-
-
-def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology) -> torch.device:
-    if settings.device is not None and not settings.cpu:
-        try:
-            asked = torch.device(settings.device)
-        except RuntimeError as error:
-            raise SettingError(
-                f"The device {settings.device!r} was asked for.",
-                str(error).splitlines()[0],
-                "Give a device such as cpu or cuda:0.",
-            ) from None
-        return family.device(topology.local_rank if asked.index is None else asked.index)
-    return family.device(topology.local_rank)
+def _facts() -> dict[str, Any]:
+    process = current.process_or_none()
+    if process is None:
+        return {}
+    return {
+        "backend": process.backend,
+        "device": process.device,
+        "debug": process.debug,
+        "distributed_type": process.distributed_type,
+        "num_processes": process.world_size,
+        "process_index": process.rank,
+        "local_process_index": process.topology.local_rank,
+        "fork_launched": process.fork_launched,
+    }
 
 
 class PartialState:
@@ -103,6 +67,8 @@ class PartialState:
         >>> with state.split_between_processes(["a", "b", "c"]) as mine:
         ...     state.print(len(mine))
     """
+
+    _shared_state = SharedState(_facts)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         options = {name: value for name, value in kwargs.items() if not name.startswith("_")}
@@ -230,37 +196,39 @@ class PartialState:
         """The part of `inputs` for this process; see `accel_state.split.split_inputs`."""
         yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
 
-    def on_main_process(self, function: F) -> F:
+    def on_main_process(self, function: F | None = None) -> F:
         """Decorator: run the function on the main process only; elsewhere it returns None."""
-        return self._only(function, lambda: self.is_main_process)
+        only: F = self._only(function, lambda: self.is_main_process)
+        return only
 
-    def on_local_main_process(self, function: F) -> F:
+    def on_local_main_process(self, function: F | None = None) -> F:
         """Decorator: run the function on the first process of each node only."""
-        return self._only(function, lambda: self.is_local_main_process)
+        only: F = self._only(function, lambda: self.is_local_main_process)
+        return only
 
-    def on_last_process(self, function: F) -> F:
+    def on_last_process(self, function: F | None = None) -> F:
         """Decorator: run the function on the last process only."""
-        return self._only(function, lambda: self.is_last_process)
+        only: F = self._only(function, lambda: self.is_last_process)
+        return only
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
         """Decorator: run the function on the process with this index only."""
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
         """Decorator: run the function on the process with this index on its node only."""
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
-    def _only(self, function: F, condition: Callable[[], bool]) -> F:
+    def _only(self, function: F | None, condition: Callable[[], bool]) -> Any:
+        """The function where the condition holds; a decorator when it was called with brackets and no function."""
+        if function is None:
+            return functools.partial(self._only, condition=condition)
+
         @functools.wraps(function)
         def only_where_it_holds(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if condition() else None
+            return (function if condition() else do_nothing)(*args, **kwargs)
 
-        wrapped: Any = only_where_it_holds
-        return wrapped  # type: ignore[no-any-return]
+        return only_where_it_holds
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on the first process of each node."""

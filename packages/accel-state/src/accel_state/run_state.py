@@ -12,8 +12,9 @@ from accel_state.process import PartialState
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
+from accel_state.shared import SharedState
 
-__all__ = ("AcceleratorState", "check_given", "precision_name")
+__all__ = ("AcceleratorState", "check_given", "is_initialized", "precision_name")
 
 
 def precision_name(mixed_precision: PrecisionType | str | None) -> str:
@@ -25,6 +26,11 @@ def precision_name(mixed_precision: PrecisionType | str | None) -> str:
     if mixed_precision is None:
         return str(resolve(RunSettings, {})["mixed_precision"].value)
     return str(settings_of(RunSettings)["mixed_precision"].parse(str(mixed_precision), "argument"))
+
+
+def is_initialized() -> bool:
+    """Whether a run was made, by an Accelerator or an AcceleratorState; a PartialState alone makes none."""
+    return current.run_or_none() is not None
 
 
 def check_given(asked: dict[str, Any]) -> None:
@@ -46,6 +52,14 @@ def check_given(asked: dict[str, Any]) -> None:
             )
 
 
+def _facts() -> dict[str, Any]:
+    run = current.run_or_none()
+    if run is None:
+        return {}
+    mine = {"distributed_type": run.distributed_type, "mixed_precision": run.mixed_precision, "device_mesh": run.mesh}
+    return {**PartialState._shared_state, **mine}
+
+
 class AcceleratorState(PartialState):
     """The process and its run: mixed precision, strategy, mesh.
 
@@ -60,6 +74,8 @@ class AcceleratorState(PartialState):
         Conflict: the run was made with another precision.
         SettingError: there is no such precision mode.
     """
+
+    _shared_state = SharedState(_facts)
 
     def __init__(self, mixed_precision: PrecisionType | str | None = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu, **kwargs)

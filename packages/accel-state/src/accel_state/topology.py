@@ -1,24 +1,54 @@
 """Who this process is among the processes of a run, read once from the environment and frozen.
 
 Launchers tell a process its place in different variables; each convention is one row of `SCHEMES`. The first scheme
-whose world-size variable is set is taken.
+that applies is taken.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from accel_state.errors import SettingError
+from accel_state.settings.schema import Setting, whole
+from accel_state.slurm import derive_from_slurm, in_batch_script
 
 __all__ = ("SCHEMES", "Scheme", "Topology", "read_topology")
+
+_NATURAL: Final = whole(0)
+
+_DEFAULT_PORT: Final = "29500"
+"""Where processes meet when their launcher knows no ports; that of torch.distributed."""
+
+
+def _meet_here(world_size: str, local_world_size: str) -> Callable[[Mapping[str, str]], Mapping[str, str]]:
+    """MPI tells no meeting place; where all processes are on one node it can only be this one."""
+
+    def derive(source: Mapping[str, str]) -> dict[str, str]:
+        one_node = source.get(world_size) == source.get(local_world_size)
+        return {"MASTER_PORT": _DEFAULT_PORT, **({"MASTER_ADDR": "127.0.0.1"} if one_node else {})}
+
+    return derive
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The variables in which one kind of launcher tells a process its place."""
+    """The variables in which one kind of launcher tells a process its place.
+
+    Args:
+        name: how messages call it.
+        rank: variables that hold the rank, of which the first that is set counts; likewise the next four.
+        world_size: number of processes; its being set shows that this launcher started the process.
+        local_rank: index on the node.
+        local_world_size: number of processes of the node.
+        node_rank: index of the node.
+        needs: a variable without which it was not this launcher.
+        unless: tells that the process was not started as one of several although the variables are there.
+        derive: variables of torchrun that those of this launcher imply; what is set comes first.
+    """
 
     name: str
     rank: tuple[str, ...]
@@ -26,6 +56,15 @@ class Scheme:
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
     node_rank: tuple[str, ...] = ()
+    needs: str | None = None
+    unless: Callable[[Mapping[str, str]], bool] | None = None
+    derive: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None
+
+    def applies(self, source: Mapping[str, str]) -> bool:
+        """Whether a launcher of this kind started the process."""
+        if _variable(source, self.world_size) is None or (self.needs and not _variable(source, (self.needs,))):
+            return False
+        return self.unless is None or not self.unless(source)
 
 
 SCHEMES: Final = (
@@ -36,6 +75,7 @@ SCHEMES: Final = (
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        derive=_meet_here("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     Scheme(
         "MVAPICH",
@@ -43,8 +83,37 @@ SCHEMES: Final = (
         ("MV2_COMM_WORLD_SIZE",),
         ("MV2_COMM_WORLD_LOCAL_RANK",),
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        derive=_meet_here("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ),
-    Scheme("Intel MPI", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+    Scheme(
+        "Intel MPI",
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID",),
+        ("MPI_LOCALNRANKS",),
+        needs="MPI_LOCALRANKID",
+        derive=_meet_here("PMI_SIZE", "MPI_LOCALNRANKS"),
+    ),
+    Scheme(
+        "Slurm",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        ("LOCAL_WORLD_SIZE",),
+        ("SLURM_NODEID",),
+        needs="SLURM_PROCID",
+        unless=in_batch_script,
+        derive=derive_from_slurm,
+    ),
+    # Slurm and others speak this part of the interface of Intel MPI too, without telling places on the node.
+    Scheme(
+        "PMI",
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("LOCAL_RANK",),
+        ("LOCAL_WORLD_SIZE",),
+        derive=_meet_here("PMI_SIZE", "LOCAL_WORLD_SIZE"),
+    ),
 )
 
 
@@ -94,22 +163,37 @@ class Topology:
         """Whether this is the last process of all."""
         return self.rank == self.world_size - 1
 
+    def variables(self) -> dict[str, str]:
+        """The place in the variables of torchrun, which other libraries read."""
+        known = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.node_rank,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        return {name: str(value) for name, value in known.items() if value is not None}
+
 
 def read_topology(environ: Mapping[str, str] | None = None) -> Topology:
     """The place that the environment gives this process; alone when no launcher left a trace.
 
     Raises:
-        SettingError: a variable is not a number, or a rank lies outside its world.
+        SettingError: a variable is not a number, a rank is missing, or a rank lies outside its world.
     """
     source = os.environ if environ is None else environ
     for scheme in SCHEMES:
-        if _variable(source, scheme.world_size) is not None:
-            return _read_scheme(source, scheme)
+        if scheme.applies(source):
+            derived = scheme.derive(source) if scheme.derive is not None else {}
+            return _read_scheme(ChainMap(dict(source), dict(derived)), scheme)
     return Topology()
 
 
 def _read_scheme(source: Mapping[str, str], scheme: Scheme) -> Topology:
     world_size = _number(source, scheme.world_size, 1)
+    _check_rank_is_told(source, scheme, world_size)
     rank = _number(source, scheme.rank, 0)
     local_world_size = _number(source, scheme.local_world_size, world_size)
     local_rank = _number(source, scheme.local_rank, rank % max(local_world_size, 1))
@@ -136,17 +220,17 @@ def _number(source: Mapping[str, str], names: tuple[str, ...], default: int) -> 
     name = _variable(source, names)
     if name is None:
         return default
-    try:
-        number = int(source[name])
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise SettingError(
-            f"The variable {name}={source[name]!r} was read to find this process's place in the run.",
-            "It is not a whole number of at least 0.",
-            f"Unset {name}, or start the script with `accel launch`, which sets it.",
-        )
+    number: int = Setting(name, _NATURAL, variable=name).parse(source[name], f"${name}")
     return number
+
+
+def _check_rank_is_told(source: Mapping[str, str], scheme: Scheme, world_size: int) -> None:
+    if world_size > 1 and _variable(source, scheme.rank) is None:
+        raise SettingError(
+            f"This process was started as one of {world_size} ({scheme.name}).",
+            f"{scheme.rank[0]} is not set, so it does not know which.",
+            f"Set it, unset {scheme.world_size[0]}, or start the script with `accel launch`, which sets both.",
+        )
 
 
 def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import sys
+from typing import Any, Final
 
 import torch
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.labels import DistributedType
+from accel_state.processors import numa_nodes, physical_cores
+from accel_state.settings.environ import read
+from accel_state.settings.requirement import Requirement
+from accel_state.settings.schema import TEXT, Setting
+from accel_state.topology import Topology
 
 __all__ = ("CPU",)
+
+_THREADS: Final = Setting("threads", TEXT, None, variable="OMP_NUM_THREADS")
+_PSUTIL: Final = Requirement("psutil", extra="accel-state[memory]")
 
 
 class CPU(DeviceFamily):
     """The host's processors; all processes of a node share them."""
 
-    name: ClassVar[str] = "cpu"
-    label: ClassVar[DistributedType] = DistributedType.MULTI_CPU
-    backend: ClassVar[str] = "gloo"
+    name = "cpu"
+    label = DistributedType.MULTI_CPU
+    backend = "gloo"
 
     def present(self) -> bool:
         return True
@@ -27,6 +36,14 @@ class CPU(DeviceFamily):
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
+
+    def settle(self, topology: Topology) -> None:
+        """Compute with this process's part of the node's cores, unless OMP_NUM_THREADS says with how many."""
+        if topology.local_world_size > 1 and read(_THREADS) is None:
+            torch.set_num_threads(max(1, physical_cores() // topology.local_world_size))
+
+    def check_fork(self) -> None:
+        """Nothing of the host's is lost in a fork."""
 
     def seed(self, seed: int) -> None:
         """Nothing is left to do: `torch.manual_seed` seeds the CPU's generator."""
@@ -43,11 +60,52 @@ class CPU(DeviceFamily):
     def set_current_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def empty_cache(self) -> None:
-        """The host's allocator keeps no cache to give back."""
-
     def synchronize(self) -> None:
         """Work on the host is finished when its call returns."""
 
+    def empty_cache(self) -> None:
+        """The host's allocator keeps no cache to give back."""
+
+    def free_memory(self, index: int | None = None) -> int:
+        """Bytes that can be had without swapping."""
+        return int(_virtual_memory().available)
+
+    def total_memory(self, index: int | None = None) -> int:
+        return int(_virtual_memory().total)
+
+    def used_memory(self, index: int | None = None) -> int:
+        """Bytes of memory that this process holds, its libraries included."""
+        _PSUTIL.demand("The memory that this process holds was asked for.")
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+    def peak_memory(self, index: int | None = None) -> int:
+        """The most that `used_memory` was since the process started.
+
+        Raises:
+            NotOffered: the operating system does not count it.
+        """
+        try:
+            import resource
+        except ImportError:
+            return super().peak_memory(index)
+        # Linux counts in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
     def out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+        spoken = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        return isinstance(error, MemoryError) or spoken
+
+    def numa_node(self, index: int) -> int | None:
+        """The node that process `index` of this machine shall use, so that the processes spread over all of them."""
+        nodes = sorted(numa_nodes())
+        return nodes[index % len(nodes)] if nodes else None
+
+
+def _virtual_memory() -> Any:
+    _PSUTIL.demand("The memory of the host was asked for.")
+    import psutil
+
+    return psutil.virtual_memory()

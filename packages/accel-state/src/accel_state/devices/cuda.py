@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from accel_state.devices.base import DeviceFamily
-from accel_state.labels import DistributedType
+from accel_state.devices.rows import ROWS
+from accel_state.devices.torch_family import TorchFamily
 
-__all__ = ("CUDA",)
+__all__ = ("CUDA", "check_cuda_fp8_capability")
 
-_OUT_OF_MEMORY = ("CUDA out of memory.", "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "CUBLAS_STATUS_ALLOC_FAILED")
+
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability of the Ada generation, the first with 8-bit floating point units."""
 
 
-class CUDA(DeviceFamily):
+class CUDA(TorchFamily):
     """GPUs that `torch.cuda` drives."""
 
-    name: ClassVar[str] = "cuda"
-    label: ClassVar[DistributedType] = DistributedType.MULTI_GPU
-    backend: ClassVar[str] = "nccl"
-    timeout: ClassVar[timedelta] = timedelta(minutes=10)
-    priority: ClassVar[int] = 100
-    rng_key: ClassVar[str | None] = "torch_cuda_manual_seed"
-    rng_name: ClassVar[str | None] = "cuda"
-    pins_memory: ClassVar[bool] = True
+    def __init__(self) -> None:
+        super().__init__(ROWS["cuda"])
 
-    def present(self) -> bool:
-        return torch.cuda.is_available()
+    @property
+    def is_rocm(self) -> bool:
+        """Whether the GPUs are AMD's."""
+        return torch.version.hip is not None
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float16 or (dtype is torch.bfloat16 and torch.cuda.is_bf16_supported())
 
     def out_of_memory(self, error: BaseException) -> bool:
-        return super().out_of_memory(error) or any(text in str(error) for text in _OUT_OF_MEMORY)
+        spoken = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        return super().out_of_memory(error) or spoken
+
+    def numa_node(self, index: int) -> int | None:
+        facts: Any = torch.cuda.get_device_properties(index)
+        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        except OSError:
+            return None
+        return node if node >= 0 else None
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current NVIDIA GPU computes with 8-bit floating point numbers; False where there is none."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FP8_CAPABILITY

@@ -1,26 +1,57 @@
 """Which device families there are, and which one a process works on.
 
-Built-in families enter through the same entry-point group as a stranger's, `accel.devices`. A family that cannot be
-loaded never breaks an import; it is kept with its error, and told when a worse device would be taken because of it.
+Families of other packages enter through the entry-point group `accel.devices`, as the built-in ones do, and take the
+place of a built-in one of the same name. A family that cannot be loaded never breaks an import; it is kept with its
+error, and told when another device would be taken because of it.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import torch
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.cpu import CPU
 from accel_state.devices.cuda import CUDA
+from accel_state.devices.mps import MPS
+from accel_state.devices.torch_family import HPU, MLU, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
+from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
-from accel_state.settings.extension import extensions
+from accel_state.settings.extension import Extension, extensions
+from accel_state.settings.run import ProcessSettings
 
-__all__ = ("FailedFamily", "best_family", "failed_families", "families", "family_of", "register_family")
+__all__ = (
+    "FailedFamily",
+    "best_family",
+    "failed_families",
+    "families",
+    "family_of",
+    "register_family",
+    "wanted_family",
+)
 
-_BUILT_IN: tuple[type[DeviceFamily], ...] = (CPU, CUDA)
+_BUILT_IN: Final[tuple[Callable[[], DeviceFamily], ...]] = (
+    CPU,
+    CUDA,
+    MPS,
+    XLA,
+    XPU,
+    NPU,
+    MLU,
+    MUSA,
+    SDAA,
+    HPU,
+    NEURON,
+)
+"""Also there where the package runs without its metadata, as from a source tree."""
+
+_GROUP: Final = "accel.devices"
+_OURS: Final = "accel_state."
 
 
 @dataclass(frozen=True)
@@ -34,21 +65,49 @@ class FailedFamily:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[dict[str, DeviceFamily], tuple[FailedFamily, ...]]:
-    found: dict[str, DeviceFamily] = {family.name: family() for family in _BUILT_IN}
+    found = {family.name: family for family in (make() for make in _BUILT_IN)}
     failed = []
-    for extension in extensions("accel.devices"):
-        if extension.name in found:
-            continue
+    for offers in _strangers():
+        name, origin = offers[0].name, " and ".join(offer.origin for offer in offers)
         try:
-            found[extension.name] = extension.load()()
+            found[name] = _only(offers).load()()
         except Exception as error:
-            failed.append(FailedFamily(extension.name, extension.origin, error))
+            failed.append(FailedFamily(name, origin, error))
     return found, tuple(failed)
+
+
+def _strangers() -> Iterator[Sequence[Extension]]:
+    """Entry points that are not ours, those of one name together."""
+    by_name: dict[str, list[Extension]] = {}
+    for extension in extensions(_GROUP):
+        if not extension.target.startswith(_OURS):
+            by_name.setdefault(extension.name, []).append(extension)
+    yield from by_name.values()
+
+
+def _only(offers: Sequence[Extension]) -> Extension:
+    if len(offers) == 1:
+        return offers[0]
+    raise PluginError(
+        f"The device family {offers[0].name!r} was looked for.",
+        f"Several packages offer it: {', '.join(offer.origin for offer in offers)}.",
+        "Uninstall all but one of them.",
+    )
+
+
+def _registered() -> str | None:
+    """Type of the accelerator that torch was built for or that registered itself with torch."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
 
 
 def families() -> tuple[DeviceFamily, ...]:
     """All families that could be loaded, the one with the highest priority first."""
-    return tuple(sorted(_load()[0].values(), key=lambda family: -family.priority))
+    found = dict(_load()[0])
+    registered = _registered()
+    if registered is not None and registered not in found:
+        found[registered] = unlisted_family(registered)
+    return tuple(sorted(found.values(), key=lambda family: -family.priority))
 
 
 def failed_families() -> tuple[FailedFamily, ...]:
@@ -70,8 +129,6 @@ def family_of(device: torch.device | str) -> DeviceFamily:
     """
     name = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     found, failed = _load()
-    if name in found:
-        return found[name]
     for failure in failed:
         if failure.name == name:
             raise PluginError(
@@ -79,6 +136,10 @@ def family_of(device: torch.device | str) -> DeviceFamily:
                 f"The device family {name!r} of {failure.origin} could not be loaded: {failure.error!r}.",
                 "Repair or remove that package.",
             ) from failure.error
+    if name in found:
+        return found[name]
+    if name == _registered():
+        return unlisted_family(name)
     raise NotOffered(
         f"Work on the device {device} was asked for.",
         f"Known device families: {', '.join(sorted(found))}.",
@@ -95,3 +156,15 @@ def best_family() -> DeviceFamily:
             stacklevel=2,
         )
     return next(family for family in families() if family.present())
+
+
+def wanted_family(settings: ProcessSettings) -> DeviceFamily:
+    """The family that the settings of the process ask for, else the best one.
+
+    Raises:
+        PluginError: the family is known but could not be loaded.
+        NotOffered: no such family is known.
+    """
+    if settings.cpu:
+        return family_of("cpu")
+    return best_family() if settings.device is None else family_of(settings.device)

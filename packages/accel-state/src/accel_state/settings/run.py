@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_state.settings.schema import BOOLEAN, choice, setting, whole
 
-__all__ = ("ProcessSettings", "RunSettings")
+__all__ = ("OutputSettings", "ProcessSettings", "RunSettings")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,40 @@ class ProcessSettings:
         key="debug",
         question="Should more be told about what every process does?",
         help="Tell more about what every process does.",
+    )
+    cpu_affinity: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_CPU_AFFINITY",
+        flag="--enable_cpu_affinity",
+        key="enable_cpu_affinity",
+        question="Should each process run on the processors nearest to its device?",
+        help="Run each process on the processors nearest to its device.",
+        group="Hardware",
+    )
+    fork_launched: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="FORK_LAUNCHED",
+        help="Set by a launcher that forks the processes of a notebook.",
+    )
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """What the processes write to the terminal, and how."""
+
+    log_level: str | None = setting(
+        None,
+        kind=choice("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET", fold=str.upper),
+        variable="ACCELERATE_LOG_LEVEL",
+        help="Level of the loggers that know about processes.",
+    )
+    enable_rich: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_ENABLE_RICH",
+        help="Write with the library rich where it is installed.",
     )
 
 

@@ -94,3 +94,7 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the groups of this transport; no call may follow."""
+
+    def in_child(self) -> Transport:
+        """The transport of a process that was just forked from this one."""
+        return self

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.transport.base import Reduction, Transport, Work
+from accel_state.transport.forked import ForkedTransport
 
 __all__ = ("TorchDistTransport",)
 
@@ -70,6 +71,9 @@ class TorchDistTransport(Transport):
     def close(self) -> None:
         for group in {self._data, self._header}:
             dist.destroy_process_group(group)
+
+    def in_child(self) -> Transport:
+        return ForkedTransport(self.rank, self.world_size, self.device)
 
 
 def _started(work: Any) -> Work:

@@ -1,0 +1,108 @@
+"""Facts about the device families that torch knows by a name: one row each. Never imports torch.
+
+The launcher reads which variable hides devices and what the processes of a family need in their environment; the family
+objects in this folder read the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+from accel_state.labels import DistributedType
+
+__all__ = ("ROWS", "Row", "generic_row")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known about one family.
+
+    Args:
+        name: type of its torch devices, and the name by which `rng_types` asks for its generators.
+        label: what users read as `distributed_type`.
+        backend: name of the torch.distributed backend that moves its tensors, or empty when none does.
+        rng_key: key of its generators in a checkpoint's random states.
+        visible_variable: variable that limits which of its devices a process sees.
+        vendor: module that has to be imported before torch knows the family.
+        priority: the present family with the highest one is taken.
+        timeout: how long a collective may take when nothing else was asked for.
+        pins_memory: whether copies from pinned host memory are quicker.
+        launching: variables that the processes need when they start.
+        probing: variables that keep the question whether a device is there from opening it.
+    """
+
+    name: str
+    label: DistributedType
+    backend: str
+    rng_key: str
+    visible_variable: str | None = None
+    vendor: str | None = None
+    priority: int = 80
+    timeout: timedelta = timedelta(minutes=30)
+    pins_memory: bool = True
+    launching: Mapping[str, str] = field(default_factory=dict)
+    probing: Mapping[str, str] = field(default_factory=dict)
+
+
+_ALL: Final = (
+    Row(
+        "cuda",
+        DistributedType.MULTI_GPU,
+        "nccl",
+        "torch_cuda_manual_seed",
+        "CUDA_VISIBLE_DEVICES",
+        priority=100,
+        timeout=timedelta(minutes=10),
+        probing={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+    ),
+    Row("xpu", DistributedType.MULTI_XPU, "xccl", "torch_xpu_manual_seed", "ZE_AFFINITY_MASK"),
+    Row("npu", DistributedType.MULTI_NPU, "hccl", "torch_npu_manual_seed", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
+    Row(
+        "mlu",
+        DistributedType.MULTI_MLU,
+        "cncl",
+        "torch_mlu_manual_seed",
+        "MLU_VISIBLE_DEVICES",
+        "torch_mlu",
+        probing={"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"},
+    ),
+    Row("musa", DistributedType.MULTI_MUSA, "mccl", "torch_musa_manual_seed", "MUSA_VISIBLE_DEVICES", "torch_musa"),
+    Row("sdaa", DistributedType.MULTI_SDAA, "tccl", "torch_sdaa_manual_seed", "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
+    Row(
+        "hpu",
+        DistributedType.MULTI_HPU,
+        "hccl",
+        "torch_hpu_manual_seed",
+        "HABANA_VISIBLE_MODULES",
+        "habana_frameworks.torch",
+    ),
+    Row(
+        "neuron",
+        DistributedType.MULTI_NEURON,
+        "neuron",
+        "torch_neuron_manual_seed",
+        "NEURON_RT_VISIBLE_CORES",
+        "torch_neuronx",
+    ),
+    Row(
+        "mps",
+        DistributedType.MULTI_GPU,
+        "",
+        "torch_mps_manual_seed",
+        priority=90,
+        pins_memory=False,
+        launching={"PYTORCH_ENABLE_MPS_FALLBACK": "1"},
+    ),
+    Row("xla", DistributedType.XLA, "xla", "xm_seed", vendor="torch_xla", priority=110, pins_memory=False),
+)
+
+ROWS: Final[Mapping[str, Row]] = {row.name: row for row in _ALL}
+"""Facts by the type of the torch device."""
+
+
+def generic_row(name: str) -> Row:
+    """The row of a device that registered itself with torch and that nobody wrote a row for."""
+    return Row(name, DistributedType.MULTI_GPU, "", f"torch_{name}_manual_seed", priority=70, pins_memory=False)

@@ -1,0 +1,76 @@
+"""What a process knows of itself, and what it knows of the run it takes part in; both immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_state.labels import DistributedType
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_state.devices.base import DeviceFamily
+    from accel_state.topology import Topology
+    from accel_state.transport.base import Transport
+
+__all__ = ("Process", "Run")
+
+
+@dataclass(frozen=True)
+class Process:
+    """Who this process is; made once, when the first state or Accelerator is created.
+
+    Args:
+        topology: its place among the processes.
+        device: where it works.
+        family: the family of that device.
+        transport: how it reaches the other processes.
+        distributed_type: the label of the device family when there are several processes, else NO.
+        backend: name of the torch.distributed backend, or None when it runs alone.
+        debug: whether more is told about collectives.
+        fork_launched: whether a notebook forked it.
+        options: what was asked for by argument when it was made.
+        inherited: whether it describes the process that this one was forked from.
+    """
+
+    topology: Topology
+    device: torch.device
+    family: DeviceFamily
+    transport: Transport
+    distributed_type: DistributedType
+    backend: str | None = None
+    debug: bool = False
+    fork_launched: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inherited: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Index among all processes."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes."""
+        return self.transport.world_size
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes do together: precision, strategy, mesh; made by the first Accelerator and shared by the next.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        distributed_type: what users read; the strategy's label, else that of the process.
+        strategy: the object that owns the run; opaque to this layer.
+        given: options that were given by argument, by name; a second Accelerator must not contradict them.
+        mesh: the device mesh, or None.
+    """
+
+    mixed_precision: str
+    distributed_type: DistributedType
+    strategy: Any = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Any = None

@@ -1,0 +1,73 @@
+"""Making the process from its environment: its place, its device, and the way to the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_state.affinity import bind
+from accel_state.devices.base import DeviceFamily
+from accel_state.devices.select import wanted_family
+from accel_state.errors import SettingError
+from accel_state.identity import Process
+from accel_state.kwargs import InitProcessGroupKwargs
+from accel_state.labels import DistributedType
+from accel_state.settings.environ import from_environment, publish
+from accel_state.settings.run import ProcessSettings
+from accel_state.topology import Topology, read_topology
+from accel_state.transport.select import start_transport
+
+__all__ = ("start_process",)
+
+
+def start_process(cpu: bool = False, **options: Any) -> Process:
+    """Make the process from the environment, joining the others when it was launched as one of several.
+
+    Args:
+        cpu: work on the CPU even if another device is present.
+        options: fields of `InitProcessGroupKwargs`.
+
+    Raises:
+        SettingError: a variable or an option cannot be used.
+        NotReady: the device was opened before this process was forked.
+        CollectiveError: the processes did not meet.
+    """
+    settings = from_environment(ProcessSettings, cpu=True if cpu else None)
+    group = InitProcessGroupKwargs(**{"backend": None, **options})
+    topology = read_topology()
+    if topology.distributed:
+        publish(topology.variables())
+    family = wanted_family(settings)
+    family.check_fork()
+    device = _device(settings, family, topology)
+    family.settle(topology)
+    if settings.cpu_affinity:
+        bind(family, topology.local_rank, settings.debug)
+    timeout: Any = group.timeout
+    transport, backend = start_transport(topology, family, device, group.backend, group.init_method, timeout)
+    return Process(
+        topology=topology,
+        device=device,
+        family=family,
+        transport=transport,
+        distributed_type=family.label if backend is not None else DistributedType.NO,
+        backend=backend,
+        debug=settings.debug,
+        fork_launched=settings.fork_launched,
+        options={"cpu": cpu, **options},
+    )
+
+
+def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology) -> torch.device:
+    if settings.device is None or settings.cpu:
+        return family.device(topology.local_rank)
+    try:
+        asked = torch.device(settings.device)
+    except RuntimeError as error:
+        raise SettingError(
+            f"The device {settings.device!r} was asked for.",
+            str(error).splitlines()[0],
+            "Give a device such as cpu or cuda:0.",
+        ) from None
+    return family.device(topology.local_rank if asked.index is None else asked.index)

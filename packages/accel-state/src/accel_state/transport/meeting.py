@@ -1,0 +1,104 @@
+"""Where the processes of a run meet: the store that they share, and the check that each of them is there once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from accel_state.errors import CollectiveError, SettingError
+from accel_state.topology import Topology
+
+__all__ = ("meet",)
+
+_meetings: Counter[tuple[str, int]] = Counter()
+"""How often this process met others at a place; a second meeting must not read what the first one left there."""
+
+
+def meet(topology: Topology, init_method: str | None, timeout: timedelta) -> Any:
+    """The store that all processes share, under a name of its own for each attempt of a restarted run.
+
+    Args:
+        topology: the place of this process.
+        init_method: URL of the meeting place; by default MASTER_ADDR and MASTER_PORT.
+        timeout: how long to wait for the others.
+
+    Raises:
+        SettingError: no place is known, or one rank was given to several processes.
+        CollectiveError: the processes did not meet in time.
+    """
+    if init_method is None or init_method == "env://":
+        _check_address(topology)
+        host = f"[{topology.master_addr}]" if ":" in str(topology.master_addr) else topology.master_addr
+        place = f"tcp://{host}:{topology.master_port}"
+    else:
+        place = init_method
+    try:
+        store, _, _ = next(rendezvous(place, topology.rank, topology.world_size, timeout=timeout))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _not_met(topology, place, error) from error
+    store.set_timeout(timeout)
+    again = _meetings[place, topology.attempt]
+    _meetings[place, topology.attempt] += 1
+    named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
+    _check_ranks(named, topology, place, timeout)
+    return named
+
+
+def _not_met(topology: Topology, place: str, error: Exception) -> CollectiveError:
+    asked = f"Process {topology.rank} of {topology.world_size} wanted to meet the others at {place}."
+    if "EADDRINUSE" in str(error):
+        return CollectiveError(
+            asked,
+            "It is the one that has to listen there, and the port is in use: by another program, or by a second "
+            f"process that was started as rank {topology.rank}.",
+            "Give every process another rank, or choose another MASTER_PORT (`accel launch` finds a free one).",
+        )
+    return CollectiveError(
+        asked,
+        f"They did not meet: {str(error).splitlines()[0]}.",
+        "Check that the address is that of the first machine, that the port is free there, and that every process "
+        "was started.",
+    )
+
+
+def _check_address(topology: Topology) -> None:
+    place = (("MASTER_ADDR", topology.master_addr), ("MASTER_PORT", topology.master_port))
+    missing = [name for name, value in place if value is None]
+    if missing:
+        raise SettingError(
+            f"This process was started as rank {topology.rank} of {topology.world_size} ({topology.scheme}).",
+            f"{' and '.join(missing)} not set, so the processes do not know where to meet.",
+            "Set them, or start the script with `accel launch`, which sets them.",
+        )
+
+
+def _check_ranks(store: Any, topology: Topology, place: str, timeout: timedelta) -> None:
+    """Wait until as many processes came as belong to the run, and see that no two have the same rank.
+
+    Two processes with one rank would otherwise overwrite each other's connections, and all would wait.
+    """
+    if topology.world_size == 1:
+        return
+    if store.add(f"came/{topology.rank}", 1) > 1:
+        store.set("twice", str(topology.rank))
+    if store.add("came", 1) == topology.world_size:
+        store.set("all came", "")
+    try:
+        store.wait(["all came"], timeout)
+    except RuntimeError as error:
+        missing = [rank for rank in range(topology.world_size) if not store.check([f"came/{rank}"])]
+        raise CollectiveError(
+            f"Process {topology.rank} of {topology.world_size} wanted to meet the others at {place}.",
+            f"After {timeout.total_seconds():g} seconds these had not come: {', '.join(map(str, missing))}.",
+            "Look at the output of those processes, and check that every process was started.",
+        ) from error
+    if store.check(["twice"]):
+        raise SettingError(
+            f"Process {topology.rank} of {topology.world_size} met the others at {place}.",
+            f"Two processes were started as rank {store.get('twice').decode()}.",
+            "Give every process another rank, or start the script with `accel launch`, which does.",
+        )

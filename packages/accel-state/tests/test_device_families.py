@@ -1,0 +1,243 @@
+"""Each device family that can be used here keeps what `DeviceSuite` asks; the others know their facts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import PartialState
+from accel_state.devices import select
+from accel_state.devices.base import DeviceFamily
+from accel_state.devices.cpu import CPU
+from accel_state.devices.cuda import CUDA
+from accel_state.devices.mps import MPS
+from accel_state.devices.rows import ROWS
+from accel_state.devices.torch_family import TorchFamily, unlisted_family
+from accel_state.devices.xla import XLA
+from accel_state.errors import NotOffered
+from accel_state.labels import DistributedType, RNGType
+from accel_state.testing.device_suite import DeviceSuite
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+from accel_state.testing.simulated_device import BACKEND, NAME, simulated_device
+
+DEVICE_NAMES = ("xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron")
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Processes]:
+    with Processes(2) as started:
+        yield started
+
+
+class TestCPU(DeviceSuite):
+    @pytest.fixture
+    def two(self, group: Processes) -> Processes:  # type: ignore[override]
+        return group
+
+    @pytest.fixture
+    def family(self) -> DeviceFamily:
+        return CPU()
+
+
+class TestSimulated(DeviceSuite):
+    around = simulated_device
+
+    @pytest.fixture
+    def two(self, group: Processes) -> Processes:  # type: ignore[override]
+        return group
+
+    @pytest.fixture
+    def family(self) -> DeviceFamily:
+        return unlisted_family(NAME)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestCUDA(DeviceSuite):
+    @pytest.fixture
+    def family(self) -> DeviceFamily:
+        return CUDA()
+
+
+@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs the GPU of an Apple computer")
+class TestMPS(DeviceSuite):
+    @pytest.fixture
+    def family(self) -> DeviceFamily:
+        return MPS()
+
+
+@pytest.mark.skipif(not XLA().present(), reason="needs torch_xla, and PJRT_DEVICE where there is no TPU")
+class TestXLA(DeviceSuite):
+    @pytest.fixture
+    def family(self) -> DeviceFamily:
+        return XLA()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def test_every_family_of_the_rows_can_be_asked_for() -> None:
+    for name, row in ROWS.items():
+        family = select.family_of(name)
+        assert (family.name, family.label, family.rng_key) == (name, row.label, row.rng_key)
+        assert family.visible_variable == row.visible_variable
+
+
+def test_every_kind_of_generator_has_its_family() -> None:
+    of_devices = set(RNGType.list()) - {"torch", "generator"}
+    assert of_devices <= {family.rng_name for family in select.families()}
+
+
+def test_keys_of_generators_are_unique() -> None:
+    keys = [family.rng_key for family in select.families() if family.rng_key is not None]
+    assert len(keys) == len(set(keys))
+
+
+def test_rows_are_read_without_torch() -> None:
+    program = "import sys, accel_state.devices.rows; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", DEVICE_NAMES)
+def test_a_vendor_that_is_not_installed_is_absent(name: str) -> None:
+    if hasattr(torch, name) and getattr(torch, name).is_available():
+        pytest.skip("there is one here")
+    assert select.family_of(name).present() is False
+
+
+class VendorModule:
+    """What a vendor's package adds to torch, as far as presence and memory need it."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str | None] = {}
+        self.cleared = 0
+
+    def is_available(self) -> bool:
+        self.seen = {name: os.environ.get(name) for name in ROWS["mlu"].probing}
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def empty_cache(self) -> None:
+        self.cleared += 1
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 3 + device.index, 10
+
+
+@pytest.fixture
+def mlu(monkeypatch: pytest.MonkeyPatch) -> VendorModule:
+    module = VendorModule()
+    monkeypatch.setitem(sys.modules, "torch_mlu", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "mlu", module, raising=False)
+    monkeypatch.setattr("accel_state.devices.torch_family._vendor_loaded", lambda vendor, name: vendor in sys.modules)
+    return module
+
+
+def test_a_vendor_s_device_is_probed_without_being_opened(mlu: VendorModule) -> None:
+    before = dict(os.environ)
+    assert select.best_family().name == "mlu"
+    assert mlu.seen == {"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"}
+    assert dict(os.environ) == before
+
+
+def test_an_installed_vendor_without_its_device_is_absent(mlu: VendorModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlu, "is_available", lambda: False)
+    assert not select.family_of("mlu").present()
+    monkeypatch.delattr(torch, "mlu")
+    assert not select.family_of("mlu").present()
+
+
+def test_a_vendor_s_module_answers(mlu: VendorModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = select.family_of("mlu")
+    monkeypatch.setattr(type(family), "module", mlu)
+    family.empty_cache()
+    assert mlu.cleared == 1
+    assert (family.count(), family.backend, family.label) == (2, "cncl", DistributedType.MULTI_MLU)
+    with pytest.raises(NotOffered, match="max_memory_allocated"):
+        family.peak_memory()
+
+
+def test_a_broken_vendor_is_told_of_and_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "broken_vendor_library.py").write_text("raise OSError('libbroken.so: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    family = TorchFamily(ROWS["npu"])
+    family.row = type(family.row)("npu", DistributedType.MULTI_NPU, "hccl", "key", vendor="broken_vendor_library")
+    with pytest.warns(UserWarning, match=r"broken_vendor_library is installed.*libbroken\.so"):
+        assert not family.present()
+    assert not family.present()
+
+
+def test_a_device_without_collectives_says_so() -> None:
+    with pytest.raises(NotOffered, match="--cpu"):
+        MPS().distributed_backend()
+
+
+def test_errors_of_each_family_that_mean_too_little_memory() -> None:
+    assert CUDA().out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert CUDA().out_of_memory(torch.OutOfMemoryError("any"))
+    assert CUDA().out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Is it contiguous?"))
+    assert CPU().out_of_memory(MemoryError())
+    assert CPU().out_of_memory(RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory"))
+    assert select.family_of("npu").out_of_memory(RuntimeError("NPU out of memory."))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_simulated_device_is_taken_and_left() -> None:
+    with simulated_device():
+        state = PartialState()
+        assert state.device == torch.device(NAME, 0)
+        assert state.default_device == torch.device(NAME)
+        assert state.distributed_type is DistributedType.NO
+        state._reset_state()
+        assert PartialState(cpu=True).device == torch.device("cpu")
+    assert not select.family_of(NAME).present()
+
+
+def test_the_simulated_device_runs_out_of_memory() -> None:
+    family = unlisted_family(NAME)
+    with simulated_device(memory=4096):
+        held = torch.ones(512, device=NAME)
+        assert family.used_memory() == 2048
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.ones(1024, device=NAME)
+        assert family.out_of_memory(caught.value)
+        del held
+        assert family.used_memory() == 0
+
+
+def test_the_simulated_device_refuses_tensors_of_the_cpu() -> None:
+    with simulated_device():
+        with pytest.raises(RuntimeError, match="cpu and simulated:0"):
+            torch.ones(2, device=NAME) + torch.ones(2)
+        assert (torch.ones(2, device=NAME) * torch.tensor(2.0)).tolist() == [2.0, 2.0]
+
+
+def train_with_ddp() -> tuple[str, str, list[float]]:
+    with simulated_device():
+        state = PartialState()
+        model = torch.nn.Linear(2, 1, bias=False).to(state.device)
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(torch.full((1, 2), 1.0 + state.process_index, device=state.device)).sum().backward()
+        grad = model.weight.grad
+        assert grad is not None
+        state.wait_for_everyone()
+        answer = str(state.distributed_type), str(state.backend), grad.cpu().flatten().tolist()
+        state.destroy_process_group()
+        return answer
+
+
+def test_gradients_are_averaged_on_a_device_without_code_of_ours(group: Processes) -> None:
+    assert group.run(train_with_ddp) == [("MULTI_GPU", BACKEND, [1.5, 1.5])] * 2
