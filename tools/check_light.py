@@ -61,7 +61,7 @@ print(json.dumps({name: stack for name, stack in Watch.found.items() if name in 
 """
 
 # What one interpreter does: the modules it imports and the command lines it runs.
-Work = tuple[list[str], list[Sequence[str]]]
+Work = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def light_modules(packages: Path) -> list[str]:
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
     """Checks every light module and command line, and returns the exit code."""
     packages = Path(arguments[0]) if arguments else ROOT / "packages"
     modules = light_modules(packages)
-    if not brought_by((modules, list(COMMANDS)), packages):
+    if not brought_by((modules, COMMANDS), packages):
         print(f"light: {len(modules)} modules and {len(COMMANDS)} commands start without {' and '.join(HEAVY)}")
         return 0
     # Only now one interpreter each, to name all that are at fault.
