@@ -82,14 +82,22 @@ def test_names_that_the_table_lacks_are_listed(table: ModuleType, tmp_path: Path
     facts = tmp_path / "api.json"
     facts.write_text(
         """{"modules": {
-            "accelerate.state": {"tier": "core", "names": {"PartialState": {}, "NeverSeen": {}}},
+            "accelerate.state": {"tier": "core", "names": {"PartialState": {}, "NeverSeen": {}, "AlsoNever": {}}},
             "accelerate.nowhere": {"tier": "core", "names": {}},
             "accelerate.logging": {"tier": "core", "names": {"get_logger": {}}},
             "accelerate.test_utils": {"tier": "test_utils", "names": {"anything": {}}}
         }}""",
         encoding="utf-8",
     )
-    assert gen_alias.missing(table, facts) == ["accelerate.nowhere: the module itself", "accelerate.state: NeverSeen"]
+    owner = tmp_path / "accel-data" / "src" / "accel_data" / "loader.py"
+    owner.parent.mkdir(parents=True)
+    owner.write_text("def NeverSeen(): ...\n", encoding="utf-8")
+    assert gen_alias.missing(table, facts, tmp_path) == [
+        "accelerate.nowhere: the module itself",
+        "accelerate.state:",
+        "    AlsoNever",
+        "    NeverSeen  accel_data.loader",
+    ]
 
 
 def test_a_type_checker_follows_every_name(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     python tools/gen_alias.py              write them
     python tools/gen_alias.py --check      exit 1 when a file is not what would be written
-    python tools/gen_alias.py --missing    names of the original that the table does not have yet
+    python tools/gen_alias.py --missing    names of the original that the table does not have yet, and who may own them
 
 A module names what it has twice: in imports that only type checkers and editors read, and in `__all__`. While a program
 runs, `accelerate.address` serves the names by the same table, so that importing an old module imports nothing else.
@@ -11,6 +11,7 @@ runs, `accelerate.address` serves the names by the same table, so that importing
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import subprocess
@@ -24,15 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "packages" / "accelerate" / "src"
 FACTS = ROOT / "tests-integration" / "reference" / "api.json"
 
-NOTE = "Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file."
+NOTE = "Written by tools/gen_alias.py from accelerate/names: change that table, not this file."
 
 
 def load_table(source: Path = SOURCE) -> ModuleType:
     """The table, loaded by its path: the package around it may not be written yet."""
-    spec = importlib.util.spec_from_file_location("accelerate_names", source / "accelerate" / "names.py")
+    folder = source / "accelerate" / "names"
+    spec = importlib.util.spec_from_file_location(
+        "accelerate_names", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     if spec is None or spec.loader is None:
-        raise SystemExit(f"gen_alias: there is no accelerate/names.py in {source}")
+        raise SystemExit(f"gen_alias: there is no table in {folder}")
     table = importlib.util.module_from_spec(spec)
+    sys.modules["accelerate_names"] = table
     spec.loader.exec_module(table)
     return table
 
@@ -156,9 +161,13 @@ def drift(texts: Mapping[str, str], source: Path) -> list[str]:
     return changed + [path for path, text in present.items() if NOTE in text and path not in texts]
 
 
-def missing(table: ModuleType, facts: Path = FACTS) -> list[str]:
-    """Names of the original, in the tiers that are provided, that the table does not have."""
+def missing(table: ModuleType, facts: Path = FACTS, packages: Path = ROOT / "packages") -> list[str]:
+    """Names of the original, in the tiers that are provided, that the table does not have.
+
+    Behind a name stand the modules of ours that define one like it.
+    """
     described = json.loads(facts.read_text(encoding="utf-8"))["modules"]
+    homes = definitions(packages)
     lines = []
     for address, module in sorted(described.items()):
         if module["tier"] == "test_utils":
@@ -166,8 +175,28 @@ def missing(table: ModuleType, facts: Path = FACTS) -> list[str]:
         known = table.served(address) if address in table.NAMES else {}
         absent = sorted(set(module["names"]) - set(known))
         if absent or address not in table.NAMES:
-            lines.append(f"{address}: {' '.join(absent) or 'the module itself'}")
+            lines.append(f"{address}: {'the module itself' if not absent else ''}".rstrip())
+            lines += [f"    {name}  {' '.join(homes.get(name, ()))}".rstrip() for name in absent]
     return lines
+
+
+def definitions(packages: Path) -> dict[str, list[str]]:
+    """Every public name that a module of ours defines at its top level, and those modules."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(packages.glob("accel-*/src/**/*.py")):
+        module = ".".join(path.relative_to(packages).parts[2:]).removesuffix(".py").removesuffix(".__init__")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for name in defined(node):
+                homes.setdefault(name, []).append(module)
+    return homes
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """The names that a statement at the top level of a module defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def main(arguments: list[str]) -> int:

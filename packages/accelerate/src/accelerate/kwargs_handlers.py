@@ -1,6 +1,6 @@
 """The old address `accelerate.kwargs_handlers`, which is not provided.
 
-Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+Written by tools/gen_alias.py from accelerate/names: change that table, not this file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is found at the old address `accelerate.scheduler`.
 
-Written by tools/gen_alias.py from accelerate/names.py: change that table, not this file.
+Written by tools/gen_alias.py from accelerate/names: change that table, not this file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+"""The table of the drop-in: which names each old module has, and which of our modules each comes from.
+
+`tools/gen_alias.py` writes the modules from it, and `accelerate.address` serves their names by it while a program runs.
+The generator loads this folder without the package around it, so nothing here imports from outside of the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Final, NamedTuple
+
+from .homes import NAMES
+from .lent import BORROWED
+from .withdrawn import NOT_PROVIDED, REMOVED
+
+__all__ = (
+    "BORROWED",
+    "HAND_WRITTEN",
+    "LOGGERS",
+    "NAMES",
+    "NOT_PROVIDED",
+    "REMOVED",
+    "VERSION",
+    "Owner",
+    "borrowed",
+    "owners",
+    "served",
+)
+
+VERSION: Final = "1.15.0+accel.1"
+"""Version of the surface that is imitated; clients compare the version of the distribution."""
+
+HAND_WRITTEN: Final = ("address", "installation", "legacy", "loggers", "names")
+"""Modules of this package that are not written by the generator."""
+
+LOGGERS: Final = {
+    "accel_bigmodel": "accelerate.big_modeling",
+    "accel_cli": "accelerate.commands",
+    "accel_data": "accelerate.data_loader",
+    "accel_ops": "accelerate.utils.operations",
+    "accel_plugins": "accelerate.utils",
+    "accel_state": "accelerate.state",
+    "accel_torch": "accelerate.accelerator",
+    "accel_tracking": "accelerate.tracking",
+}
+"""The old logger that hears of what a package of ours logs outside of the modules of the table."""
+
+
+class Owner(NamedTuple):
+    """Where a name really lives.
+
+    Args:
+        module: one of our modules; what is assigned at the old address is set there.
+        name: what it is called there.
+    """
+
+    module: str
+    name: str
+
+
+@cache
+def owners(address: str) -> Mapping[str, Owner]:
+    """The names of an old module that are its own, each with its owner."""
+    return dict(_resolved(NAMES[address]))
+
+
+@cache
+def borrowed(address: str) -> Mapping[str, Owner]:
+    """The names that an old module has from its neighbours."""
+    own = owners(address)
+    return {name: owner for name, owner in _resolved(BORROWED.get(address, {})) if name not in own}
+
+
+def served(address: str) -> Mapping[str, Owner]:
+    """All names that can be imported from an old module."""
+    return {**owners(address), **borrowed(address)}
+
+
+def _resolved(sources: Mapping[str, str]) -> Iterator[tuple[str, Owner]]:
+    for source, words in sources.items():
+        known = owners(source) if source in NAMES else None
+        for word in known if known is not None and words == "*" else words.split():
+            old, _, ours = word.partition("=")
+            yield old, Owner(source, ours or old) if known is None else known[ours or old]
