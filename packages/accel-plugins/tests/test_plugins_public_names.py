@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LAZY_PACKAGES = ("accel_plugins", "accel_plugins.precision")
+LAZY_PACKAGES = ("accel_plugins", "accel_plugins.precision", "accel_plugins.testing")
 TORCH_FREE = (
     "accel_plugins",
     "accel_plugins.manifest",

@@ -1,0 +1,372 @@
+"""The tests that every backend passes.
+
+    class TestExample(BackendSuite):
+        target = "accel_example.manifest:MANIFEST"
+
+The suite runs the backend in real processes over gloo on the CPU and compares it with plain torch on the same global
+batches. What a manifest declares away (`lacks`) is skipped. A subclass must not override a test, unless it marks it
+`pytest.mark.xfail(strict=True, reason=...)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from accel_plugins.manifest import PROTOCOL, Ability, Duty, Manifest
+from accel_plugins.strategy import Strategy
+from accel_plugins.testing import backend_tasks as tasks
+from accel_plugins.testing.reference_loop import Case, Plain, make_model
+from accel_state.errors import PluginError
+from accel_state.labels import DistributedType
+from accel_state.settings.environ import from_environment, to_environment
+from accel_state.settings.schema import settings_of
+from accel_state.testing.processes import Processes
+
+__all__ = ("BackendSuite",)
+
+Run = Callable[..., list[Any]]
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def needs(ability: Ability) -> Callable[[T], T]:
+    """Skip a test where the manifest declares an ability away."""
+
+    def mark(test: T) -> T:
+        test.needs = ability  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+class BackendSuite:
+    """Subclass this in a test file, and set what is different.
+
+    Attributes:
+        target: "module:attribute" of the manifest.
+        config: settings to test with; those of the environment when None.
+        processes: how many processes to start.
+        tolerance: relative difference allowed between losses, weights and gradients.
+    """
+
+    target: ClassVar[str]
+    config: ClassVar[Any] = None
+    processes: ClassVar[int] = 2
+    tolerance: ClassVar[float] = 2e-5
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, value in vars(cls).items():
+            if name.startswith("test_") and hasattr(BackendSuite, name) and not _expected_to_fail(value):
+                raise PluginError(
+                    f"{cls.__name__} overrides {name}.",
+                    "A test of the suite may only be overridden by a strict expected failure with a reason.",
+                    "Mark it pytest.mark.xfail(strict=True, reason=...), or declare in the manifest what is lacking.",
+                )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def group(cls) -> Iterator[Processes]:
+        """The processes; override it to start them in another way."""
+        with Processes(cls.processes) as group:
+            yield group
+
+    @pytest.fixture
+    def run(self, group: Processes) -> Run:
+        """Calls a function of `backend_tasks` in every process and returns the answers by rank."""
+        return group.run
+
+    @pytest.fixture(autouse=True)
+    def _skip_what_is_declared_away(self, request: pytest.FixtureRequest) -> None:
+        ability = getattr(request.function, "needs", None)
+        if ability in self.manifest.lacks:
+            pytest.skip(f"{self.manifest.name} declares that it lacks {ability}")
+
+    @property
+    def manifest(self) -> Manifest:
+        """The declaration under test."""
+        module, _, attribute = self.target.partition(":")
+        found: Manifest = getattr(importlib.import_module(module), attribute)
+        return found
+
+    def case(self, **changes: Any) -> Case:
+        """A training run with this backend."""
+        return Case(self.manifest, self.config, **changes)
+
+    def near(self, expected: Any) -> Any:
+        """What compares equal within the tolerance, through lists and dicts."""
+        if isinstance(expected, dict):
+            return {name: self.near(value) for name, value in expected.items()}
+        if isinstance(expected, list) and expected and isinstance(expected[0], (list, dict)):
+            return [self.near(value) for value in expected]
+        return pytest.approx(expected, rel=self.tolerance, abs=self.tolerance / 10)
+
+    def written(self, answers: list[dict[str, Any]]) -> list[Any]:
+        """Weights of those processes that have complete ones; at least the first has."""
+        assert answers[0]["weights"], "the first process has no complete weights to write"
+        return [answer["weights"] for answer in answers if answer["weights"]]
+
+    # ------------------------------------------------------------------- the manifest
+
+    def test_the_manifest_fits_this_version_of_the_interface(self) -> None:
+        assert isinstance(self.manifest, Manifest)
+        assert self.manifest.protocol == PROTOCOL
+        assert self.manifest.label is None or self.manifest.label in DistributedType
+
+    def test_the_strategy_is_one_and_keeps_the_signatures(self) -> None:
+        strategy = _imported(self.manifest.strategy)
+        assert issubclass(strategy, Strategy)
+        for name, value in inspect.getmembers(Strategy, inspect.isfunction):
+            if name.startswith("_"):
+                continue
+            asked = inspect.signature(value).parameters
+            offered = inspect.signature(getattr(strategy, name)).parameters
+            open_ended = {parameter.kind for parameter in offered.values()}
+            if not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} <= open_ended:
+                assert list(offered)[: len(asked)] == list(asked), f"{name} takes {list(offered)}, not {list(asked)}"
+
+    def test_manifest_and_settings_load_without_torch(self) -> None:
+        modules = {self.target, self.manifest.config, self.manifest.present or "", self.manifest.launcher or ""}
+        imports = ", ".join(sorted(target.partition(":")[0] for target in modules if target))
+        code = f"import sys; sys.path[:] = {sys.path!r}; import {imports}; sys.exit('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, f"importing {imports} loads torch, or fails:\n{done.stderr}"
+
+    def test_settings_have_defaults_and_survive_pickling(self) -> None:
+        if self.manifest.config:
+            settings = _imported(self.manifest.config)()
+            assert pickle.loads(pickle.dumps(settings)) == settings
+
+    def test_settings_survive_the_way_through_the_environment(self) -> None:
+        if self.manifest.config and settings_of(_imported(self.manifest.config)):
+            settings = from_environment(_imported(self.manifest.config), {})
+            again = from_environment(type(settings), to_environment(settings))
+            assert again == settings
+
+    def test_presence_is_answered_by_yes_or_no(self, run: Run) -> None:
+        if self.manifest.present is not None:
+            assert all(isinstance(answer, bool) for answer in run(tasks.is_present, self.case()))
+
+    # ---------------------------------------------------------------------- preparing
+
+    def test_checking_changes_nothing(self, run: Run) -> None:
+        for answer in run(tasks.check_twice, self.case()):
+            assert all(answer.values()), answer
+
+    def test_the_optimizer_holds_the_parameters_that_train(self, run: Run) -> None:
+        for answer in run(tasks.look_at_prepared, self.case()):
+            assert (answer["held_but_not_trained"], answer["trained_but_not_held"], answer["held_twice"]) == (0, 0, 0)
+
+    def test_unwrapping_gives_the_users_model(self, run: Run) -> None:
+        names = sorted(name for name, _ in make_model().named_parameters())
+        for answer in run(tasks.look_at_prepared, self.case()):
+            assert answer["is_users_class"]
+            assert answer["names"] == names
+            assert answer["same_again"]
+
+    def test_forward_computes_what_the_plain_model_computes_also_after_unwrapping(self, run: Run) -> None:
+        for answer in run(tasks.forward_and_unwrap, self.case()):
+            assert answer["first"] == self.near(answer["plain"])
+            assert answer["second"] == answer["first"]
+
+    def test_slices_cover_the_batch(self, run: Run) -> None:
+        shards = [answer["shards"] for answer in run(tasks.train, self.case(steps=1))]
+        counts, indices = {count for count, _ in shards}, {index for _, index in shards}
+        assert len(counts) == 1
+        assert indices == set(range(counts.pop()))
+
+    @needs(Ability.SEVERAL_MODELS)
+    def test_several_models_train_side_by_side(self, run: Run) -> None:
+        expected = tasks.several_models_plain(self.case())
+        for weights in self.written(run(tasks.several_models, self.case())):
+            assert weights == self.near(expected)
+
+    def test_settings_of_another_backend_are_refused(self, run: Run) -> None:
+        if self.manifest.config:
+            assert set(run(tasks.refuse_foreign_settings, self.case())) == {"Conflict"}
+
+    # ----------------------------------------------------------------------- training
+
+    @pytest.mark.parametrize("adam", [False, True])
+    def test_losses_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
+        case = self.case(adam=adam)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    @pytest.mark.parametrize("adam", [False, True])
+    def test_weights_equal_those_of_one_process(self, run: Run, adam: bool) -> None:
+        case = self.case(adam=adam)
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    def test_weights_are_the_same_on_all_processes(self, run: Run) -> None:
+        written = self.written(run(tasks.train, self.case()))
+        assert all(weights == written[0] for weights in written)
+
+    def test_a_smaller_last_batch_trains_too(self, run: Run) -> None:
+        case = self.case(tail=12)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    def test_gradients_are_those_of_one_process(self, run: Run) -> None:
+        for gradients in run(tasks.gradients_of, self.case()):
+            assert gradients == self.near(tasks.gradients_plain(self.case()))
+
+    @pytest.mark.parametrize("accumulation", [2, 3])
+    def test_accumulation_equals_the_big_batch(self, run: Run, accumulation: int) -> None:
+        case = self.case(accumulation=accumulation)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    def test_accumulation_without_holding_back_equals_the_big_batch(self, run: Run) -> None:
+        case = self.case(accumulation=3, hold_back=False)
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(Plain(case).run().losses)
+
+    @needs(Ability.NO_SYNC)
+    def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
+        for answer in run(tasks.count_reductions, self.case()):
+            assert (answer["held"], answer["nested"]) == (0, 0)
+            assert answer["again"] == answer["sync"]
+            assert answer["sync"] > 0 or self.processes == 1
+
+    @needs(Ability.NO_SYNC)
+    def test_a_late_sync_gives_complete_gradients(self, run: Run) -> None:
+        for gradients in run(tasks.gradients_of, self.case(), True):
+            assert gradients == self.near(tasks.gradients_plain(self.case()))
+
+    @needs(Ability.JOIN)
+    def test_processes_may_run_out_of_batches(self, run: Run) -> None:
+        written = self.written(run(tasks.join_uneven, self.case()))
+        assert all(weights == written[0] for weights in written)
+
+    def test_averaging_gives_everyone_the_mean(self, run: Run) -> None:
+        answers = run(tasks.average, self.case())
+        for weights in self.written(answers):
+            for name, _ in make_model().named_parameters():
+                assert set(_flat(weights[name])) == {answers[0]["mean"]}
+
+    # ------------------------------------------------------------------------ clipping
+
+    @pytest.mark.parametrize(("limit", "norm_type"), [(0.05, 2.0), (0.05, 1.0), (0.01, float("inf")), (1e6, 2.0)])
+    def test_clipping_to_a_norm_equals_that_of_one_process(self, run: Run, limit: float, norm_type: float) -> None:
+        case = self.case(clip_norm=limit, norm_type=norm_type)
+        expected = tasks.clipped_plain(case)
+        for answer in run(tasks.clipped_gradients, case):
+            assert answer["gradients"] == self.near(expected["gradients"])
+            assert answer["norm"] is None or answer["norm"] == self.near(expected["norm"])
+
+    @needs(Ability.CLIP_VALUE)
+    def test_clipping_to_a_value_equals_that_of_one_process(self, run: Run) -> None:
+        case = self.case(clip_value=0.01)
+        for answer in run(tasks.clipped_gradients, case):
+            assert answer["gradients"] == self.near(tasks.clipped_plain(case)["gradients"])
+
+    def test_training_with_clipping_equals_that_of_one_process(self, run: Run) -> None:
+        case = self.case(clip_norm=0.1)
+        plain = Plain(case).run()
+        for answer in run(tasks.train, case):
+            assert answer["losses"] == self.near(plain.losses)
+            if None not in answer["norms"]:
+                assert answer["norms"] == self.near(plain.norms)
+
+    # ----------------------------------------------------------------------- precision
+
+    def test_bf16_computes_narrow_and_answers_in_fp32(self, run: Run) -> None:
+        for answer in run(tasks.compute_dtype, self.case(precision="bf16")):
+            assert (answer["inside"], answer["outside"]) == ("torch.bfloat16", "torch.float32")
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_mixed_precision_stays_near_full_precision(self, run: Run, precision: str) -> None:
+        if precision == "fp16" and Ability.FP16 in self.manifest.lacks:
+            pytest.skip(f"{self.manifest.name} declares that it lacks fp16")
+        expected = Plain(self.case()).run().losses
+        for answer in run(tasks.train, self.case(precision=precision)):
+            assert answer["losses"] == pytest.approx(expected, rel=0.05)
+
+    @needs(Ability.FP16)
+    def test_an_overflow_anywhere_skips_the_step_everywhere(self, run: Run) -> None:
+        for answer in run(tasks.overflow, self.case(precision="fp16")):
+            assert answer == {"stepped": [False, True], "unchanged": True}
+
+    @needs(Ability.FP16)
+    def test_clipping_sees_unscaled_gradients(self, run: Run) -> None:
+        case = self.case(precision="fp16", clip_norm=0.05)
+        expected = tasks.clipped_plain(case)["norm"]
+        for answer in run(tasks.clipped_gradients, case):
+            assert answer["norm"] is None or answer["norm"] == pytest.approx(expected, rel=0.05)
+
+    # --------------------------------------------------------------------- checkpoints
+
+    @needs(Ability.STATE_DICT)
+    def test_weights_go_into_a_plain_model_and_back(self, run: Run) -> None:
+        answers = run(tasks.weights_out_and_in, self.case())
+        assert answers[0]["writes"]
+        for answer in answers:
+            assert answer.get("into_plain", True)
+            assert answer["read_back"]
+            assert answer["computes"]
+
+    @needs(Ability.STATE_DICT)
+    def test_a_state_dict_has_every_name_of_the_users_model(self, run: Run) -> None:
+        for answer in run(tasks.weights_out_and_in, self.case()):
+            assert not answer["writes"] or answer["names"] == sorted(make_model().state_dict())
+
+    @needs(Ability.EXACT_RESUME)
+    @pytest.mark.parametrize("adam", [False, True])
+    def test_a_resumed_run_goes_on_bit_for_bit(self, run: Run, tmp_path: Path, adam: bool) -> None:
+        for answer in run(tasks.save_and_resume, self.case(adam=adam), str(tmp_path)):
+            assert answer["step"] == 2
+            assert answer["same_weights"]
+            assert answer["resumed"] == answer["expected"]
+            assert answer["rates"][0] == answer["rates"][1]
+
+    def test_saving_does_not_disturb_training(self, run: Run, tmp_path: Path) -> None:
+        without = run(tasks.train_with_saves, self.case(), str(tmp_path), False)
+        assert run(tasks.train_with_saves, self.case(), str(tmp_path), True) == without
+
+    def test_loading_from_an_empty_folder_is_an_error_with_a_remedy(self, run: Run, tmp_path: Path) -> None:
+        for answer in run(tasks.load_from_nothing, self.case(), str(tmp_path)):
+            assert set(answer) <= {"CheckpointError"}
+
+    # --------------------------------------------------------------------------- duties
+
+    def test_a_strategy_can_be_closed_and_another_follow(self, run: Run) -> None:
+        expected = Plain(self.case()).run().losses
+        for answer in run(tasks.close_at_the_end, self.case()):
+            assert answer["losses"] == self.near(expected)
+
+    def test_a_declared_duty_is_really_taken(self, run: Run) -> None:
+        """Nobody else accumulates, clips or casts for a strategy that says it does."""
+        if Duty.ACCUMULATION in self.manifest.owns:
+            self.test_accumulation_equals_the_big_batch(run, 2)
+        if Duty.CLIPPING in self.manifest.owns:
+            self.test_training_with_clipping_equals_that_of_one_process(run)
+        if Duty.PRECISION in self.manifest.owns:
+            self.test_bf16_computes_narrow_and_answers_in_fp32(run)
+
+
+def _imported(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _flat(values: Any) -> Iterator[float]:
+    if isinstance(values, list):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
+def _expected_to_fail(test: Any) -> bool:
+    marks = getattr(test, "pytestmark", ())
+    return any(mark.name == "xfail" and mark.kwargs.get("strict") and mark.kwargs.get("reason") for mark in marks)

@@ -1,0 +1,373 @@
+"""What the tests of the suite do inside the processes; every function returns plain data to compare."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
+from accel_plugins.manifest import Part
+from accel_plugins.testing.reference_loop import Case, Plain, Session, Small, batches, loss_of, make_model
+from accel_plugins.wrapped.scheduler import AcceleratedScheduler
+from accel_state import current
+from accel_state.errors import AccelError, CheckpointError
+from accel_state.process import PartialState
+
+Answer = dict[str, Any]
+
+
+def train(case: Case) -> Answer:
+    """Train, and tell everything that can be compared."""
+    session = Session(case)
+    losses, norms = session.train()
+    return {"losses": losses, "norms": norms, "weights": session.weights(), "shards": _shards(session)}
+
+
+def _shards(session: Session) -> tuple[int, int]:
+    shards = session.strategy.shards()
+    return shards.count, shards.index
+
+
+def is_present(case: Case) -> object:
+    """What the probe of the backend answers for this process."""
+    assert case.manifest.present is not None
+    PartialState(cpu=True)
+    module, _, function = case.manifest.present.partition(":")
+    return getattr(importlib.import_module(module), function)(current.process())
+
+
+def look_at_prepared(case: Case) -> Answer:
+    """What became of model and optimizer."""
+    session = Session(case)
+    training = {id(parameter) for parameter in session.model.parameters()}
+    held = [id(parameter) for group in session.optimizer.param_groups for parameter in group["params"]]
+    bare = session.strategy.unwrap(session.model)
+    return {
+        "held_but_not_trained": len(set(held) - training),
+        "trained_but_not_held": len(training - set(held)),
+        "held_twice": len(held) - len(set(held)),
+        "is_users_class": isinstance(bare, Small),
+        "names": sorted(name for name, _ in bare.named_parameters()),
+        "same_again": session.strategy.unwrap(bare) is bare,
+    }
+
+
+def check_twice(case: Case) -> Answer:
+    """Whether checking changes anything."""
+    session = Session(case)
+    model = make_model(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bundle = Bundle.of([model, optimizer])
+    before = [(id(p), p.detach().clone()) for p in model.parameters()], vars(model).keys() | set()
+    session.strategy.check(bundle)
+    session.strategy.check(bundle)
+    after = [(id(p), p) for p in model.parameters()]
+    return {
+        "same_objects": bundle.models == [model] and bundle.optimizers == [optimizer],
+        "same_parameters": [i for i, _ in before[0]] == [i for i, _ in after],
+        "same_values": all(
+            a.dtype is b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(before[0], after, strict=True)
+        ),
+        "same_attributes": vars(model).keys() == before[1],
+    }
+
+
+def forward_and_unwrap(case: Case) -> Answer:
+    """Outputs of the prepared model before and after it was unwrapped, and of the plain one."""
+    session = Session(case)
+    inputs = next(iter(batches(case)))[0].to(session.process.device)
+    with torch.no_grad():
+        first = session.model(inputs)
+        session.strategy.unwrap(session.model)
+        session.strategy.state_dict(session.model)
+        second = session.model(inputs)
+        plain = make_model().to(session.process.device)(inputs)
+    return {"first": first.tolist(), "second": second.tolist(), "plain": plain.tolist(), "dtype": str(first.dtype)}
+
+
+def several_models(case: Case) -> Answer:
+    """Two models with an optimizer each in one call, trained alternately."""
+    session = Session(case)
+    models = [make_model(1), make_model(2)]
+    bundle = session.prepare(Bundle.of([*models, *[torch.optim.SGD(m.parameters(), lr=0.3) for m in models]]))
+    for number, batch in enumerate(batches(case)):
+        chosen: int = number % 2
+        inputs, targets = session.slice(batch)
+        session.strategy.backward(loss_of(bundle.models[chosen], inputs, targets))
+        bundle.optimizers[chosen].step()
+        bundle.optimizers[chosen].zero_grad()
+    states = [session.strategy.state_dict(model) for model in bundle.models]
+    return {"weights": [{n: v.tolist() for n, v in state.items()} for state in states] if writes(session) else []}
+
+
+def several_models_plain(case: Case) -> list[dict[str, Any]]:
+    """`several_models` in plain torch."""
+    models = [make_model(1), make_model(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in models]
+    for number, (inputs, targets) in enumerate(batches(case)):
+        chosen = number % 2
+        loss_of(models[chosen], inputs, targets).backward()  # type: ignore[no-untyped-call]
+        optimizers[chosen].step()
+        optimizers[chosen].zero_grad()
+    return [{name: value.tolist() for name, value in model.state_dict().items()} for model in models]
+
+
+def writes(session: Session) -> bool:
+    """Whether complete weights are here."""
+    return session.strategy.writes_weights()
+
+
+# ------------------------------------------------------------------------------- sync
+
+
+def count_reductions(case: Case) -> Answer:
+    """How many collectives that combine gradients run in one backward: with sync, held back, nested, and afterwards."""
+    session = Session(case)
+    inputs, targets = session.slice(next(iter(batches(case))))
+
+    def backward() -> None:
+        session.strategy.backward(loss_of(session.model, inputs, targets))
+
+    def held() -> None:
+        with session.strategy.no_sync(session.model):
+            backward()
+
+    def nested() -> None:
+        with session.strategy.no_sync(session.model):
+            with session.strategy.no_sync(session.model):
+                backward()
+            backward()
+
+    return {name: _reductions(action) for name, action in
+            {"sync": backward, "held": held, "nested": nested, "again": backward}.items()}  # fmt: skip
+
+
+def _reductions(action: Callable[[], None]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        action()
+    names = [event.name for event in profile.events() or ()]
+    return sum("c10d::" in name and "reduce" in name for name in names)
+
+
+def gradients_of(case: Case, late: bool = False) -> Answer:
+    """Gradients of one global batch; `late` holds back forward and synchronises in backward."""
+    session = Session(case)
+    batch = next(iter(batches(case)))
+    if late:
+        inputs, targets = session.slice(batch)
+        with session.strategy.no_sync(session.model):
+            loss = loss_of(session.model, inputs, targets)
+        with session.strategy.sync_in_next_backward(session.model):
+            session.strategy.backward(loss)
+    else:
+        session.backward(batch)
+    session.complete_gradients()
+    session.complete_gradients()
+    return session.gradients()
+
+
+def gradients_plain(case: Case) -> Answer:
+    """`gradients_of` in plain torch."""
+    plain = Plain(case)
+    inputs, targets = next(iter(batches(case)))
+    loss_of(plain.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.tolist() for name, p in plain.model.named_parameters() if p.grad is not None}
+
+
+def join_uneven(case: Case) -> Answer:
+    """The second process has three batches more than the first."""
+    session = Session(case)
+    with session.strategy.join([session.model]):
+        for _ in range(2 + 3 * session.process.rank):
+            session.backward(next(iter(batches(case))))
+            session.step()
+    return {"weights": session.weights()}
+
+
+def average(case: Case) -> Answer:
+    """Parameters after each process filled them with its rank and they were averaged."""
+    session = Session(case)
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.fill_(float(session.process.rank))
+    session.strategy.average_parameters(session.model)
+    return {"weights": session.weights(), "mean": (session.process.world_size - 1) / 2}
+
+
+def clipped_gradients(case: Case) -> Answer:
+    """Gradients of one batch after clipping, and the norm before."""
+    session = Session(case)
+    session.backward(next(iter(batches(case))))
+    return {"norm": session.clip(), "gradients": session.gradients()}
+
+
+def clipped_plain(case: Case) -> Answer:
+    """`clipped_gradients` in plain torch."""
+    plain = Plain(case)
+    inputs, targets = next(iter(batches(case)))
+    loss_of(plain.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    norm = None
+    if case.clip_norm is not None:
+        norm = float(nn.utils.clip_grad_norm_(plain.model.parameters(), case.clip_norm, case.norm_type))
+    if case.clip_value is not None:
+        nn.utils.clip_grad_value_(plain.model.parameters(), case.clip_value)
+    gradients = {name: p.grad.tolist() for name, p in plain.model.named_parameters() if p.grad is not None}
+    return {"norm": norm, "gradients": gradients}
+
+
+def overflow(case: Case) -> Answer:
+    """Whether a step is made when the loss of the last process is infinite, and when none is."""
+    session = Session(case)
+    before, stepped = session.weights(), []
+    for bad in (True, False):
+        inputs, targets = session.slice(next(iter(batches(case))))
+        last = session.process.rank == session.process.world_size - 1
+        factor = float("inf") if bad and last else 1.0
+        session.gradient.sync_gradients = True
+        session.strategy.backward(loss_of(session.model, inputs, targets) * factor)
+        stepped.append(session.step())
+        if bad:
+            unchanged = session.weights() == before
+    return {"stepped": stepped, "unchanged": unchanged}
+
+
+# ------------------------------------------------------------------------ checkpoints
+
+
+def _contents(session: Session) -> Contents:
+    schedule = torch.optim.lr_scheduler.StepLR(session.optimizer.optimizer, 2, 0.5)
+    scheduler = AcceleratedScheduler(schedule, session.optimizer, gradient=session.gradient, processes=1)
+    return Contents([session.model], [session.optimizer], [scheduler], scaler=session.strategy.context.precision)
+
+
+def _train_on(session: Session, contents: Contents, data: list[Any]) -> list[float]:
+    losses = []
+    for batch in data:
+        noisy = (batch[0] + 0.01 * torch.randn(batch[0].shape), batch[1])
+        losses += session.train([noisy])[0]
+        contents.schedulers[0].step()
+    return losses
+
+
+def save_and_resume(case: Case, folder: str) -> Answer:
+    """Losses after a save, of the run that went on and of a new one that resumed."""
+    session = Session(case)
+    contents, data = _contents(session), list(batches(case))
+    torch.manual_seed(5 + session.process.rank)
+    _train_on(session, contents, data[:2])
+    save_folder(folder, contents, session.strategy, session.process, step=2)
+    session.process.transport.barrier()
+    weights = session.weights()
+    expected = _train_on(session, contents, data[2:])
+    resumed = Session(case, make_model(9))
+    other = _contents(resumed)
+    step = load_folder(folder, other, resumed.strategy, resumed.process)
+    loaded = resumed.weights()
+    return {
+        "step": step,
+        "expected": expected,
+        "resumed": _train_on(resumed, other, data[2:]),
+        "same_weights": loaded == weights,
+        "rates": (contents.schedulers[0].get_last_lr(), other.schedulers[0].get_last_lr()),
+    }
+
+
+def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
+    """Losses of a run that saves after every step, or does not."""
+    session = Session(case)
+    contents, losses = _contents(session), []
+    for number, batch in enumerate(batches(case)):
+        losses += session.train([batch])[0]
+        if saves:
+            target = Path(folder, str(number))
+            target.mkdir(exist_ok=True)
+            session.process.transport.barrier()
+            save_folder(target, contents, session.strategy, session.process)
+    return {"losses": losses}
+
+
+def load_from_nothing(case: Case, folder: str) -> list[str]:
+    """For each part, the name of the error when it is loaded from an empty folder."""
+    session = Session(case)
+    contents = _contents(session)
+    return [
+        _error_of(session, part, item, Path(folder))
+        for part in session.strategy.load_order
+        for item in contents.of_kind(part)
+    ]
+
+
+def _error_of(session: Session, part: Part, item: Any, folder: Path) -> str:
+    try:
+        session.strategy.load(part, item, folder, 0)
+    except CheckpointError as error:
+        return "CheckpointError" if error.remedy else f"CheckpointError without a remedy for the {part.value}"
+    except Exception as error:
+        return f"{type(error).__name__} for the {part.value}"
+    return f"nothing was raised for the {part.value}"
+
+
+def weights_out_and_in(case: Case) -> Answer:
+    """Weights through `state_dict` and `load_weights`, and a plain model that was given them."""
+    session = Session(case)
+    session.train()
+    state = {name: value.detach().clone() for name, value in session.strategy.state_dict(session.model).items()}
+    other = make_model(4)
+    source = {name: value.detach().clone() for name, value in other.state_dict().items()}
+    answer: Answer = {"writes": writes(session), "names": sorted(state)}
+    if writes(session):
+        plain = make_model(5)
+        plain.load_state_dict({name: value.cpu() for name, value in state.items()})
+        answer["into_plain"] = {n: v.tolist() for n, v in plain.state_dict().items()} == session_lists(state)
+    session.strategy.load_weights(session.model, source)
+    answer["read_back"] = session.weights() == session_lists(source) or not writes(session)
+    inputs = next(iter(batches(case)))[0].to(session.process.device)
+    with torch.no_grad():
+        expected = other.to(session.process.device)(inputs)
+        answer["computes"] = torch.allclose(session.model(inputs), expected, atol=1e-5)
+    return answer
+
+
+def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A state dict as plain lists."""
+    return {name: value.tolist() for name, value in state.items()}
+
+
+# --------------------------------------------------------------------- odds and duties
+
+
+def close_at_the_end(case: Case) -> Answer:
+    """Whether a strategy can be closed after training, and whether a new one can follow."""
+    session = Session(case)
+    session.train()
+    session.strategy.close()
+    return train(case)
+
+
+def refuse_foreign_settings(case: Case) -> str:
+    """Name of the error when the backend is started with settings that are not its own."""
+    try:
+        Session(case.but(config=nullcontext()))
+    except AccelError as error:
+        return type(error).__name__ if error.remedy else "an error without a remedy"
+    return "nothing was raised"
+
+
+def compute_dtype(case: Case) -> Answer:
+    """In which dtype the first layer computes, and which dtype comes out."""
+    session = Session(case)
+    seen: list[str] = []
+    layer: nn.Module = session.strategy.unwrap(session.model)
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _m, _i, output: seen.append(str(output.dtype)))
+    inputs = next(iter(batches(case)))[0].to(session.process.device)
+    output = session.model(inputs)
+    return {"inside": seen[0], "outside": str(output.dtype)}

@@ -1,0 +1,286 @@
+"""The shortest loop that uses every part of a strategy, and the same loop in plain torch to compare with.
+
+Functions here run inside the processes of the kit. Each global batch is cut into equal slices by `strategy.shards()`,
+so every strategy has to arrive at what one process does with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.manifest import Duty, Job, Manifest, Phase
+from accel_plugins.precision.config import GradScalerKwargs
+from accel_plugins.precision.select import choose
+from accel_plugins.resolve import build
+from accel_plugins.strategy import Strategy
+from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_state import current
+from accel_state.gradient import GradientAccumulationPlugin, GradientState
+from accel_state.process import PartialState
+
+__all__ = ("Case", "Plain", "Session", "Small", "batches", "make_model", "make_optimizer")
+
+WIDTH, CLASSES, BATCH = 6, 3, 24
+"""Size of the model, and samples of a global batch; divisible by 1, 2, 3 and 4 processes and 2 and 3 micro-batches."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Args:
+        manifest: the backend.
+        config: its settings, or None for those of the environment.
+        precision: name of the precision.
+        steps: optimizer steps.
+        accumulation: micro-batches per step.
+        hold_back: whether micro-batches before the last run under `no_sync`.
+        clip_norm: total norm to clip to at every step, or None.
+        norm_type: which norm.
+        clip_value: value to clip to at every step, or None.
+        adam: Adam in place of SGD with momentum.
+        tail: samples of the last global batch.
+    """
+
+    manifest: Manifest
+    config: Any = None
+    precision: str = "no"
+    steps: int = 4
+    accumulation: int = 1
+    hold_back: bool = True
+    clip_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    adam: bool = False
+    tail: int = BATCH
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with some fields changed."""
+        return replace(self, **changes)
+
+
+class Small(nn.Module):
+    """A model with parts of different shapes and a buffer that forward uses."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, 10, bias=False), nn.Tanh())
+        self.head = nn.Linear(10, CLASSES)
+        self.register_buffer("factor", torch.tensor(1.5))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of shape (samples, CLASSES)."""
+        logits: Tensor = self.head(self.body(inputs) * self.factor)
+        return logits
+
+
+def make_model(seed: int = 0) -> Small:
+    """The model that every process starts with."""
+    return Small(seed)
+
+
+def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
+    """The optimizer of a case."""
+    if case.adam:
+        return torch.optim.Adam(model.parameters(), lr=0.05)
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def batches(case: Case) -> Iterator[tuple[Tensor, Tensor]]:
+    """(inputs, targets) of each global batch; the last one has `case.tail` samples."""
+    generator = torch.Generator().manual_seed(1234)
+    for step in range(case.steps):
+        size = case.tail if step == case.steps - 1 else BATCH
+        inputs = torch.randn(size, WIDTH, generator=generator)
+        yield inputs, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy."""
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+class Plain:
+    """The case in plain torch, on whole batches.
+
+    Attributes:
+        model: trained by `run`.
+        losses: of each step.
+        norms: total norm of the gradients of each step before clipping, where it clips.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model = make_model()
+        self.optimizer = make_optimizer(case, self.model)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def run(self) -> Plain:
+        """Train."""
+        for inputs, targets in batches(self.case):
+            loss = loss_of(self.model, inputs, targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.case.clip_norm is not None:
+                norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip_norm, self.case.norm_type)
+                self.norms.append(float(norm))
+            if self.case.clip_value is not None:
+                nn.utils.clip_grad_value_(self.model.parameters(), self.case.clip_value)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+    def weights(self) -> dict[str, list[Any]]:
+        """State dict as plain lists."""
+        return {name: value.tolist() for name, value in self.model.state_dict().items()}
+
+
+class Session:
+    """A strategy at work, prepared the way an Accelerator prepares.
+
+    Attributes:
+        strategy, manifest, model, optimizer, gradient: what the case asks for; the model and optimizer are prepared.
+        user_model: the model as its author made it.
+    """
+
+    def __init__(self, case: Case, model: nn.Module | None = None, init_scale: float = 256.0) -> None:
+        PartialState(cpu=True)
+        self.process = current.process()
+        self.case, self.manifest = case, case.manifest
+        self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
+        precision = choose(case.precision, self.process.family, [GradScalerKwargs(init_scale=init_scale)])
+        self.strategy: Strategy = build(case.manifest, case.config, Context(self.process, self.gradient, precision))
+        self.user_model = make_model() if model is None else model
+        bundle = Bundle.of([self.user_model, make_optimizer(case, self.user_model)])
+        prepared = self.prepare(bundle)
+        self.model: nn.Module = prepared.models[0]
+        self.optimizer: Any = prepared.optimizers[0]
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """The steps of `prepare`, in order."""
+        self.strategy.check(bundle)
+        bundle.models = [self.strategy.place(model) for model in bundle.models]
+        self._autocast(bundle, Phase.BEFORE)
+        bundle = self.strategy.setup(bundle)
+        self._autocast(bundle, Phase.AFTER)
+        bundle.optimizers = [
+            optimizer
+            if isinstance(optimizer, AcceleratedOptimizer)
+            else AcceleratedOptimizer(optimizer, gradient=self.gradient, strategy=self.strategy)
+            for optimizer in bundle.optimizers
+        ]
+        return bundle
+
+    def _autocast(self, bundle: Bundle, phase: Phase) -> None:
+        if Duty.PRECISION not in self.manifest.owns and self.manifest.phase(Job.AUTOCAST) is phase:
+            bundle.models = [self.strategy.context.precision.prepare(model) for model in bundle.models]
+
+    def slice(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This process's part of a global batch, on its device."""
+        shards = self.strategy.shards()
+        size = len(batch[0]) // shards.count
+        mine = slice(shards.index * size, (shards.index + 1) * size)
+        device = self.process.device
+        return batch[0][mine].to(device), batch[1][mine].to(device)
+
+    def micro_batches(self, batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """This process's part, cut for accumulation."""
+        inputs, targets = self.slice(batch)
+        size = len(inputs) // self.case.accumulation
+        return list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Forward and backward of a global batch; its mean loss on this process."""
+        parts = self.micro_batches(batch)
+        divisor = 1 if Duty.ACCUMULATION in self.manifest.owns else len(parts)
+        total = 0.0
+        for number, (inputs, targets) in enumerate(parts, start=1):
+            self.gradient.sync_gradients = number == len(parts)
+            if self.gradient.sync_gradients or not self.case.hold_back:
+                total += self._backward_once(inputs, targets, divisor)
+            else:
+                with self.strategy.no_sync(self.model):
+                    total += self._backward_once(inputs, targets, divisor)
+        return total / len(parts)
+
+    def _backward_once(self, inputs: Tensor, targets: Tensor, divisor: int) -> float:
+        loss = loss_of(self.model, inputs, targets)
+        self.strategy.backward(loss / divisor)
+        return loss.item()
+
+    def complete_gradients(self) -> None:
+        """What has to happen before gradients are clipped or looked at."""
+        inner = self.optimizer.optimizer
+        self.strategy.before_gradients_are_read(inner)
+        if Duty.PRECISION not in self.manifest.owns:
+            self.strategy.context.precision.unscale(inner)
+
+    def clip(self) -> float | None:
+        """Clip the way the case asks for; the norm before, where there is one."""
+        norm: Tensor | None = None
+        if self.case.clip_norm is not None:
+            self.complete_gradients()
+            parameters = list(self.model.parameters())
+            norm = self.strategy.clip_norm(parameters, self.case.clip_norm, self.case.norm_type)
+        if self.case.clip_value is not None:
+            self.complete_gradients()
+            self.strategy.clip_value(list(self.model.parameters()), self.case.clip_value)
+        return None if norm is None else float(_full(norm))
+
+    def step(self) -> bool:
+        """Step and forget the gradients; whether the step was made."""
+        self.strategy.before_gradients_are_read(self.optimizer.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return not self.optimizer.step_was_skipped
+
+    def train(self, data: Sequence[tuple[Tensor, Tensor]] | None = None) -> tuple[list[float], list[float | None]]:
+        """(loss over all processes, norm before clipping) of each step."""
+        losses, norms = [], []
+        for batch in batches(self.case) if data is None else data:
+            loss = self.backward(batch)
+            norms.append(self.clip())
+            self.step()
+            losses.append(self.mean(loss))
+        return losses, norms
+
+    def mean(self, value: float) -> float:
+        """Mean of a number over all processes."""
+        total = torch.tensor(value, device=self.process.transport.device, dtype=torch.float64)
+        self.process.transport.all_reduce(total).wait()
+        return total.item() / self.process.world_size
+
+    def weights(self) -> dict[str, list[Any]]:
+        """Complete weights as plain lists; empty where this process has none to write."""
+        state = self.strategy.state_dict(self.model)
+        return {name: value.tolist() for name, value in state.items()} if self.strategy.writes_weights() else {}
+
+    def gradients(self) -> dict[str, list[Any]]:
+        """Complete gradients as plain lists, by the user's names."""
+        from accel_plugins.bundle import canonical_name
+
+        model = self.strategy.unwrap(self.model)
+        return {
+            canonical_name(name): _full(parameter.grad).tolist()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """A tensor that is spread over processes, put together."""
+    complete: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
+    return complete.detach()

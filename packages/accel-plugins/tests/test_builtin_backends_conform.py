@@ -1,0 +1,20 @@
+"""The built-in backends pass the suite that everybody else's have to pass."""
+
+from __future__ import annotations
+
+from accel_plugins import DistributedDataParallelKwargs
+from accel_plugins.testing import BackendSuite
+
+
+class TestSingle(BackendSuite):
+    target = "accel_plugins.single.manifest:MANIFEST"
+    processes = 1
+
+
+class TestDDP(BackendSuite):
+    target = "accel_plugins.ddp.manifest:MANIFEST"
+
+
+class TestDDPWithViews(BackendSuite):
+    target = "accel_plugins.ddp.manifest:MANIFEST"
+    config = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)

@@ -1,0 +1,102 @@
+"""The suite itself is tested: every kind of breakage is caught by the test that is named for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from accel_plugins.testing import BackendSuite, Processes
+from accel_state.errors import PluginError
+from accel_state.testing.processes import ProcessesFailed
+
+HERE = Path(__file__).parent
+
+
+def _load() -> ModuleType:
+    """The module of broken backends, under the name by which the processes import it."""
+    spec = importlib.util.spec_from_file_location("broken_backends", HERE / "broken_backends.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["broken_backends"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+broken = _load()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    sys.path.insert(0, str(HERE))
+    try:
+        with Processes(2) as group:
+            yield group
+    finally:
+        sys.path.remove(str(HERE))
+
+
+def suite_of(manifest: Any) -> BackendSuite:
+    class Suite(BackendSuite):
+        target = "accel_plugins.ddp.manifest:MANIFEST"
+
+    Suite.manifest = manifest  # type: ignore[assignment, method-assign]
+    return Suite()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "test", "arguments"),
+    broken.CAUGHT_BY,
+    ids=[f"{strategy.__name__}-{test[5:40]}" for strategy, _, test, _ in broken.CAUGHT_BY],
+)
+def test_what_is_broken_is_caught(
+    two: Processes, tmp_path: Path, strategy: Any, changes: dict[str, Any], test: str, arguments: tuple[Any, ...]
+) -> None:
+    method = getattr(suite_of(broken.manifest(strategy, **changes)), test)
+    given = [tmp_path if argument == "folder" else argument for argument in arguments]
+    if "run" in inspect.signature(method).parameters:
+        given.insert(0, two.run)
+
+    # A comparison that fails, or processes that fail where the breakage makes one raise.
+    with pytest.raises(AssertionError) as caught:
+        method(*given)
+    assert not (isinstance(caught.value, ProcessesFailed) and any(outcome.hung for outcome in caught.value.outcomes))
+
+
+def test_what_a_manifest_declares_away_is_skipped() -> None:
+    class Request:
+        function = BackendSuite.test_processes_may_run_out_of_batches
+
+    suite = suite_of(broken.LACKING)
+    skip = inspect.unwrap(BackendSuite._skip_what_is_declared_away)
+    with pytest.raises(pytest.skip.Exception, match="lacks"):
+        getattr(skip, "__wrapped__", skip)(suite, Request())
+
+
+def test_a_test_may_not_be_overridden_in_silence() -> None:
+    with pytest.raises(PluginError, match="overrides test_checking_changes_nothing"):
+
+        class Quiet(BackendSuite):
+            def test_checking_changes_nothing(self) -> None:  # type: ignore[override]
+                """Nothing."""
+
+    with pytest.raises(PluginError, match="strict expected failure"):
+
+        class Loose(BackendSuite):
+            @pytest.mark.xfail(reason="not strict")
+            def test_checking_changes_nothing(self) -> None:  # type: ignore[override]
+                """Nothing."""
+
+    class Honest(BackendSuite):
+        @pytest.mark.xfail(strict=True, reason="the engine changes what it checks")
+        def test_checking_changes_nothing(self) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    assert Honest.test_checking_changes_nothing is not BackendSuite.test_checking_changes_nothing
