@@ -178,8 +178,18 @@ def test_the_others_are_ended_when_one_fails(accel, script, gone):
     assert all(gone(int(pid)) for pid in finished.stdout.split())
 
 
-def test_one_that_will_not_end_is_killed_after_the_grace_period(start, script, gone):
-    body = STUBBORN.replace("print(", "os.environ['RANK'] == '1' and os._exit(5); print(")
+def test_one_that_will_not_end_is_killed_after_the_grace_period(start, script, gone, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    body = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "1":
+            open("fifo").close()
+            os._exit(5)
+        print(os.getpid(), flush=True)
+        open("fifo", "w").close()
+        time.sleep(600)
+    """
     background = start("launch", "--num_processes", "2", "--grace_period", "0.5", script(body))
     (pid,) = map(int, background.lines(1))
     assert background.end().returncode == 5

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments, prog)
+        code = _run(arguments, prog)
+        sys.stdout.flush()
+        return code
     except AccelError as error:
         if os.environ.get(_TRACEBACK_VARIABLE, "").lower() in ("1", "true", "yes"):
             raise

@@ -22,7 +22,7 @@ _TOP_LEVEL: Final = _table(
     "",
     """
     additional_args base_job_name command_file commands deepspeed_config downcast_bf16 dynamo_backend dynamo_config
-    ec2_instance_type enable_cpu_affinity fp16 fp8_config fsdp_config iam_role_name image_uri main_training_function
+    ec2_instance_type fp16 fp8_config fsdp_config iam_role_name image_uri main_training_function
     megatron_lm_config mpirun_config parallelism_config profile py_version pytorch_version region sagemaker_inputs_file
     sagemaker_metrics_file same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone
     transformers_version
@@ -90,7 +90,6 @@ KNOWN: Final = (
 # What `accelerate config` writes for everybody, whether it was asked for or not.
 _USUAL: Final = {
     "downcast_bf16": ("no", "false"),
-    "enable_cpu_affinity": ("false",),
     "main_training_function": ("main",),
     "same_network": ("true", "false"),
     "tpu_use_cluster": ("false",),
