@@ -48,14 +48,14 @@ class Announcement:
     single: bool = False
     objects: int = 0
 
-    def write(self, header: torch.Tensor) -> None:
-        """Put it into the first bytes of a message."""
+    def header(self) -> torch.Tensor:
+        """The first bytes of a message."""
         words = (self.kind, self.nbytes, self.new_form, self.total, self.part, self.single, self.objects, 0)
-        header[:HEADER].view(torch.int64).copy_(torch.tensor(words, dtype=torch.int64))
+        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
 
     @classmethod
     def read(cls, header: torch.Tensor) -> Announcement:
-        """The inverse of `write`."""
+        """The inverse of `header`."""
         kind, nbytes, new_form, total, part, single, objects, _ = header[:HEADER].view(torch.int64).tolist()
         return cls(kind, nbytes, bool(new_form), total, part, bool(single), objects)
 
@@ -125,9 +125,10 @@ class Parcel:
         """Length of its message."""
         return HEADER + self.form.packing.nbytes + len(self.objects)
 
-    def write(self, message: torch.Tensor) -> None:
-        """Put the contents behind the announcement."""
+    def write(self, header: torch.Tensor, message: torch.Tensor) -> None:
+        """Put the announcement and the contents into a message."""
         packing = self.form.packing
+        message[:HEADER] = header
         packing.write(self.tensors, message[HEADER : HEADER + packing.nbytes])
         if self.objects:
             at = HEADER + packing.nbytes

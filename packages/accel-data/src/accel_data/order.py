@@ -22,6 +22,7 @@ __all__ = (
     "Permuted",
     "begin",
     "begin_walk",
+    "permutation",
     "register",
     "repeatable",
     "restore_generator",
@@ -30,6 +31,8 @@ __all__ = (
 
 _FIRST_CHUNK: Final = 16
 _CHUNK: Final = 1024
+_SMALL: Final = 100_000_000
+"""Far below where torch shuffles in another way."""
 
 
 class Order(Protocol):
@@ -72,7 +75,7 @@ class Permuted:
     """Indices in a tensor, turned into Python numbers a thousand slices at a time.
 
     Args:
-        indices: 1-d, int64.
+        indices: 1-d.
         when_exhausted: what the stock sampler does at the end of its epoch.
     """
 
@@ -229,10 +232,14 @@ def _random(sampler: RandomSampler, again: Draw | None) -> tuple[Order | Iterato
         with_generator = copy.copy(sampler)
         with_generator.generator = generator
         return iter(with_generator), draw
-    indices = torch.randperm(size, generator=generator)
     # Torch's sampler draws a second permutation when it has run out; the next epoch of a kept generator depends on it.
-    after = None if sampler.generator is None else lambda: torch.randperm(size, generator=generator)
-    return Permuted(indices, after), draw
+    after = None if sampler.generator is None else lambda: permutation(size, generator)
+    return Permuted(permutation(size, generator), after), draw
+
+
+def permutation(size: int, generator: torch.Generator) -> torch.Tensor:
+    """What `torch.randperm` gives, in half the memory and less than half the time where the indices fit."""
+    return torch.randperm(size, generator=generator, dtype=torch.int32 if size < _SMALL else torch.int64)
 
 
 def _walk(sampler: Iterable[int], again: Draw | None) -> tuple[Iterator[int], Draw]:

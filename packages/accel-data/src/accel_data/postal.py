@@ -48,23 +48,26 @@ class _Outgoing:
 
     Args:
         step: its parts.
-        parcels: those of the other processes by rank; None for the main process.
+        indices: by rank, which part each process gets.
         last_forms: what the processes know already.
     """
 
     def __init__(self, step: Round, indices: Sequence[int], last_forms: list[Form] | None) -> None:
         self.step = step
-        self.parcels: list[Parcel | None] = [
-            None if rank == _MAIN else take_apart(step.parts[index]) for rank, index in enumerate(indices)
-        ]
-        forms = [parcel.form for parcel in self.parcels if parcel is not None]
-        alike = all(form == forms[0] for form in forms[1:])
-        self.forms = forms[:1] if alike else forms
-        self.new_form = self.forms != last_forms
-        if not self.new_form and last_forms is not None:
-            # The forms that were sent know their packing already.
-            self.forms = last_forms
-        self.nbytes = max(parcel.nbytes for parcel in self.parcels if parcel is not None)
+        self.parcels = [take_apart(step.parts[index]) for rank, index in enumerate(indices) if rank != _MAIN]
+        self.forms = self._shared(last_forms or [])
+        self.new_form = self.forms is not last_forms
+        self.nbytes = max(parcel.nbytes for parcel in self.parcels)
+
+    def _shared(self, known: list[Form]) -> list[Form]:
+        """The forms of the parcels, or one when they are alike; those known already, which have their packing."""
+        forms = [parcel.form for parcel in self.parcels]
+        if all(form == forms[0] for form in forms[1:]):
+            forms = forms[:1]
+        forms = known if forms == known else forms
+        for number, parcel in enumerate(self.parcels):
+            parcel.form = forms[number if len(forms) > 1 else 0]
+        return forms
 
 
 _Upcoming = _Outgoing | Exception | None
@@ -77,6 +80,8 @@ class _Sender:
         self.steps = steps
         self.indices = indices
         self.forms: list[Form] | None = None
+        # Two sets in turn: one may still be on its way. The main process's own message carries nothing, but all of them
+        # have to have one length.
         self.buffers: list[list[torch.Tensor]] = [[], []]
 
     def read(self) -> _Upcoming:
@@ -95,21 +100,21 @@ class _Sender:
         """Start sending a step."""
         if outgoing.new_form:
             broadcast_object_list([outgoing.forms], _MAIN)
-        messages = self._messages(outgoing.nbytes)
-        padding, announced = outgoing.step.padding, _announced(following)
+        own, output, *messages = self._messages(outgoing.nbytes)
+        announced = _with_padding(_announced(following), outgoing.step.padding)
+        header, objects = announced.header(), announced.objects
         for message, parcel in zip(messages, outgoing.parcels, strict=True):
-            if parcel is not None:
-                parcel.write(message)
-                _with_padding(announced, padding, len(parcel.objects)).write(message)
+            if len(parcel.objects) != objects:
+                objects = len(parcel.objects)
+                header = replace(announced, objects=objects).header()
+            parcel.write(header, message)
         device = self.transport.device
-        placed = [message.to(device) for message in messages]
-        return self.transport.scatter(torch.empty_like(placed[_MAIN]), placed, _MAIN)
+        return self.transport.scatter(output.to(device), [message.to(device) for message in (own, *messages)], _MAIN)
 
     def _messages(self, nbytes: int) -> list[torch.Tensor]:
-        """Buffers in turn: those of the message before may still be on their way."""
         self.buffers.reverse()
         if not self.buffers[0] or self.buffers[0][0].numel() != nbytes:
-            self.buffers[0] = [torch.empty(nbytes, dtype=torch.uint8) for _ in self.indices]
+            self.buffers[0] = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(len(self.indices) + 1)]
         return self.buffers[0]
 
 
@@ -123,9 +128,7 @@ def send(transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -
     """
     sender = _Sender(transport, steps, indices)
     outgoing, following = sender.read(), None
-    first = torch.empty(HEADER, dtype=torch.uint8)
-    _announced(outgoing).write(first)
-    _wait(transport.broadcast(first.to(transport.device), _MAIN))
+    _wait(transport.broadcast(_announced(outgoing).header().to(transport.device), _MAIN))
     work: Work | None = None
     try:
         while isinstance(outgoing, _Outgoing):
@@ -214,13 +217,12 @@ def _announced(following: _Upcoming) -> Announcement:
     return Announcement(BATCH, following.nbytes, following.new_form)
 
 
-def _with_padding(announced: Announcement, padding: Padding | None, objects: int) -> Announcement:
+def _with_padding(announced: Announcement, padding: Padding | None) -> Announcement:
     if padding is None:
-        return replace(announced, objects=objects)
+        return announced
     if padding.counts is None:
-        return replace(announced, objects=objects, total=padding.total, part=padding.batch_size)
-    whole = sum(count is None for count in padding.counts)
-    return replace(announced, objects=objects, total=whole, part=1, single=True)
+        return replace(announced, total=padding.total, part=padding.batch_size)
+    return replace(announced, total=sum(count is None for count in padding.counts), part=1, single=True)
 
 
 def _padding_in(announced: Announcement, processes: int) -> Padding | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from accel_data.order import Draw, Draws, Order, Permuted, begin, begin_walk, register
+from accel_data.order import Draw, Draws, Order, Permuted, begin, begin_walk, permutation, register
 from accel_data.padding import Padding
 from accel_data.plan import ShardPlan
 from accel_data.walk import Step, walk_batches, walk_samples, walk_split_batches
@@ -56,7 +56,7 @@ def _begin_seeded(sampler: SeedableRandomSampler, again: Draw | None) -> tuple[O
     if sampler.replacement or sampler.num_samples != size:
         return iter(sampler), draw
     following = sampler.epoch + 1
-    indices = torch.randperm(size, generator=sampler.seeded_generator())
+    indices = permutation(size, sampler.seeded_generator())
     return Permuted(indices, lambda: sampler.set_epoch(following)), draw
 
 
