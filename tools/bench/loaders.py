@@ -111,8 +111,8 @@ def skip(kind: str) -> Measure:
 
         if library is None:
             return None
-        how = {"shuffle": kind == "shuffled"} if kind != "stream" else {}
-        plain: Any = DataLoader(numbers(kind, 200_000), batch_size=BATCH, collate_fn=len, **how)
+        shuffle = True if kind == "shuffled" else None
+        plain: Any = DataLoader(numbers(kind, 200_000), batch_size=BATCH, collate_fn=len, shuffle=shuffle)
         loader = library.prepare_data_loader(plain)
         return cpu(lambda: next(iter(library.skip_first_batches(loader, 22_500)))) * 1e3
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from accel_data.envelope import BATCH, END, FAILURE, HEADER, Announcement, Form, Parcel, put_together, take_apart
+from accel_data.envelope import BATCH, END, FAILURE, HEADER, Announcement, Form, put_together, take_apart
 from accel_data.padding import Padding
 from accel_data.rounds import Round
 from accel_ops.objects import broadcast_object_list
