@@ -19,6 +19,7 @@ TORCH_FREE = (
     "accel_plugins.single.manifest",
     "accel_plugins.ddp.manifest",
     "accel_plugins.ddp.config",
+    "accel_plugins.transforms.compile_config",
 )
 
 

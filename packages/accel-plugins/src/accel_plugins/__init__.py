@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.strategy import Shards, Strategy
     from accel_plugins.transform import Stage, Transform
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
     from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
     from accel_plugins.wrapped.scheduler import AcceleratedScheduler
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
@@ -42,6 +43,7 @@ __all__ = (
     "Shards",
     "Stage",
     "Strategy",
+    "TorchDynamoPlugin",
     "Transform",
     "extract_model_from_parallel",
     "is_compiled_module",

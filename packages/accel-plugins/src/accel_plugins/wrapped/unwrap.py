@@ -67,7 +67,9 @@ def _peel(model: Module) -> Module | None:
         compiled: Any = model
         inner: Module = compiled._orig_mod
         return inner
-    return wrapped_module(model)
+    # A module with compiled regions shares everything with the one it was made from.
+    origin: Module | None = vars(model).get("_orig_mod")
+    return wrapped_module(model) if origin is None else origin
 
 
 def _peel_children(model: Module) -> None:

@@ -1,0 +1,79 @@
+"""The blocks of a model: the submodules that are compiled, recomputed or sharded as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.nn import Module, ModuleList
+
+from accel_state.errors import SettingError
+from accel_state.settings.schema import closest
+
+__all__ = (
+    "blocks_by_size",
+    "blocks_of_class",
+    "get_module_class_from_name",
+    "has_repeated_blocks",
+    "is_repeated_blocks",
+    "repeated_blocks",
+)
+
+
+def is_repeated_blocks(module: Module) -> bool:
+    """Whether a module is a list of at least one block, all of one class."""
+    return isinstance(module, ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: Module) -> bool:
+    """Whether there is a list of blocks of one class anywhere in a module."""
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def repeated_blocks(model: Module) -> list[Module]:
+    """The blocks of the outermost lists of blocks of one class, in order."""
+    if is_repeated_blocks(model):
+        return list(model.children())
+    return [block for child in model.children() for block in repeated_blocks(child)]
+
+
+def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
+    """The submodules whose class has one of the names, the innermost first.
+
+    Raises:
+        SettingError: a name is that of no class in the model.
+    """
+    asked = list(names)
+    present = {type(part).__name__ for part in model.modules()}
+    for name in asked:
+        if name not in present:
+            near = closest(name, present)
+            raise SettingError(
+                f"Blocks of the class {name!r} were asked for.",
+                f"{type(model).__name__} has none; its classes are {', '.join(sorted(present))}.",
+                f"Did you mean {near!r}?" if near else "Name one of these.",
+            )
+    return [part for part in reversed(list(model.modules())) if type(part).__name__ in asked]
+
+
+def blocks_by_size(model: Module, min_parameters: int) -> list[Module]:
+    """Submodules with at least `min_parameters` parameters of their own or in parts that are no blocks themselves.
+
+    The innermost come first, and the model itself is never among them.
+    """
+    blocks: list[Module] = []
+
+    def unclaimed(part: Module) -> int:
+        inside = sum(unclaimed(child) for child in part.children())
+        total = inside + sum(parameter.numel() for parameter in part.parameters(recurse=False))
+        if total < min_parameters or part is model or isinstance(part, ModuleList):
+            return total
+        blocks.append(part)
+        return 0
+
+    unclaimed(model)
+    return blocks
+
+
+def get_module_class_from_name(module: Module, name: str) -> type[Module] | None:
+    """The class called `name` among those of a module and its parts, or None."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

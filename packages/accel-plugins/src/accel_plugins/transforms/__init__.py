@@ -1,0 +1,1 @@
+"""Changes of the model that go with any strategy."""

@@ -1,0 +1,86 @@
+"""Compiling a model with `torch.compile`: as a whole, or the blocks it repeats, which are compiled once for all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.nn import Module, ModuleList
+
+from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks, repeated_blocks
+from accel_plugins.manifest import Job, Manifest, Phase
+from accel_plugins.transform import Stage, Transform
+from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.wrapped.unwrap import is_compiled_module
+from accel_state.labels import DynamoBackend
+
+if TYPE_CHECKING:
+    from accel_plugins.context import Context
+
+__all__ = ("Compile", "compile_regions", "has_compiled_regions")
+
+
+class Compile(Transform):
+    """Compiles models the way a `TorchDynamoPlugin` says; does nothing when its backend is NO."""
+
+    name: ClassVar[str] = "compile"
+    stage: ClassVar[Stage] = Stage.COMPILE
+
+    def __init__(self, config: TorchDynamoPlugin) -> None:
+        self._config = config
+
+    def phase(self, manifest: Manifest) -> Phase:
+        """Blocks are compiled before they are wrapped, whole models where the strategy wants it."""
+        return Phase.BEFORE if self._config.use_regional_compilation else manifest.phase(Job.COMPILE)
+
+    def apply(self, model: Module, context: Context) -> Module:
+        if self._config.backend is DynamoBackend.NO or is_compiled_module(model):
+            return model
+        arguments = self._config.to_kwargs()
+        blocks = repeated_blocks(model) if self._config.use_regional_compilation else []
+        for block in blocks:
+            # In place: names of parameters stay as they are.
+            block.compile(**arguments)
+        return model if blocks else _compiled(model, arguments)
+
+    def undo(self, model: Module) -> Module:
+        for part in model.modules():
+            part._compiled_call_impl = None
+        bare: Any = model
+        return bare._orig_mod if is_compiled_module(model) else model
+
+
+def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
+    """A module whose repeated blocks are compiled one by one, and its other parts as wholes.
+
+    It shares all parameters and buffers with the module given, which stays as it is and is found under `_orig_mod`.
+
+    Args:
+        module: any module.
+        compile_kwargs: arguments of `torch.compile`.
+    """
+    if is_repeated_blocks(module):
+        return ModuleList([_compiled(block, compile_kwargs) for block in module.children()])
+    if not has_repeated_blocks(module):
+        return _compiled(module, compile_kwargs)
+    shell = type(module).__new__(type(module))
+    vars(shell).update(vars(module))
+    parts = {name: compile_regions(child, **compile_kwargs) for name, child in module.named_children()}
+    vars(shell)["_modules"] = {**module._modules, **parts}
+    vars(shell)["_orig_mod"] = module
+    return shell
+
+
+def _compiled(module: Module, arguments: dict[str, Any]) -> Module:
+    compiled: Any = torch.compile(module, **arguments)
+    made: Module = compiled
+    return made
+
+
+def has_compiled_regions(module: Module) -> bool:
+    """Whether a part of a module is compiled, but not the whole."""
+    return not is_compiled_module(module) and any(
+        is_compiled_module(part) or part._compiled_call_impl is not None
+        for part in module.modules()
+        if part is not module
+    )
