@@ -75,6 +75,7 @@ __getattr__, __dir__ = lazy_names(
             "Shards",
             "Strategy",
         ),
+        "accel_plugins.transforms.compile_config": ("TorchDynamoPlugin",),
         "accel_plugins.transform": (
             "Stage",
             "Transform",
