@@ -24,7 +24,8 @@ def derive_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of torchrun that Slurm's imply, as far as they do."""
     derived = {}
     tasks = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-    mine = tasks_of_node(tasks, int(environ.get("SLURM_NODEID", "0"))) if tasks else None
+    node = environ.get("SLURM_NODEID", "0")
+    mine = tasks_of_node(tasks, int(node)) if tasks and node.isdecimal() else None
     if mine is not None:
         derived["LOCAL_WORLD_SIZE"] = str(mine)
     hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

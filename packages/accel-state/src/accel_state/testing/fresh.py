@@ -1,22 +1,26 @@
-"""A clean state for a test: the slot, the environment and the generators are as before when it ends."""
+"""A clean state for a test: what belongs to the process is as in a new one, and as before when the block ends."""
 
 from __future__ import annotations
 
+import logging
 import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accel_state import current
+from accel_state.devices.select import families
 from accel_state.topology import SCHEMES
 
 __all__ = ("LAUNCH_VARIABLES", "fresh")
 
 LAUNCH_VARIABLES = frozenset(
-    {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "FORK_LAUNCHED"}
+    {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "FORK_LAUNCHED"}
     | {
         name
         for scheme in SCHEMES
@@ -39,23 +43,77 @@ _PREFIXES = ("ACCELERATE_", "ACCEL_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_
 def fresh(launched: bool = False) -> Iterator[None]:
     """Run a block as in a new process: no state, no settings in the environment, no process group left behind.
 
+    When it ends, environment, generators, threads, processors, default dtype and the level of the root logger are as
+    before, whatever the block did.
+
     Args:
         launched: keep the variables by which a launcher told this process its place.
     """
-    environment = dict(os.environ)
-    generators = random.getstate(), torch.get_rng_state()
+    restore = _keep()
     _end()
-    for name in environment:
+    for name in list(os.environ):
         if name.startswith(_PREFIXES) or (not launched and name in LAUNCH_VARIABLES):
             del os.environ[name]
     try:
         yield
     finally:
         _end()
-        os.environ.clear()
-        os.environ.update(environment)
-        random.setstate(generators[0])
-        torch.set_rng_state(generators[1])
+        for put_back in restore:
+            put_back()
+
+
+def _keep() -> list[Callable[[], Any]]:
+    """What puts everything back that a test may change."""
+    environment = dict(os.environ)
+    python, host = random.getstate(), torch.get_rng_state()
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    logger = logging.getLogger()
+    level = logger.level
+    return [
+        lambda: _set_environment(environment),
+        lambda: random.setstate(python),
+        lambda: torch.set_rng_state(host),
+        lambda: torch.set_num_threads(threads),
+        lambda: torch.set_default_dtype(dtype),
+        lambda: logger.setLevel(level),
+        *_keep_numpy(),
+        *_keep_devices(),
+        *_keep_processors(),
+    ]
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _keep_numpy() -> Iterator[Callable[[], Any]]:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        yield lambda: numpy.random.set_state(state)
+
+
+def _keep_devices() -> Iterator[Callable[[], Any]]:
+    for family in families():
+        if family.rng_key is not None and family.present() and _is_open(family):
+            yield _put_back(family, family.rng_state())
+
+
+def _is_open(family: Any) -> bool:
+    """Whether the device was used already; asking it for its generators would open it, and forbid forks."""
+    asked = getattr(family.module, "is_initialized", None)
+    return asked is None or bool(asked())
+
+
+def _put_back(family: Any, state: Any) -> Callable[[], Any]:
+    return lambda: family.set_rng_state(state) if family.present() else None
+
+
+def _keep_processors() -> Iterator[Callable[[], Any]]:
+    if hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+        yield lambda: os.sched_setaffinity(0, allowed) if os.sched_getaffinity(0) != allowed else None
 
 
 def _end() -> None:

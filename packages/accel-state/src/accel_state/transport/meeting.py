@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -13,6 +15,12 @@ from accel_state.errors import CollectiveError, SettingError
 from accel_state.topology import Topology
 
 __all__ = ("meet",)
+
+_GRACE: Final = timedelta(seconds=2)
+"""What torch is given beyond the timeout to report by itself."""
+
+_LAST_WORDS: Final = timedelta(seconds=10)
+"""How long the process that hosts the store stays for the others to read why all give up."""
 
 _meetings: Counter[tuple[str, int]] = Counter()
 """How often this process met others at a place; a second meeting must not read what the first one left there."""
@@ -37,7 +45,7 @@ def meet(topology: Topology, init_method: str | None, timeout: timedelta) -> Any
     else:
         place = init_method
     try:
-        store, _, _ = next(rendezvous(place, topology.rank, topology.world_size, timeout=timeout))
+        store = _rendezvous(place, topology, timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise _not_met(topology, place, error) from error
     store.set_timeout(timeout)
@@ -46,6 +54,30 @@ def meet(topology: Topology, init_method: str | None, timeout: timedelta) -> Any
     named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
     _check_ranks(named, topology, place, timeout)
     return named
+
+
+def _rendezvous(place: str, topology: Topology, timeout: timedelta) -> Any:
+    """The store at a place, in a thread that can be left: torch waits without end for a program that answers nothing.
+
+    Raises:
+        TimeoutError: nothing came of it.
+    """
+    outcome: list[Any] = []
+
+    def go() -> None:
+        try:
+            outcome.append(next(rendezvous(place, topology.rank, topology.world_size, timeout=timeout)))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=go, name="accel-meeting", daemon=True)
+    thread.start()
+    thread.join((timeout + _GRACE).total_seconds())
+    if not outcome:
+        raise TimeoutError(f"what listens there did not answer within {timeout.total_seconds():g} seconds")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0][0]
 
 
 def _not_met(topology: Topology, place: str, error: Exception) -> CollectiveError:
@@ -90,15 +122,33 @@ def _check_ranks(store: Any, topology: Topology, place: str, timeout: timedelta)
     try:
         store.wait(["all came"], timeout)
     except RuntimeError as error:
-        missing = [rank for rank in range(topology.world_size) if not store.check([f"came/{rank}"])]
         raise CollectiveError(
             f"Process {topology.rank} of {topology.world_size} wanted to meet the others at {place}.",
-            f"After {timeout.total_seconds():g} seconds these had not come: {', '.join(map(str, missing))}.",
+            _who_is_missing(store, topology, timeout),
             "Look at the output of those processes, and check that every process was started.",
         ) from error
     if store.check(["twice"]):
+        twice = store.get("twice").decode()
+        _leave_together(store, topology)
         raise SettingError(
             f"Process {topology.rank} of {topology.world_size} met the others at {place}.",
-            f"Two processes were started as rank {store.get('twice').decode()}.",
+            f"Two processes were started as rank {twice}.",
             "Give every process another rank, or start the script with `accel launch`, which does.",
         )
+
+
+def _who_is_missing(store: Any, topology: Topology, timeout: timedelta) -> str:
+    try:
+        missing = [str(rank) for rank in range(topology.world_size) if not store.check([f"came/{rank}"])]
+    except RuntimeError as error:
+        return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."
+    return f"After {timeout.total_seconds():g} seconds these had not come: {', '.join(missing)}."
+
+
+def _leave_together(store: Any, topology: Topology) -> None:
+    """Keep the store, which ends with its host, until every process has read from it."""
+    with contextlib.suppress(RuntimeError):
+        if store.add("left", 1) == topology.world_size:
+            store.set("all left", "")
+        if topology.rank == 0:
+            store.wait(["all left"], _LAST_WORDS)

@@ -1,0 +1,143 @@
+"""A process that is forked after a state was made: workers may read it, launched processes are told, nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import PartialState, current, get_logger
+from accel_state.devices.select import family_of
+from accel_state.errors import NotReady
+from accel_state.testing.processes import Processes
+from accel_state.testing.simulated_device import NAME, simulated_device
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Processes]:
+    with Processes(1) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Call a function in a forked child and return what it returned, or raise what it raised."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = pickle.dumps((function(), None))
+        except NotReady as error:
+            answer = pickle.dumps((None, error))
+        except BaseException:
+            answer = pickle.dumps((None, RuntimeError(traceback.format_exc())))
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(answer)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        value, error = pickle.load(pipe)
+    os.waitpid(child, 0)
+    if error is not None:
+        raise error
+    return value
+
+
+def become_one_of_two() -> None:
+    os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", FORK_LAUNCHED="1")
+
+
+def state_made_before_the_launch() -> list[str]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    PartialState(cpu=True)
+    refused = []
+    for ask in (PartialState, current.process, current.process_or_start, lambda: PartialState(cpu=True).num_processes):
+
+        def launched(ask: Callable[[], Any] = ask) -> Any:
+            become_one_of_two()
+            return ask()
+
+        with pytest.raises(NotReady) as caught:
+            in_child(launched)
+        refused.append(str(caught.value))
+    assert PartialState().num_processes == 1
+    return refused
+
+
+def test_a_state_made_before_the_fork_is_noticed_in_a_launched_process(one: Processes) -> None:
+    (refused,) = one.run(state_made_before_the_launch)
+    for message in refused:
+        assert "made before the process was forked, by process 0 of 1" in message
+        assert "in the function that is launched" in message
+
+
+def state_made_in_the_child() -> tuple[int, bool]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+    def launched() -> tuple[int, bool]:
+        os.environ["FORK_LAUNCHED"] = "1"
+        state = PartialState(cpu=True)
+        return state.num_processes, state.fork_launched
+
+    found: tuple[int, bool] = in_child(launched)
+    return found
+
+
+def test_a_state_made_in_the_launched_process_is_fine(one: Processes) -> None:
+    assert one.run(state_made_in_the_child) == [(1, True)]
+
+
+def worker_of_a_rank() -> tuple[int, int, str]:
+    state = PartialState(cpu=True)
+
+    def worker() -> tuple[int, int]:
+        get_logger("accel.test.worker").debug("read in a worker", main_process_only=False)
+        return PartialState().process_index, state.num_processes
+
+    def collective() -> None:
+        PartialState().wait_for_everyone()
+
+    index, count = in_child(worker)
+    with pytest.raises(NotReady) as caught:
+        in_child(collective)
+    total = torch.ones(1)
+    state._process.transport.all_reduce(total).wait()
+    return index, count, f"{total.item()} {caught.value}"
+
+
+def test_a_worker_reads_who_its_rank_is_and_may_not_use_its_connections(two: Processes) -> None:
+    for rank, (index, count, told) in enumerate(two.run(worker_of_a_rank)):
+        assert (index, count) == (rank, 2)
+        assert told.startswith("2.0 A collective was called in a process that was forked")
+
+
+def device_opened_before_the_fork() -> str:
+    with simulated_device():
+        module: Any = family_of(NAME).module
+        module._is_in_bad_fork = lambda: True
+        try:
+            with pytest.raises(NotReady) as caught:
+                PartialState()
+        finally:
+            del module._is_in_bad_fork
+        return str(caught.value)
+
+
+def test_a_device_that_does_not_survive_the_fork_is_named(one: Processes) -> None:
+    (told,) = one.run(device_opened_before_the_fork)
+    assert f"'{NAME}'" in told
+    assert "touch the device only in the function that is launched" in told

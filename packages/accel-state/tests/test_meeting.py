@@ -1,0 +1,149 @@
+"""How processes meet, and what each is told when they do not: real processes, each bounded in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_state import PartialState
+from accel_state.errors import CollectiveError, SettingError
+from accel_state.testing.processes import Processes, free_port
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    with Processes(3) as group:
+        yield group
+
+
+def start_as(ranks: list[int], world_size: int, timeout: float) -> str:
+    """Become the rank that the list has for this process, and say what went wrong."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(ranks[int(os.environ["RANK"])])
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    try:
+        PartialState(cpu=True, timeout=timeout)
+    except (SettingError, CollectiveError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "met"
+
+
+def test_a_rank_that_was_given_twice_is_told_to_everybody(three: Processes) -> None:
+    for told in three.run(start_as, [0, 1, 1], 3, 30.0):
+        assert told.startswith("SettingError")
+        assert "Two processes were started as rank 1" in told
+
+
+def test_rank_0_given_twice_finds_its_port_in_use(two: Processes) -> None:
+    told = two.run(start_as, [0, 0], 2, 3.0)
+    assert any("a second process that was started as rank 0" in text for text in told)
+    assert all(text.startswith("CollectiveError") for text in told)
+
+
+def test_a_process_that_never_comes(two: Processes) -> None:
+    for told in two.run(start_as, [0, 1], 3, 3.0):
+        assert told.startswith("CollectiveError")
+        assert "of 3 wanted to meet the others" in told
+
+
+def test_a_process_that_never_comes_is_named_where_the_store_is_there_without_it(two: Processes) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for told in two.run(start_as, [0, 2], 3, 2.0, environment=agent):
+        assert told.startswith("CollectiveError")
+        assert "these had not come: 1." in told
+
+
+def test_a_port_that_another_program_holds(two: Processes) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = {"MASTER_PORT": str(taken.getsockname()[1])}
+        first, second = two.run(start_as, [0, 1], 2, 3.0, environment=place)
+    assert "the port is in use" in first
+    assert second.startswith("CollectiveError")
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
+def test_an_address_at_which_nobody_listens(two: Processes, address: str) -> None:
+    place = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    for told in two.run(start_as, [1, 1], 2, 2.0, environment=place):
+        assert told.startswith("CollectiveError")
+        assert f"{address}:{place['MASTER_PORT']}" in told
+
+
+def leave_a_key(old: str | None) -> tuple[bool, str]:
+    state = PartialState(cpu=True, timeout=20)
+    store = state._process.transport.store()
+    assert store is not None
+    seen = old is not None and store.check([old])
+    state.wait_for_everyone()
+    store.set(f"left by {state.process_index}", "x")
+    total = torch.ones(1)
+    state._process.transport.all_reduce(total).wait()
+    assert total.item() == 2.0
+    state.destroy_process_group()
+    return bool(seen), os.environ["RANK"]
+
+
+def test_nothing_is_read_that_an_earlier_attempt_or_meeting_left(two: Processes) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    old = None
+    for attempt in ("0", "1", "1"):
+        environment = {**agent, "TORCHELASTIC_RESTART_COUNT": attempt}
+        assert two.run(leave_a_key, old, environment=environment) == [(False, "0"), (False, "1")]
+        old = "left by 0"
+
+
+def launched_by_mpi() -> dict[str, Any]:
+    """Take the variables of torchrun away and set those of OpenMPI in their place."""
+    rank = os.environ.pop("RANK")
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        del os.environ[name]
+    for name, value in {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}.items():
+        os.environ[f"OMPI_COMM_WORLD_{name}"] = value
+    return _place()
+
+
+def launched_by_slurm() -> dict[str, Any]:
+    rank, port = os.environ.pop("RANK"), os.environ["MASTER_PORT"]
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        del os.environ[name]
+    os.environ.update(
+        SLURM_JOB_ID=port,
+        SLURM_STEP_ID="0",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_PROCID=rank,
+        SLURM_LOCALID=rank,
+        SLURM_NODEID="0",
+        SLURM_STEP_TASKS_PER_NODE="2",
+        SLURM_STEP_NODELIST="127.0.0.1",
+    )
+    return _place()
+
+
+def _place() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+    state.wait_for_everyone()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    return {"index": state.process_index, "count": state.num_processes, **{name: os.environ[name] for name in names}}
+
+
+@pytest.mark.parametrize("launched", [launched_by_mpi, launched_by_slurm])
+def test_other_launchers_processes_meet_and_tell_other_libraries(two: Processes, launched: Any) -> None:
+    for rank, place in enumerate(two.run(launched)):
+        assert (place["index"], place["count"]) == (rank, 2)
+        assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == (str(rank), "2", str(rank))
+        assert (place["LOCAL_WORLD_SIZE"], place["MASTER_ADDR"]) == ("2", "127.0.0.1")

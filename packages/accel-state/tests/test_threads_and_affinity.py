@@ -1,0 +1,135 @@
+"""Threads and processors of a process: its part of the node, and those nearest to its device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import PartialState, affinity, processors
+from accel_state.affinity import override_numa_affinity, set_numa_affinity
+from accel_state.devices import cpu
+from accel_state.errors import NotOffered
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+can_bind = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def threads(told: str | None) -> tuple[int, int]:
+    os.environ.pop("OMP_NUM_THREADS")
+    if told is not None:
+        os.environ["OMP_NUM_THREADS"] = told
+    torch.set_num_threads(7)
+    PartialState(cpu=True)
+    return torch.get_num_threads(), processors.physical_cores()
+
+
+def test_processes_of_a_node_share_its_cores(two: Processes) -> None:
+    for found, cores in two.run(threads, None):
+        assert found == max(1, cores // 2)
+
+
+def test_a_number_of_threads_that_was_told_stays(two: Processes) -> None:
+    assert [found for found, _ in two.run(threads, "3")] == [7, 7]
+
+
+def test_a_process_alone_keeps_its_threads() -> None:
+    torch.set_num_threads(3)
+    PartialState(cpu=True)
+    assert torch.get_num_threads() == 3
+
+
+def layout(root: Path, nodes: dict[int, str], siblings: dict[int, str]) -> Path:
+    for node, text in nodes.items():
+        (root / f"node/node{node}").mkdir(parents=True)
+        (root / f"node/node{node}/cpulist").write_text(text + "\n")
+    for processor, text in siblings.items():
+        (root / f"cpu/cpu{processor}/topology").mkdir(parents=True)
+        (root / f"cpu/cpu{processor}/topology/thread_siblings_list").write_text(text + "\n")
+    return root
+
+
+def test_the_layout_of_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = layout(tmp_path, {0: "0-1,8", 10: "2-3", 2: ""}, {0: "0,2", 2: "0,2", 1: "1,3", 3: "1,3"})
+    assert processors.numa_nodes(root) == {0: {0, 1, 8}, 10: {2, 3}}
+    monkeypatch.setattr(processors, "available_processors", lambda: frozenset({0, 1, 2, 3, 8}))
+    assert processors.physical_cores(root) == 3
+    assert processors.numa_nodes(tmp_path / "nowhere") == {}
+
+
+@can_bind
+def test_this_machine_has_as_many_cores_as_processors_or_fewer() -> None:
+    assert 1 <= processors.physical_cores() <= len(processors.available_processors()) == len(os.sched_getaffinity(0))
+
+
+def bound() -> list[int]:
+    allowed = sorted(os.sched_getaffinity(0))
+    nodes = {index: frozenset({processor}) for index, processor in enumerate(allowed[:2])}
+    kept = affinity.numa_nodes, cpu.numa_nodes
+    vars(affinity)["numa_nodes"] = vars(cpu)["numa_nodes"] = lambda: nodes
+    try:
+        PartialState(cpu=True)
+        return [allowed.index(processor) for processor in os.sched_getaffinity(0)]
+    finally:
+        vars(affinity)["numa_nodes"], vars(cpu)["numa_nodes"] = kept
+
+
+@can_bind
+@pytest.mark.skipif(len(processors.available_processors()) < 2, reason="needs two processors")
+def test_each_process_runs_on_the_processors_of_its_node(two: Processes) -> None:
+    assert two.run(bound, environment={"ACCELERATE_CPU_AFFINITY": "1"}) == [[0], [1]]
+    assert [len(found) >= 2 for found in two.run(bound)] == [True, True]
+
+
+@can_bind
+def test_an_unknown_node_is_told_of_and_leaves_the_process_unbound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(affinity, "numa_nodes", dict)
+    override_numa_affinity(0)
+    assert os.sched_getaffinity(0) == before
+    assert "stays unbound" in caplog.text
+
+
+@can_bind
+def test_setting_it_again_changes_nothing_and_overriding_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, wanted: calls.append(wanted))
+    set_numa_affinity.cache_clear()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with caplog.at_level(logging.INFO):
+        set_numa_affinity(0, verbose=True)
+        set_numa_affinity(0, verbose=True)
+        assert len(calls) == 1
+        assert "Process 0 of this node runs on the processors" in caplog.text
+        override_numa_affinity(0)
+        assert len(calls) == 2
+    set_numa_affinity.cache_clear()
+
+
+def test_a_system_that_cannot_bind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
+    with pytest.raises(NotOffered, match="Unset ACCELERATE_CPU_AFFINITY"):
+        PartialState(cpu=True)
