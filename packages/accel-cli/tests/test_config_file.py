@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_cli.config.file import default_path, read_config
+from accel_cli.config.file import read_config
 from accel_cli.config.known import KNOWN, with_prefix
+from accel_cli.config.location import default_path
 from accel_cli.launch.arguments import LAUNCH_CLASSES
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given

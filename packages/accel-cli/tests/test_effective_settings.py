@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.command import Parser
 from accel_cli.config.effective import effective
 from accel_cli.launch.arguments import LAUNCH_CLASSES
 from accel_cli.launch.flags import add_settings, flag_values
-from accel_cli.launch.request import add_launch_arguments
+from accel_cli.launch.options import add_launch_arguments
+from accel_cli.parser import Parser
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given, from_environment
 from accel_state.settings.run import ProcessSettings, RunSettings
@@ -53,7 +53,7 @@ def test_a_variable_of_the_wrong_kind_is_named():
 
 
 def parse(*arguments, classes=LAUNCH_CLASSES):
-    parser = Parser(prog="accel launch")
+    parser = Parser("accel launch")
     add_settings(parser, classes)
     return {name: given.value for name, given in flag_values(parser.parse_args(arguments), classes).items()}
 
@@ -98,7 +98,7 @@ def test_abbreviations_are_refused():
     ],
 )
 def test_everything_after_the_script_is_the_scripts(arguments):
-    parser = Parser(prog="accel launch")
+    parser = Parser("accel launch")
     add_launch_arguments(parser)
     parsed = parser.parse_args(["--num_processes", "2", *arguments])
     assert (parsed.script, parsed.module) == (arguments, False)

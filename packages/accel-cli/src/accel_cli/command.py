@@ -6,14 +6,16 @@ objects with the members of `Command`.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from accel_state.errors import PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
 
-__all__ = ("BUILT_IN", "GROUP", "Command", "Parser", "find_command", "offers", "spelled")
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ("BUILT_IN", "GROUP", "Command", "find_command", "offers", "spelled")
 
 GROUP: Final = "accel.commands"
 
@@ -25,7 +27,10 @@ BUILT_IN: Final = (
 
 
 class Command(Protocol):
-    """One command of `accel`."""
+    """One command of `accel`.
+
+    One with many options may also have `manual(prog) -> str`, its help text written without building a parser.
+    """
 
     @property
     def help(self) -> str:
@@ -36,37 +41,6 @@ class Command(Protocol):
 
     def run(self, arguments: Namespace) -> int:
         """Do the work and return the exit code; an `AccelError` becomes a message and exit code 2."""
-
-
-class Parser(ArgumentParser):
-    """An argument parser whose errors are `SettingError`s that name the closest option."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise in place of printing the usage and leaving.
-
-        Raises:
-            SettingError: always.
-        """
-        raise SettingError(f"{self.prog} was called.", f"{_sentence(message)}.", self._remedy(message))
-
-    def _remedy(self, message: str) -> str:
-        from accel_state.settings.schema import closest
-
-        known = self._option_string_actions
-        for word in message.split():
-            flag = word.partition("=")[0]
-            near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
-            if near is not None and near != flag:
-                return f"Did you mean {near}? `{self.prog} --help` lists all options."
-        return f"`{self.prog} --help` shows what it takes."
-
-
-def _sentence(message: str) -> str:
-    return message[:1].upper() + message[1:].rstrip(".")
 
 
 def spelled(flag: str) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from accel_cli.command import Parser, find_command, offers
+from accel_cli.command import Command, find_command, offers
 from accel_state.errors import AccelError
 
 __all__ = ("main",)
@@ -54,10 +54,20 @@ def _run(arguments: list[str], prog: str) -> int:
         print(_version())
         return 0
     command = find_command(name)
-    parser = Parser(prog=f"{prog} {name}", description=command.help[:1].upper() + command.help[1:] + ".")
+    manual = getattr(command, "manual", None)
+    if manual is not None and arguments[1:2] in (["-h"], ["--help"]):
+        print(manual(f"{prog} {name}"), end="")
+        return 0
+    return _call(command, f"{prog} {name}", manual, arguments[1:])
+
+
+def _call(command: Command, prog: str, manual: Callable[[str], str] | None, arguments: list[str]) -> int:
+    from accel_cli.parser import Parser
+
+    parser = Parser(prog, command.help[:1].upper() + command.help[1:] + ".", manual)
     command.add_arguments(parser)
     try:
-        parsed = parser.parse_args(arguments[1:])
+        parsed = parser.parse_args(arguments)
     except SystemExit as leaving:
         # The only way that is left: --help has been printed.
         return int(leaving.code or 0)
@@ -65,12 +75,12 @@ def _run(arguments: list[str], prog: str) -> int:
 
 
 def _help(prog: str) -> str:
-    lines = [f"usage: {prog} <command> [arguments]", "", "Start and prepare PyTorch programs on many processes.", ""]
-    known = offers()
-    width = max(map(len, known))
-    lines += ["commands:", *(f"  {name:<{width}}  {said}" for name, (_, said) in known.items()), ""]
-    lines += [f"`{prog} <command> --help` shows the arguments of a command, `{prog} --version` the version.", ""]
-    return "\n".join(lines)
+    from accel_cli.manual import render
+
+    rows = [(name, said) for name, (_, said) in offers().items()]
+    end = f"`{prog} <command> --help` shows the arguments of a command, `{prog} --version` the version."
+    about = "Start and prepare PyTorch programs on many processes."
+    return render(f"{prog} <command> [arguments]", about, {"commands": rows}, end)
 
 
 def _version() -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
-from accel_cli.config.file import default_path
+from accel_cli.config.location import default_path
 from accel_cli.distributions import versions
 from accel_state.errors import AccelError, SettingError
 from accel_state.settings.extension import extensions
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
 
 __all__ = ("COMMAND", "Env")
 
@@ -131,9 +133,8 @@ def _devices() -> dict[str, Any]:
         answer = ask_torch("The devices of this machine were asked for.")
     except AccelError as error:
         return {"not known": error.obstacle}
-    families = {family["name"]: family["count"] for family in answer["families"] if family["present"]}
     broken = {name: f"could not be loaded: {error}" for name, error in answer["failed"].items()}
-    return {"torch": answer["torch"], **families, **broken}
+    return {"torch": answer["torch"], **answer["families"], **broken}
 
 
 def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from accel_cli.launch.devices import count_devices
-from accel_cli.launch.plan import LaunchPlan, Machine, make_plan
-from accel_cli.launch.request import Request, add_launch_arguments, carried_classes, notes, read_request
-from accel_cli.launch.script import find_script
+from accel_cli.launch.options import add_launch_arguments, carried_classes, launch_manual
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from accel_cli.launch.plan import LaunchPlan, Machine
+    from accel_cli.launch.request import Request
 
 __all__ = ("COMMAND", "Launch", "this_machine")
+
+# What starts processes is imported where it is needed: a help text and an error answer without it.
 
 
 class Launch:
@@ -21,12 +25,20 @@ class Launch:
 
     help = "start a script on one or many processes"
 
+    def manual(self, prog: str) -> str:
+        """The help text."""
+        return launch_manual(prog)
+
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Flags grown from the settings of the launcher and the backends, then the script and what is its own."""
         add_launch_arguments(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Start the processes and return the exit code of the run."""
+        from accel_cli.launch.plan import make_plan
+        from accel_cli.launch.request import notes, read_request
+        from accel_cli.launch.script import find_script
+
         words = arguments.script[arguments.script[:1] == ["--"] :]
         target, *script_arguments = words or [""]
         script = find_script(target, script_arguments, arguments.module, arguments.no_python)
@@ -42,6 +54,9 @@ class Launch:
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
     """What a plan has to know about the machine this process runs on."""
+    from accel_cli.launch.devices import count_devices
+    from accel_cli.launch.plan import Machine
+
     usable = getattr(os, "sched_getaffinity", None)
     processors = len(usable(0)) if usable is not None else os.cpu_count() or 1
     return Machine(sys.executable, processors, count_devices, environ)
@@ -55,7 +70,6 @@ def _lost_place(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:
 
 
 def _spawn(plan: LaunchPlan, request: Request, quiet: bool) -> int:
-    # Only here: a help text or an error needs none of what starting processes needs.
     from accel_cli.launch.run import run
 
     return run(plan, request.environ, request.settings["main_process_port"].origin, quiet)

@@ -6,6 +6,7 @@ the word and not a truth value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,8 @@ from accel_state.errors import SettingError
 
 __all__ = ("Entry", "read_document")
 
+# The YAML library takes time by the square of the depth of brackets.
+_DEEPEST: Final = 100
 _NULL: Final = "tag:yaml.org,2002:null"
 
 
@@ -46,6 +49,8 @@ def read_document(path: str) -> tuple[Entry, ...]:
         raise SettingError(asked, "There is no such file.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(asked, f"It cannot be read: {error}.", "Give a readable text file.") from None
+    if _depth(text) > _DEEPEST:
+        raise SettingError(asked, f"{path} is nested too deep.", "Write a flatter file.")
     if path.endswith(".json"):
         _check_json(text, asked, path)
         # Tabs are no YAML, and JSON never has them inside a text.
@@ -59,6 +64,15 @@ def read_document(path: str) -> tuple[Entry, ...]:
     return tuple(_entries(root, "", asked, path))
 
 
+def _depth(text: str) -> int:
+    """How deep brackets nest, those inside texts counted as well."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _text(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
@@ -69,9 +83,8 @@ def _check_json(text: str, asked: str, path: str) -> None:
 
     try:
         json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
-        obstacle = f"{path}:{line}, column {column}: it is not valid JSON: {getattr(error, 'msg', 'nested too deep')}."
+    except json.JSONDecodeError as error:
+        obstacle = f"{path}:{error.lineno}, column {error.colno}: it is not valid JSON: {error.msg}."
         raise SettingError(asked, obstacle, "Correct that line.") from None
 
 

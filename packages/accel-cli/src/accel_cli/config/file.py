@@ -1,11 +1,10 @@
-"""Config files: where they lie, and their entries as values of settings."""
+"""Config files: their entries as values of settings."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from accel_cli.config.document import Entry, read_document
 from accel_cli.config.known import KNOWN, is_known, says_nothing, with_prefix
@@ -13,9 +12,7 @@ from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import JSON, Setting, closest, settings_of
 
-__all__ = ("DEFAULT_NAME", "ConfigFile", "default_path", "read_config")
-
-DEFAULT_NAME: Final = "default_config.yaml"
+__all__ = ("ConfigFile", "read_config")
 
 
 @dataclass(frozen=True)
@@ -31,14 +28,6 @@ class ConfigFile:
     path: str
     values: Mapping[str, Given]
     unread: tuple[Entry, ...] = ()
-
-
-def default_path(environ: Mapping[str, str]) -> str:
-    """Where a user's own config file lies: in the cache folder of the Hugging Face libraries."""
-    home = environ.get("HF_HOME")
-    if not home:
-        home = os.path.join(environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "huggingface")
-    return os.path.join(os.path.expanduser(home), "accelerate", DEFAULT_NAME)
 
 
 def read_config(path: str, classes: Iterable[type]) -> ConfigFile:

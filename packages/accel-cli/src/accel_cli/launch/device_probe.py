@@ -14,16 +14,16 @@ __all__ = ("main", "probe")
 
 
 def probe() -> dict[str, Any]:
-    """Version of torch, and of each device family its name, whether it is present, and its number of devices."""
+    """Version of torch, the device families that are present with their numbers of devices, and the best of them."""
     import torch
 
     from accel_state.devices.select import best_family, failed_families, families
 
-    found = [{"name": family.name, "present": family.present(), "count": family.count()} for family in families()]
+    present = [family for family in families() if family.present()]
     return {
         "torch": torch.__version__,
         "best": {"name": best_family().name, "count": best_family().count()},
-        "families": found,
+        "families": {family.name: family.count() for family in present},
         "failed": {failure.name: repr(failure.error) for failure in failed_families()},
     }
 

@@ -6,28 +6,43 @@ a file says. Opposites and spellings with dashes are understood without a line o
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import BOOLEAN, TEXT, Setting, settings_of
 
-__all__ = ("add_settings", "flag_values")
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ("add_settings", "flag_rows", "flag_values")
 
 _SHORT: Final = {"tee": ("-t",)}
 _PREFIX: Final = "setting:"
 
 
 def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
-    """Add the flags of every setting of some classes, under the headings the settings name."""
-    groups: dict[str, Any] = {}
+    """Add the flags of every setting of some classes."""
     for known in _flagged(classes):
-        heading = known.group or "General"
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        _add(groups[heading], known)
+        names = _names(known)
+        destination = _PREFIX + known.name
+        if known.kind is not BOOLEAN:
+            parser.add_argument(*names, dest=destination)
+            continue
+        parser.add_argument(*names, dest=destination, action="store_const", const="true")
+        opposites = spelled(f"--no_{str(known.flag).removeprefix('--')}")
+        parser.add_argument(*opposites, dest=destination, action="store_const", const="false")
+
+
+def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
+    """What a help text says about each flag, under the headings the settings name."""
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for known in _flagged(classes):
+        value = "" if known.kind is BOOLEAN else f" {_metavar(known)}"
+        names = ", ".join((*_SHORT.get(known.name, ()), str(known.flag)))
+        rows.setdefault(known.group or "General", []).append((names + value, _meaning(known)))
+    return rows
 
 
 def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Given]:
@@ -49,27 +64,8 @@ def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
         yield from (known for known in settings_of(settings_class).values() if known.flag is not None)
 
 
-def _add(group: Any, known: Setting) -> None:
-    destination = _PREFIX + known.name
-    names, hidden = _names(known)
-    if known.kind is not BOOLEAN:
-        options = {"dest": destination, "default": SUPPRESS, "metavar": _metavar(known)}
-        group.add_argument(*names, help=_help(known), **options)
-        if hidden:
-            group.add_argument(*hidden, help=SUPPRESS, **options)
-        return
-    switch = {"dest": destination, "default": SUPPRESS, "action": "store_const"}
-    group.add_argument(*names, const="true", help=_help(known), **switch)
-    if hidden:
-        group.add_argument(*hidden, const="true", help=SUPPRESS, **switch)
-    opposite = f"--no_{names[-1].removeprefix('--')}"
-    group.add_argument(*spelled(opposite), const="false", help=SUPPRESS, **switch)
-
-
-def _names(known: Setting) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Spellings that the help shows, and those that it does not."""
-    shown, *others = spelled(str(known.flag))
-    return (*_SHORT.get(known.name, ()), shown), tuple(others)
+def _names(known: Setting) -> tuple[str, ...]:
+    return (*spelled(str(known.flag)), *_SHORT.get(known.name, ()))
 
 
 def _metavar(known: Setting) -> str:
@@ -78,10 +74,10 @@ def _metavar(known: Setting) -> str:
     return "TEXT" if known.kind is TEXT else "N"
 
 
-def _help(known: Setting) -> str:
+def _meaning(known: Setting) -> str:
     parts = [known.help]
     if known.default not in (None, "", False):
         parts.append(f"Default: {known.kind.format(known.default)}.")
     if known.variable is not None:
         parts.append(f"Variable: {known.variable}.")
-    return " ".join(parts).replace("%", "%%")
+    return " ".join(parts)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from argparse import PARSER, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from accel_cli.command import spelled
 from accel_cli.config.effective import Effective, effective
-from accel_cli.config.file import ConfigFile, default_path, read_config
-from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
-from accel_cli.launch.backends import backend_for, backend_settings, check_backend, failures
-from accel_cli.launch.flags import add_settings, flag_values
+from accel_cli.config.file import ConfigFile, read_config
+from accel_cli.config.location import default_path
+from accel_cli.launch.backends import backend_for, check_backend, failures
+from accel_cli.launch.flags import flag_values
 from accel_cli.launch.nested import without_outer
+from accel_cli.launch.options import launch_classes
 
-__all__ = ("Request", "add_launch_arguments", "carried_classes", "launch_classes", "notes", "read_request")
+__all__ = ("Request", "notes", "read_request")
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,6 @@ class Request:
     config: ConfigFile | None
     by_default: bool
     backend: str | None
-
-
-def launch_classes() -> tuple[type, ...]:
-    """Settings classes of the launcher and of the installed backends."""
-    return (*LAUNCH_CLASSES, *backend_settings())
-
-
-def carried_classes() -> tuple[type, ...]:
-    """Those of them that the started processes read back from their environment."""
-    return (*CARRIED, *backend_settings())
-
-
-def add_launch_arguments(parser: ArgumentParser, script: bool = True) -> None:
-    """Declare the options of a launch, and unless `script` is False what it starts."""
-    parser.usage = f"{parser.prog} [options]" + (" script [options of the script]" if script else "")
-    parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file to read; the user's own if any.")
-    parser.add_argument("-q", "--quiet", action="store_true", help="Tell nothing but the traceback of a failure.")
-    parser.add_argument("-m", "--module", action="store_true", help="The script is the name of a module.")
-    parser.add_argument(*spelled("--no_python"), action="store_true", help="The script is a program, not Python.")
-    add_settings(parser, launch_classes())
-    if script:
-        # Takes all that follows its first value, and unlike the documented REMAINDER leaves `--` in it.
-        parser.add_argument("script", nargs=PARSER, metavar="script", help="The script to start, and what it is given.")
 
 
 def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:

@@ -64,6 +64,8 @@ def _check_module(target: str) -> None:
     if not all(part.isidentifier() for part in target.split(".")):
         near = target.removesuffix(".py").replace(os.sep, ".")
         raise SettingError(asked, "That is no name of a module.", f"Write it as {near}, or leave out -m for a path.")
+    if target.endswith(".py") and os.path.isfile(target):
+        raise SettingError(asked, f"{target} is a file.", f"Leave out -m, or write {target.removesuffix('.py')}.")
     # Of a longer name only the first part can be looked for without importing it.
     first = target.partition(".")[0]
     if first not in sys.builtin_module_names and PathFinder.find_spec(first, [os.getcwd(), *sys.path]) is None:

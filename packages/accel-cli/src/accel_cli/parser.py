@@ -1,0 +1,53 @@
+"""The argument parser of a command: its errors are typed and name the closest option."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+
+from accel_state.errors import SettingError
+
+__all__ = ("Parser",)
+
+
+class Parser(ArgumentParser):
+    """A parser that raises `SettingError` and understands no abbreviations.
+
+    Args:
+        prog: what the command is called.
+        about: one sentence on what it does.
+        manual: writes the help text, in place of argparse; given `prog`.
+    """
+
+    def __init__(
+        self, prog: str, about: str = "", manual: Callable[[str], str] | None = None, **kwargs: object
+    ) -> None:
+        super().__init__(prog, description=about, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+        self._manual = manual
+
+    def format_help(self) -> str:
+        """The help text."""
+        return super().format_help() if self._manual is None else self._manual(self.prog)
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise in place of printing the usage and leaving.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(f"{self.prog} was called.", f"{_sentence(message)}.", self._remedy(message))
+
+    def _remedy(self, message: str) -> str:
+        from accel_state.settings.schema import closest
+
+        known = self._option_string_actions
+        for word in message.split():
+            flag = word.partition("=")[0]
+            near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
+            if near is not None and near != flag:
+                return f"Did you mean {near}? `{self.prog} --help` lists all options."
+        return f"`{self.prog} --help` shows what it takes."
+
+
+def _sentence(message: str) -> str:
+    return message[:1].upper() + message[1:].rstrip(".")

@@ -1,0 +1,91 @@
+"""Which failure came first, what it means, and how it is told."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from accel_cli.launch.report import Failure, first_failure, meaning, read_record, report, shell_code
+
+
+def record(text="ValueError: wrong", time=None, trace="Traceback\nValueError: wrong\n", shown=False):
+    return {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": "5", "time": time, "shown": shown}}
+
+
+def test_exit_codes_as_a_shell_shows_them():
+    assert [shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+    assert Failure(0, -9).exit_code == 137
+    assert Failure(0, 3, record()).exit_code == 3
+    assert Failure(0, None, record(), stopped=True).exit_code == 1
+    assert Failure(0, -6, record()).exit_code == 1
+
+
+def test_meaning_of_signals():
+    assert meaning(9).startswith("signal 9 (SIGKILL): likely the machine ran out of memory")
+    assert meaning(signal.SIGUSR1) == f"signal {int(signal.SIGUSR1)} (SIGUSR1)"
+    assert meaning(63) == "signal 63"
+
+
+def test_the_first_failure_is_the_cause_of_the_others():
+    early, late = Failure(0, 1, record(time=5.0)), Failure(1, 1, record(time=4.5))
+    assert first_failure([early, late]) is late
+    killed = Failure(2, -9)
+    assert first_failure([early, late, killed]) is killed
+    ended = Failure(3, -15, stopped=True)
+    assert first_failure([ended, early]) is early
+    assert first_failure([ended]) is ended
+    without_time = Failure(4, 1)
+    assert first_failure([without_time, early]) is early
+
+
+def test_a_failure_whose_process_was_ended_may_still_be_the_first():
+    recorded = Failure(0, -15, record(time=1.0), stopped=True)
+    assert first_failure([recorded, Failure(1, 1, record(time=2.0))]) is recorded
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": 5', "null", '{"other": 1}'])
+def test_error_files_that_cannot_be_read(tmp_path, text):
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    assert read_record(str(path)) is None
+    assert read_record(str(tmp_path / "none.json")) is None
+
+
+def test_error_files_of_torch(tmp_path):
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "signalled"}')
+    assert Failure(0, 1, read_record(str(path))).message == "signalled"
+    path.write_text('{"message": {"message": "E: m", "extraInfo": {"py_callstack": "T", "timestamp": "7"}}}')
+    failure = Failure(0, 1, read_record(str(path)))
+    assert (failure.message, failure.trace, failure.time) == ("E: m", "T", 7.0)
+
+
+def test_a_report_ends_with_the_traceback(capsys):
+    report(
+        [
+            Failure(1, 1, record(time=1.0)),
+            Failure(0, 1, record("RuntimeError: reset", 2.0)),
+            Failure(2, -15, stopped=True),
+        ],
+        3,
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "accel launch: Process 1 of 3 failed first and ended with exit code 1.",
+        "  Process 0 failed too: RuntimeError: reset",
+        "",
+        "Traceback",
+        "ValueError: wrong",
+    ]
+
+
+def test_a_traceback_that_was_shown_is_not_repeated(capsys):
+    report([Failure(0, 1, record(shown=True))], 1)
+    assert capsys.readouterr().err == "accel launch: The script ended with exit code 1. Its traceback stands above.\n"
+
+
+def test_quiet(capsys):
+    report([Failure(0, 1, record())], 1, quiet=True)
+    assert capsys.readouterr().err.split() == ["Traceback", "ValueError:", "wrong"]
+    report([Failure(0, 3)], 1, quiet=True)
+    assert capsys.readouterr().err == ""
