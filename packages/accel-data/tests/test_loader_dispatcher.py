@@ -289,7 +289,7 @@ def resumed() -> list[tuple[Any, Any]]:
         torch.manual_seed(steps)
 
         def make(kind: str = kind, split: bool = split, by_hand: bool = by_hand) -> Any:
-            data: Any = Epochs(22) if kind == "stream" else range(22)
+            data: Any = Epochs(21) if kind == "stream" else range(21)
             plain = DataLoader(data, batch_size=4, shuffle=kind == "shuffle")
             return prepared(plain, split_batches=split, restore_position=not by_hand)
 

@@ -12,7 +12,7 @@ from accel_data.order import Draw, Draws
 from accel_data.padding import Padding
 from accel_data.progress import Position
 from accel_data.rounds import Round, rounds
-from accel_data.sources import Source
+from accel_data.sources import Source, first_batch
 
 __all__ = ("DispatchedSource",)
 
@@ -82,7 +82,9 @@ class DispatchedSource:
     def open(self, at: Position | None) -> Iterator[Round]:
         """Begin an epoch, at a position if one is given; for the main process only."""
         where = None if at is None else dataclasses.replace(at, steps=at.steps * self.per_step)
-        return rounds(self.inner.open(where), self.processes, self.split, self.drop_last, self.slice_fn)
+        steps = self.inner.skipped()[0] if at is None else at.steps
+        first = first_batch(self.inner) if steps and not self.drop_last else None
+        return rounds(self.inner.open(where), self.processes, self.split, self.drop_last, self.slice_fn, first)
 
     def padding(self, number: int) -> Padding | None:
         """None: the steps carry their own."""

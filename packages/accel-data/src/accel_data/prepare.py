@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
+from accel_data.adapter import rebuilt
+from accel_data.agreement import AgreedSource
 from accel_data.config import Sharding, check_sharding
 from accel_data.dispatched import DispatchedSource
 from accel_data.dispatcher import DataLoaderDispatcher
@@ -18,6 +21,7 @@ from accel_data.prepared import PreparedLoader
 from accel_data.samplers import check_split, innermost_sampler
 from accel_data.sources import Source
 from accel_data.stateful import stateful_twin
+from accel_data.streams import own_part
 from accel_state import current
 from accel_state.errors import Conflict, UnknownKind
 from accel_state.gradient import GradientState
@@ -87,12 +91,17 @@ def prepare_data_loader(
     check_sharding(sharding, dispatch_batches)
     processes, index = _place(num_processes, process_index, torch_device_mesh)
     part = Part(processes, index, split_batches, even_batches)
-    dispatches = _dispatches(dataloader, dispatch_batches, sharding, put_on_device, part, torch_device_mesh)
     base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
+    own = _own_part(base, part, sharding, dispatch_batches)
+    dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, part, torch_device_mesh)
     shuffling = Shuffling(use_seedable_sampler and not use_configured_sampler, data_seed, restore_position)
-    # What is dispatched is read by the main process as the script made it, and divided afterwards.
-    source, generator = _divided(base, Part(1, 0) if dispatches else part, shuffling)
-    shared = generator if processes > 1 and not dispatches else None
+    # A part that is this process's own already is read as it is; so is what the main process reads for all.
+    source, generator = _divided(
+        base if own is None else own, part if own is None and not dispatches else Part(1, 0), shuffling
+    )
+    if own is not None:
+        source = AgreedSource(source, processes, even_batches, _drops_last(base))
+    shared = generator if processes > 1 and own is None and not dispatches else None
     options: dict[str, Any] = {
         "device": _device(device) if put_on_device else None,
         "rng_types": _rng_types(rng_types, shared),
@@ -110,6 +119,37 @@ def prepare_data_loader(
         check_split(getattr(dataloader.batch_sampler, "batch_size", None), processes)
     steps = DispatchedSource(source, processes, split_batches, _drops_last(dataloader), slice_fn_for_dispatch)
     return DataLoaderDispatcher.around(steps, **options)
+
+
+def _own_part(
+    loader: DataLoader[Any], part: Part, sharding: Sharding, dispatch_batches: bool | None
+) -> DataLoader[Any] | None:
+    """A loader over what is this process's own already, or can be made so at the source; None when it cannot."""
+    if dispatch_batches or (part.processes == 1 and not callable(sharding)):
+        return None
+    if not isinstance(loader.dataset, IterableDataset):
+        if callable(sharding):
+            raise Conflict(
+                "A function as sharding was given for a data set with indices.",
+                "It divides streams; indices are divided through the sampler.",
+                "Leave sharding at 'auto' for this loader.",
+            )
+        return loader if sharding == "already" or _divided_sampler(loader, part.processes) else None
+    dataset = own_part(loader.dataset, part.processes, part.index, sharding)
+    if dataset is None:
+        return None
+    if not part.split:
+        return rebuilt(loader, dataset=dataset)
+    check_split(loader.batch_size, part.processes)
+    width = (loader.batch_size or 1) // part.processes
+    batch_sampler = BatchSampler(loader.sampler, width, loader.drop_last)
+    return rebuilt(loader, dataset=dataset, batch_size=width, batch_sampler=batch_sampler)
+
+
+def _divided_sampler(loader: DataLoader[Any], processes: int) -> bool:
+    """Whether the script divides the indices itself, by torch's sampler for that."""
+    sampler = get_sampler(loader)
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
 
 
 def _divided(loader: DataLoader[Any], part: Part, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:

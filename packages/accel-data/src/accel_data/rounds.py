@@ -33,7 +33,12 @@ class Round:
 
 
 def rounds(
-    batches: Iterator[Any], processes: int, split: bool, drop_last: bool, slice_fn: SliceFunction | None = None
+    batches: Iterator[Any],
+    processes: int,
+    split: bool,
+    drop_last: bool,
+    slice_fn: SliceFunction | None = None,
+    first: Any = None,
 ) -> Iterator[Round]:
     """Steps out of the batches of a loader.
 
@@ -47,9 +52,10 @@ def rounds(
         split: cut each batch, instead of taking one for each process.
         drop_last: leave out a last step that lacks batches.
         slice_fn: cuts a batch, instead of `accel_data.slicing.cut`.
+        first: the first batch of the epoch; that of `batches` when None.
     """
     per_step = 1 if split else processes
-    head: Any = None
+    head: Any = None if first is None else _first_samples([first], processes)
     upcoming, failure = _take(batches, per_step)
     while upcoming and failure is None:
         taken, (upcoming, failure) = upcoming, _take(batches, per_step)

@@ -16,8 +16,9 @@ from accel_data.order import Draw, Draws, repeatable, restore_generator, upcomin
 from accel_data.padding import Padding
 from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
+from accel_ops.rng import restore, snapshot
 
-__all__ = ("MapSource", "OneByOne", "SkippedStream", "Source", "StreamSource")
+__all__ = ("MapSource", "OneByOne", "SkippedStream", "Source", "StreamSource", "first_batch")
 
 
 class Source(Protocol):
@@ -325,6 +326,20 @@ class StreamSource:
             f"The stream {self.identity()} has no position: neither set_epoch, state_dict nor a generator says that it "
             "gives the same samples again."
         )
+
+
+def first_batch(source: Source) -> Any:
+    """The first batch of the epoch that a source is about to give from a later position; None when there is none.
+
+    What the epoch draws is drawn again afterwards.
+    """
+    pending, generators = source.draws.again, snapshot()
+    first = next(source.open(Position(epoch=0, steps=0, samples=0)), None)
+    restore(generators)
+    drawn = source.draws.last
+    # A seed that comes from the process's generator is drawn again from there.
+    source.draws.again = pending or (None if drawn is None or drawn.kind == "seed" else drawn)
+    return first
 
 
 def _length(source: Any) -> int | None:

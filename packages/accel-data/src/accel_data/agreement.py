@@ -1,0 +1,216 @@
+"""Processes with streams of their own, of which nobody knows the length, taking the same number of steps.
+
+At every step each process says how many samples it has for the next one. Whoever has run out takes part with samples
+from its beginning, all of them marked as added, until the last process has run out too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_data.order import Draw, Draws
+from accel_data.padding import Marked, Padding
+from accel_data.progress import Position
+from accel_data.slicing import cut, join, samples_in
+from accel_data.sources import Source, first_batch
+from accel_state import current
+from accel_state.errors import DataError
+from accel_state.transport.base import Transport, Work
+
+__all__ = ("AgreedSource", "in_step")
+
+_OVER: Final = object()
+_FAILED: Final = -1
+"""Told in place of a size by a process that could not read."""
+
+
+class AgreedSource:
+    """Batches out of a source that is this process's own already.
+
+    Args:
+        inner: gives this process's batches.
+        processes: how many have such a source.
+        even: let all take the same number of steps, with batches of one size in each.
+        drop_last: end when the first process runs out.
+    """
+
+    def __init__(self, inner: Source, processes: int, even: bool, drop_last: bool) -> None:
+        self.inner = inner
+        self.base: DataLoader[Any] = inner.base
+        self.processes = processes
+        self.even = even
+        self.drop_last = drop_last
+
+    @property
+    def step_size(self) -> int | None:
+        """See `Source`."""
+        size = self.inner.step_size
+        return None if size is None else size * self.processes
+
+    @property
+    def draws(self) -> Draws:
+        """See `Source`."""
+        return self.inner.draws
+
+    @property
+    def counts_steps(self) -> bool:
+        """True: the processes have no order in common."""
+        return True
+
+    def missing_from_len(self) -> int:
+        """See `Source`."""
+        return self.inner.missing_from_len()
+
+    def length(self) -> int | None:
+        """None: it is not known what the others have."""
+        return None
+
+    def remainder(self, start: int | None) -> int:
+        """-1: it is not known what the others have."""
+        return -1
+
+    def open(self, at: Position | None) -> Iterator[Any]:
+        """See `Source`."""
+        inner = self.inner
+        size, own = inner.step_size, None
+        if at is not None:
+            own = dataclasses.replace(at, samples=None if size is None else at.steps * size)
+        transport = current.process_or_start().transport
+        if not self.even or self.processes == 1 or transport.world_size != self.processes:
+            return inner.open(own)
+        steps = inner.skipped()[0] if at is None else at.steps
+        head = first_batch(inner) if steps else None
+        return in_step(inner.open(own), transport, self.drop_last, self.base.batch_sampler is None, head)
+
+    def padding(self, number: int) -> Padding | None:
+        """None: batches that were filled up carry their own marks."""
+        return None
+
+    def upcoming(self, restored: Draw | None = None) -> Draw | None:
+        """See `Source`."""
+        return self.inner.upcoming(restored)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Source`."""
+        self.inner.set_epoch(epoch)
+
+    def skipping(self, steps: int) -> AgreedSource:
+        """See `Source`."""
+        return AgreedSource(self.inner.skipping(steps), self.processes, self.even, self.drop_last)
+
+    def skipped(self) -> tuple[int, int | None]:
+        """See `Source`."""
+        steps, samples = self.inner.skipped()
+        return steps, None if samples is None else samples * self.processes
+
+    def identity(self) -> str:
+        """See `Source`."""
+        return self.inner.identity()
+
+    def obstacle(self) -> str | None:
+        """See `Source`."""
+        return self.inner.obstacle()
+
+
+def in_step(
+    batches: Iterator[Any], transport: Transport, drop_last: bool, single: bool = False, head: Any = None
+) -> Iterator[Any]:
+    """The batches of one process, as many as the process that has most of them.
+
+    Args:
+        batches: this process's own.
+        transport: between the processes.
+        drop_last: as many as the process that has fewest of them instead.
+        single: what comes are samples that are not batched.
+        head: the first batch of the epoch; that of `batches` when None.
+
+    Raises:
+        DataError: a process has no sample at all, so it cannot take part; or another process could not read.
+    """
+    asking = _Asking(batches, transport, single)
+    asking.ask()
+    try:
+        while True:
+            batch, sizes = asking.answers()
+            if not any(sizes) or (drop_last and not all(sizes)):
+                return
+            if head is None:
+                _check_all_have(sizes)
+                head = batch
+            asking.ask()
+            yield _filled(batch, head, sizes, single)
+    finally:
+        asking.answers(fails=False)
+
+
+class _Asking:
+    """Reads one batch ahead and learns what the others have read."""
+
+    def __init__(self, batches: Iterator[Any], transport: Transport, single: bool) -> None:
+        self.batches = batches
+        self.transport = transport
+        self.single = single
+        self.work: Work | None = None
+        self.batch: Any = None
+        self.failure: Exception | None = None
+        self.sizes = torch.empty(transport.world_size, dtype=torch.int64)
+
+    def ask(self) -> None:
+        """Read the next batch and start telling the others its size."""
+        try:
+            self.batch = next(self.batches, _OVER)
+            size = self._size()
+        except Exception as error:
+            self.failure, size = error, _FAILED
+        self.sizes = torch.empty_like(self.sizes)
+        self.work = self.transport.all_gather(self.sizes, torch.tensor([size], dtype=torch.int64), header=True)
+
+    def _size(self) -> int:
+        if self.batch is _OVER:
+            return 0
+        return 1 if self.single else samples_in(self.batch) or 0
+
+    def answers(self, fails: bool = True) -> tuple[Any, list[int]]:
+        """The batch, or what says that there is none, and the sizes of all processes' batches."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        sizes: list[int] = self.sizes.tolist()
+        if fails and self.failure is not None:
+            raise self.failure
+        if fails and _FAILED in sizes:
+            raise DataError(
+                "The next batch of streams that the processes read each for itself was asked for.",
+                f"Process {sizes.index(_FAILED)} could not read its stream.",
+                f"Look at the error of process {sizes.index(_FAILED)}.",
+            )
+        return self.batch, sizes
+
+
+def _check_all_have(sizes: list[int]) -> None:
+    if not all(sizes):
+        without = [rank for rank, size in enumerate(sizes) if not size]
+        raise DataError(
+            "An epoch of streams that the processes read each for itself was begun.",
+            f"The stream of process {without[0]} has no sample, so it cannot take part in any step.",
+            "Divide the stream into parts that all have samples, use fewer processes, or set even_batches=False.",
+        )
+
+
+def _filled(batch: Any, head: Any, sizes: list[int], single: bool) -> Any:
+    """The batch, or samples from the beginning in its place, with the mark that says what was added."""
+    wanted = max(sizes)
+    if all(size == wanted for size in sizes):
+        return batch
+    if single:
+        return Marked(head if batch is _OVER else batch, Padding.by_process([None if size else 0 for size in sizes], 0))
+    real = 0 if batch is _OVER else samples_in(batch) or 0
+    if real < wanted:
+        filler = cut(join([head] * (wanted // (samples_in(head) or 1) + 1)), 0, wanted - real)
+        batch = join([batch, filler]) if real else filler
+    return Marked(batch, Padding.by_process(sizes, wanted))
