@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING
 from accel_state.settings.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from accel_bigmodel.align import (
+        AlignDevicesHook,
+        align_module_device,
+        has_offloaded_params,
+    )
+    from accel_bigmodel.attach import (
+        attach_align_device_hook,
+        attach_align_device_hook_on_blocks,
+        attach_execution_device_hook,
+    )
     from accel_bigmodel.budget import (
         get_balanced_memory,
         get_max_memory,
@@ -14,6 +24,15 @@ if TYPE_CHECKING:
     from accel_bigmodel.byte_counts import (
         convert_bytes,
         convert_file_size_to_int,
+    )
+    from accel_bigmodel.casting import (
+        LayerwiseCastingHook,
+        attach_layerwise_casting_hooks,
+    )
+    from accel_bigmodel.cpu_hooks import (
+        CpuOffload,
+        UserCpuOffloadHook,
+        cpu_offload_with_hook,
     )
     from accel_bigmodel.device_map import (
         check_device_map,
@@ -25,9 +44,44 @@ if TYPE_CHECKING:
     from accel_bigmodel.device_map_report import (
         DeviceMapReport,
     )
+    from accel_bigmodel.dispatch import (
+        cpu_offload,
+        disk_offload,
+        dispatch_model,
+    )
+    from accel_bigmodel.export import (
+        get_state_dict_from_offload,
+        get_state_dict_offloaded_model,
+    )
+    from accel_bigmodel.hooks import (
+        ModelHook,
+        SequentialHook,
+        add_hook_to_module,
+        remove_hook_from_module,
+        remove_hook_from_submodules,
+    )
+    from accel_bigmodel.load import (
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+        load_offloaded_weights,
+    )
+    from accel_bigmodel.load_names import (
+        LoadReport,
+    )
     from accel_bigmodel.meta import (
         init_empty_weights,
         init_on_device,
+    )
+    from accel_bigmodel.offload import (
+        OffloadedWeightsLoader,
+        PrefixedDataset,
+        extract_submodules_state_dict,
+        load_offloaded_weight,
+        offload_state_dict,
+        offload_weight,
+    )
+    from accel_bigmodel.offload_index import (
+        save_offload_index,
     )
     from accel_bigmodel.place import (
         set_module_tensor_to_device,
@@ -69,8 +123,23 @@ __all__ = (
     "SAFE_WEIGHTS_NAME",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
+    "AlignDevicesHook",
+    "CpuOffload",
     "DeviceMapReport",
+    "LayerwiseCastingHook",
+    "LoadReport",
+    "ModelHook",
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "SequentialHook",
+    "UserCpuOffloadHook",
     "WeightShards",
+    "add_hook_to_module",
+    "align_module_device",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "attach_layerwise_casting_hooks",
     "calculate_maximum_sizes",
     "check_device_map",
     "check_device_same",
@@ -81,8 +150,13 @@ __all__ = (
     "compute_module_total_buffer_size",
     "convert_bytes",
     "convert_file_size_to_int",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
     "dtype_byte_size",
     "explain_device_map",
+    "extract_submodules_state_dict",
     "find_tied_parameters",
     "find_weights",
     "get_balanced_memory",
@@ -90,14 +164,26 @@ __all__ = (
     "get_max_memory",
     "get_module_leaves",
     "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
     "load_weights",
     "load_weights_file",
     "named_module_tensors",
+    "offload_state_dict",
+    "offload_weight",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
     "retie_parameters",
+    "save_offload_index",
     "save_weights",
     "save_weights_file",
     "set_module_tensor_to_device",
@@ -108,6 +194,16 @@ __all__ = (
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "accel_bigmodel.align": (
+            "AlignDevicesHook",
+            "align_module_device",
+            "has_offloaded_params",
+        ),
+        "accel_bigmodel.attach": (
+            "attach_align_device_hook",
+            "attach_align_device_hook_on_blocks",
+            "attach_execution_device_hook",
+        ),
         "accel_bigmodel.budget": (
             "get_balanced_memory",
             "get_max_memory",
@@ -115,6 +211,15 @@ __getattr__, __dir__ = lazy_names(
         "accel_bigmodel.byte_counts": (
             "convert_bytes",
             "convert_file_size_to_int",
+        ),
+        "accel_bigmodel.casting": (
+            "LayerwiseCastingHook",
+            "attach_layerwise_casting_hooks",
+        ),
+        "accel_bigmodel.cpu_hooks": (
+            "CpuOffload",
+            "UserCpuOffloadHook",
+            "cpu_offload_with_hook",
         ),
         "accel_bigmodel.device_map": (
             "check_device_map",
@@ -124,10 +229,41 @@ __getattr__, __dir__ = lazy_names(
             "infer_auto_device_map",
         ),
         "accel_bigmodel.device_map_report": ("DeviceMapReport",),
+        "accel_bigmodel.dispatch": (
+            "cpu_offload",
+            "disk_offload",
+            "dispatch_model",
+        ),
+        "accel_bigmodel.export": (
+            "get_state_dict_from_offload",
+            "get_state_dict_offloaded_model",
+        ),
+        "accel_bigmodel.hooks": (
+            "ModelHook",
+            "SequentialHook",
+            "add_hook_to_module",
+            "remove_hook_from_module",
+            "remove_hook_from_submodules",
+        ),
+        "accel_bigmodel.load": (
+            "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model",
+            "load_offloaded_weights",
+        ),
+        "accel_bigmodel.load_names": ("LoadReport",),
         "accel_bigmodel.meta": (
             "init_empty_weights",
             "init_on_device",
         ),
+        "accel_bigmodel.offload": (
+            "OffloadedWeightsLoader",
+            "PrefixedDataset",
+            "extract_submodules_state_dict",
+            "load_offloaded_weight",
+            "offload_state_dict",
+            "offload_weight",
+        ),
+        "accel_bigmodel.offload_index": ("save_offload_index",),
         "accel_bigmodel.place": ("set_module_tensor_to_device",),
         "accel_bigmodel.sizes": (
             "calculate_maximum_sizes",

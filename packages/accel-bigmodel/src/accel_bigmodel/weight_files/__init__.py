@@ -25,7 +25,13 @@ if TYPE_CHECKING:
         shards_of,
         weights_name,
     )
-    from accel_bigmodel.weight_files.reading import WeightSource, find_weights, load_weights, load_weights_file
+    from accel_bigmodel.weight_files.reading import (
+        WeightFile,
+        WeightSource,
+        find_weights,
+        load_weights,
+        load_weights_file,
+    )
     from accel_bigmodel.weight_files.sharding import WeightShards, split_state_dict, stored_names
     from accel_bigmodel.weight_files.writing import save_weights, save_weights_file
 
@@ -40,6 +46,7 @@ __all__ = (
     "WEIGHTS_PATTERN_NAME",
     "Entry",
     "Header",
+    "WeightFile",
     "WeightIndex",
     "WeightShards",
     "WeightSource",
@@ -81,7 +88,13 @@ __getattr__, __dir__ = lazy_names(
             "shards_of",
             "weights_name",
         ),
-        "accel_bigmodel.weight_files.reading": ("WeightSource", "find_weights", "load_weights", "load_weights_file"),
+        "accel_bigmodel.weight_files.reading": (
+            "WeightFile",
+            "WeightSource",
+            "find_weights",
+            "load_weights",
+            "load_weights_file",
+        ),
         "accel_bigmodel.weight_files.sharding": ("WeightShards", "split_state_dict", "stored_names"),
         "accel_bigmodel.weight_files.writing": ("save_weights", "save_weights_file"),
     },

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from accel_bigmodel.weight_files.index import read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
 from accel_state.errors import CheckpointError
 
-__all__ = ("WeightSource", "find_weights", "load_weights", "load_weights_file")
+__all__ = ("WeightFile", "WeightSource", "find_weights", "load_weights", "load_weights_file")
 
 
 @dataclass(frozen=True)
@@ -105,18 +106,51 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _load_safetensors(path: Path, device: str, names: tuple[str, ...] | None) -> dict[str, Any]:
-    header = read_header(path)
+    file = WeightFile(path, device)
     if names is not None:
-        _check_present(path, names, header.entries)
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            return {name: file.get_tensor(name) for name in (header.entries if names is None else names)}
-    except (SafetensorError, OSError, AttributeError) as error:
-        raise CheckpointError(
-            f"Read the weights in {str(path)!r}.",
-            f"{type(error).__name__}: {error}",
-            "Fetch the file again, or install a safetensors and torch that know its dtypes.",
-        ) from error
+        _check_present(path, names, file.header.entries)
+    return {name: file.get(name) for name in (file.header.entries if names is None else names)}
+
+
+class WeightFile:
+    """An open safetensors file, checked, whose weights are mapped one by one.
+
+    Args:
+        path: the file.
+        device: where its weights are put; on the CPU they are mapped, not read.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or corrupted.
+    """
+
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.path = path
+        self.header = read_header(path)
+        with self._typed():
+            opened: Any = safe_open(path, framework="pt", device=device)
+            self._file = opened.__enter__()
+
+    def get(self, name: str) -> Tensor:
+        """A weight.
+
+        Raises:
+            CheckpointError: the file does not hold it, or torch does not know its dtype.
+        """
+        _check_present(self.path, [name], self.header.entries)
+        with self._typed():
+            weight: Tensor = self._file.get_tensor(name)
+        return weight
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError, AttributeError) as error:
+            raise CheckpointError(
+                f"Read the weights in {str(self.path)!r}.",
+                f"{type(error).__name__}: {error}",
+                "Fetch the file again, or install a safetensors and torch that know its dtypes.",
+            ) from error
 
 
 def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""Hooks around a module's forward: the interface, and putting them on and taking them off."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_state.marks import HOOK, OLD_FORWARD
+
+__all__ = (
+    "ModelHook",
+    "SequentialHook",
+    "add_hook_to_module",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+)
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class ModelHook:
+    """What may happen around the forward of a module; each method does nothing by default."""
+
+    no_grad: bool = False
+    """Run the forward without gradients."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is put on; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before the forward; returns the arguments it is given."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after the forward; returns what the caller gets."""
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Called in place of `post_forward` when the forward raised."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is taken off; returns the module as it was before."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one: each method in the order in which they were given."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for number, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                for done in self.hooks[:number]:
+                    done.forward_failed(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.forward_failed(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
+    """Put a hook on a module, in place of one that is there, or with `append=True` after it.
+
+    The module keeps its class; `remove_hook_from_module` gives it back as it was.
+
+    Example:
+        class Doubled(ModelHook):
+            def post_forward(self, module, output):
+                return 2 * output
+
+        add_hook_to_module(layer, Doubled())
+    """
+    before: ModelHook | None = getattr(module, HOOK, None)
+    if before is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook) if append else hook
+    old_forward = module.forward
+    setattr(module, OLD_FORWARD, old_forward)
+    module = hook.init_hook(module)  # type: ignore[assignment]
+    setattr(module, HOOK, hook)
+    # `partial` over a function of this module can be pickled and copied with the module; a closure cannot.
+    module.forward = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
+    return module
+
+
+def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = getattr(module, HOOK)
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        forward = getattr(module, OLD_FORWARD)
+        if hook.no_grad:
+            with torch.no_grad():
+                output = forward(*args, **kwargs)
+        else:
+            output = forward(*args, **kwargs)
+    except BaseException:
+        hook.forward_failed(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def remove_hook_from_module(module: M, recurse: bool = False) -> M:
+    """Take the hook off a module, and with `recurse=True` off all modules in it."""
+    hook: ModelHook | None = getattr(module, HOOK, None)
+    if hook is not None:
+        hook.detach_hook(module)
+        delattr(module, HOOK)
+    if hasattr(module, OLD_FORWARD):
+        # The class's own method comes back when what the module called before was it.
+        old_forward = getattr(module, OLD_FORWARD)
+        delattr(module, OLD_FORWARD)
+        module.forward = old_forward
+        if getattr(old_forward, "__func__", None) is type(module).forward:
+            del module.forward
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off a module and all modules in it."""
+    remove_hook_from_module(module, recurse=True)

@@ -1,0 +1,49 @@
+"""Checkpoints named by their identifier on the Hugging Face Hub, for where huggingface_hub is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from accel_state.errors import SettingError
+from accel_state.settings.requirement import Requirement
+
+__all__ = ("local_checkpoint",)
+
+_HUB = Requirement("huggingface_hub", distribution="huggingface-hub", extra="accel-bigmodel[hub]")
+_IDENTIFIER = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
+    """A path that exists, as it is; else the snapshot of "org/name", downloaded when it is not in the cache.
+
+    Of a repository with both formats only the safetensors files are fetched.
+
+    Raises:
+        SettingError: there is no such path, and it is no identifier or cannot be fetched.
+        Missing: it looks like an identifier and huggingface_hub is not installed.
+    """
+    path = Path(checkpoint)
+    if path.exists():
+        return path
+    name = os.fspath(checkpoint)
+    asked = f"Load the checkpoint {name!r}."
+    if not _IDENTIFIER.fullmatch(name):
+        raise SettingError(asked, "There is no such file or folder.", "Check the spelling of the path.")
+    _HUB.demand(f"{asked} There is no such path, so it was taken for a repository on the Hub.")
+    import huggingface_hub
+
+    download: Any = huggingface_hub.snapshot_download
+    try:
+        folder = Path(download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(download(name, allow_patterns=["*.bin", "*.bin.index.json"]))
+    except Exception as error:
+        raise SettingError(
+            asked,
+            f"It is no local path, and the Hub gave: {type(error).__name__}: {error}",
+            "Check name and connection.",
+        ) from error
+    return folder

@@ -1,0 +1,220 @@
+"""Weights on the disk: written as raw files or left in their safetensors file, and mapped when they are needed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_bigmodel.offload_index import read_offload_index, save_offload_index, weight_file
+from accel_bigmodel.sizes import torch_dtype
+from accel_bigmodel.weight_files.reading import WeightFile
+from accel_state.errors import CheckpointError, SettingError
+
+__all__ = (
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "extract_submodules_state_dict",
+    "load_offloaded_weight",
+    "offload_state_dict",
+    "offload_weight",
+)
+
+
+def offload_weight(
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: MutableMapping[str, dict[str, Any]] | None = None,
+) -> MutableMapping[str, dict[str, Any]] | None:
+    """Write a weight into the folder as `<weight_name>.dat`, raw and in C order, and note it in `index`.
+
+    Raises:
+        CheckpointError: the weight has no data, or the disk refuses; no half-written file is left.
+    """
+    path = weight_file(offload_folder, weight_name)
+    if weight.is_meta:
+        raise CheckpointError(
+            f"Offload {weight_name!r} to {str(path)!r}.", "It is on the meta device and has no data.", "Load it first."
+        )
+    data = weight.detach().to("cpu").contiguous()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(_bytes_of(data))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"Offload {weight_name!r} ({data.nbytes} bytes) to {str(path)!r}.",
+            f"{type(error).__name__}: {error}",
+            "Name an offload folder with free space where you may write.",
+        ) from error
+    if index is not None:
+        index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
+    return index
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, without a copy."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+    """Map a weight that `offload_weight` wrote; memory is used when its values are.
+
+    Args:
+        weight_info: its entry in the index.
+
+    Raises:
+        CheckpointError: the file is missing or shorter than the entry says.
+    """
+    path = Path(weight_file)
+    dtype, shape = _dtype_of(path, weight_info["dtype"]), tuple(weight_info["shape"])
+    count = math.prod(shape)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(
+            f"Load {str(path)!r}.", f"It cannot be read: {error}.", "Offload the model again."
+        ) from error
+    if size < count * dtype.itemsize:
+        raise CheckpointError(
+            f"Load {str(path)!r}.",
+            f"It has {size} bytes; shape {shape} in {dtype} takes {count * dtype.itemsize}.",
+            "Offload the model again into an empty folder.",
+        )
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    # Private: what is written to the tensor stays in memory.
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).reshape(shape)
+
+
+def _dtype_of(path: Path, name: str) -> torch.dtype:
+    try:
+        return torch_dtype(name)
+    except SettingError as error:
+        raise CheckpointError(
+            f"Load {str(path)!r}.", f"torch has no dtype {name!r}.", "Offload the model again."
+        ) from error
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write every weight of a state dict into a folder, with its index."""
+    index: dict[str, dict[str, Any]] = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name, wherever they are: in memory, in an offload folder, or in safetensors files.
+
+    Mapped weights are mapped once; several threads may ask.
+
+    Args:
+        state_dict: weights in memory; they win over those on the disk.
+        save_folder: an offload folder with its index.
+        index: used in place of the folder's own index; its entries may name safetensors files.
+        device: where weights from safetensors files are put.
+
+    Raises:
+        SettingError: nothing of the three was given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise SettingError(
+                "Make an OffloadedWeightsLoader.",
+                "Neither state_dict, save_folder nor index was given.",
+                "Give at least one of them.",
+            )
+        self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index: Mapping[str, Mapping[str, Any]] = (
+            index if index is not None else {} if save_folder is None else read_offload_index(save_folder)
+        )
+        self.device = device
+        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self._mapped: dict[str, Tensor] = {}
+        self._files: dict[str, WeightFile] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_mapped": {}, "_files": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if key not in self._mapped:
+            with self._lock:
+                self._mapped[key] = self._map(key, self.index[key])
+        return self._mapped[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def _map(self, key: str, entry: Mapping[str, Any]) -> Tensor:
+        place = entry.get("safetensors_file")
+        if place is None:
+            if self.save_folder is None:
+                raise CheckpointError(f"Load {key!r}.", "Its folder was not given.", "Give save_folder=.")
+            return load_offloaded_weight(weight_file(self.save_folder, key), entry)
+        if place not in self._files:
+            self._files[place] = WeightFile(Path(place))
+        weight = self._files[place].get(str(entry.get("weight_name", key)))
+        dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
+        return weight.to(device=self.device, dtype=dtype)
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """A mapping seen through a prefix: asking for `key` asks for `prefix + key`."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Tensor], submodule_names: Sequence[str]
+) -> dict[str, Tensor]:
+    """The part of a state dict that belongs to the named modules or tensors."""
+    wanted = set(submodule_names)
+    return {
+        name: weight for name, weight in state_dict.items() if "" in wanted or any(p in wanted for p in _above(name))
+    }
+
+
+def _above(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

@@ -1,0 +1,219 @@
+"""Reading ahead: the order in which blocks of weights are needed is learnt, and a thread brings the next ones.
+
+A block is what one hook needs at once. Whatever the thread has not brought in time, or did not expect, is read by
+whoever asks for it, so the order matters for speed only.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_state.devices.select import family_of
+
+__all__ = ("Block", "BlockReader")
+
+_AHEAD = 2
+_UNSHARED = 2
+
+
+@dataclass(eq=False)
+class Block:
+    """Weights that are needed together.
+
+    Args:
+        sources: name to a function that gives the weight where it lies.
+        dtypes: dtype that each shall have.
+        device: where they shall be.
+        size: bytes of all on that device.
+    """
+
+    sources: dict[str, Callable[[], Tensor]]
+    dtypes: dict[str, torch.dtype]
+    device: torch.device
+    size: int
+
+
+@dataclass
+class _Shared:
+    """What the reader's callers and its thread share; the thread must not keep the reader itself alive."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    queue: deque[Block] = field(default_factory=deque)
+    loading: Block | None = None
+    ready: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
+    spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(default_factory=dict)
+    closed: bool = False
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def held(self) -> int:
+        """Bytes of blocks that are waited for, being read or ready."""
+        blocks = {*self.queue, *self.ready, *(() if self.loading is None else (self.loading,))}
+        return sum(block.size for block in blocks)
+
+
+class BlockReader:
+    """Gives blocks to whoever needs them, and reads the next ones ahead in a thread.
+
+    Args:
+        max_bytes: most that may lie ready or be on its way beside what is in use; twice the largest block when None.
+            With 0 nothing is read ahead.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self._largest = 0
+        self._next: dict[Block | None, Block] = {}
+        self._last: dict[int, Block] = {}
+        self._shared = _Shared()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._shared.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockReader, (self.max_bytes,)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be read ahead."""
+        return _AHEAD * self._largest if self.max_bytes is None else self.max_bytes
+
+    def take(self, block: Block) -> dict[str, Tensor]:
+        """The weights of a block, on its device."""
+        shared = self._shared
+        with shared.changed:
+            self._note(block)
+            while shared.loading is block:
+                shared.changed.wait()
+            weights = shared.ready.pop(block, None)
+            if weights is None and block in shared.queue:
+                shared.queue.remove(block)
+        if weights is None:
+            weights = _load(block, shared)
+        with shared.changed:
+            self._look_ahead(block)
+        _used_here(weights, block.device)
+        return weights
+
+    def give_back(self, weights: dict[str, Tensor]) -> None:
+        """Take back what `take` gave; memory of the host that nothing else refers to is used for the next blocks."""
+        with self._shared.changed:
+            while weights:
+                _, weight = weights.popitem()
+                if weight.device == torch.device("cpu") and _users_of(weight) <= _UNSHARED:
+                    self._shared.spare.setdefault((weight.dtype, weight.shape), []).append(weight)
+
+    def _note(self, block: Block) -> None:
+        """Learn that this block comes after the one that the same thread took before."""
+        self._largest = max(self._largest, block.size)
+        thread = threading.get_ident()
+        before = self._last.get(thread)
+        if before is not None:
+            self._next[before] = block
+        self._last[thread] = block
+
+    def _look_ahead(self, block: Block) -> None:
+        """Queue the blocks that followed last time, as far as the budget goes, in place of what was expected before."""
+        shared = self._shared
+        expected = list(self._chain(block))
+        others = {later for last in self._last.values() if last is not block for later in self._chain(last)}
+        for stale in [ready for ready in shared.ready if ready not in expected and ready not in others]:
+            del shared.ready[stale]
+        shared.queue = deque(queued for queued in shared.queue if queued in others)
+        for later in expected:
+            known = later in shared.ready or later is shared.loading or later in shared.queue
+            if not known and shared.held() + later.size <= self.budget:
+                shared.queue.append(later)
+        if shared.queue:
+            self._start()
+            shared.changed.notify_all()
+
+    def _chain(self, block: Block) -> Iterator[Block]:
+        room, start = self.budget, block
+        while (block := self._next.get(block, start)) is not start and block.size <= room:
+            room -= block.size
+            yield block
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=_read_ahead, args=(self._shared,), name="accel-prefetch", daemon=True
+            )
+            self._thread.start()
+
+
+def _read_ahead(shared: _Shared) -> None:
+    """What the thread does until the reader is gone."""
+    while True:
+        with shared.changed:
+            shared.loading = None
+            shared.changed.notify_all()
+            while not shared.queue and not shared.closed:
+                shared.changed.wait()
+            if shared.closed:
+                return
+            block = shared.loading = shared.queue.popleft()
+        try:
+            weights = _load(block, shared, beside=True)
+        except Exception:
+            # Whoever needs the block reads it again and meets the error where it can be handled.
+            continue
+        with shared.changed:
+            shared.ready[block] = weights
+
+
+def _load(block: Block, shared: _Shared, beside: bool = False) -> dict[str, Tensor]:
+    weights = {}
+    for name, source in block.sources.items():
+        weight, dtype = source(), block.dtypes[name]
+        if weight.device != block.device:
+            weights[name] = _transfer(weight, dtype, block.device, beside)
+        else:
+            weights[name] = _spare(shared, dtype, weight).copy_(weight)
+    return weights
+
+
+def _spare(shared: _Shared, dtype: torch.dtype, weight: Tensor) -> Tensor:
+    """Memory to read into; memory that was used before is quicker than fresh memory, whose pages must be made."""
+    with shared.changed:
+        waiting = shared.spare.get((dtype, weight.shape))
+        if waiting:
+            return waiting.pop()
+    return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _transfer(weight: Tensor, dtype: torch.dtype, device: torch.device, beside: bool) -> Tensor:
+    """A copy on another device; from the thread through pinned memory on a stream of its own, where there is one."""
+    module = torch.get_device_module(device)
+    if not beside or not hasattr(module, "Stream") or not family_of(device).pins_memory:
+        return weight.to(device=device, dtype=dtype)
+    pinned = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True).copy_(weight)
+    stream = module.Stream(device)
+    with module.stream(stream):
+        moved = pinned.to(device, non_blocking=True).to(dtype)
+    stream.synchronize()
+    return moved
+
+
+def _used_here(weights: dict[str, Tensor], device: torch.device) -> None:
+    """Tell the allocator that this thread's stream uses memory that another stream filled."""
+    module = torch.get_device_module(device)
+    if family_of(device).pins_memory and hasattr(module, "current_stream"):
+        for weight in weights.values():
+            weight.record_stream(module.current_stream(device))
+
+
+def _users_of(weight: Tensor) -> int:
+    """How many tensors share the memory of this one, itself and the storage object that is asked included."""
+    storage = weight.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))

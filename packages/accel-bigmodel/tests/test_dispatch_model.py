@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import (
+    AlignDevicesHook,
+    OffloadedWeightsLoader,
+    add_hook_to_module,
+    align_module_device,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    offload_state_dict,
+    remove_hook_from_submodules,
+)
+from accel_bigmodel.attach import attach_align_device_hook
+from accel_bigmodel.prefetch import Block, BlockReader
+from accel_state.errors import NotOffered, SettingError, ShapeMismatch
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4, tie: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(blocks)])
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+        self.head = nn.Linear(8, 10, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.order = list(range(blocks))
+
+    def forward(self, ids: torch.Tensor, fail: bool = False) -> torch.Tensor:
+        x = self.embed(ids)
+        for number in self.order:
+            x = self.blocks[number](x)
+            if fail:
+                raise ValueError("inside")
+        return self.head(x * self.scale)
+
+
+IDS = torch.tensor([1, 2, 3])
+
+
+def made(**options: Any) -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net(**options).eval()
+    with torch.no_grad():
+        return model, model(IDS)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+OFFLOADS: list[Callable[[Net, Path], Net]] = [
+    lambda model, folder: cpu_offload(model, "cpu"),
+    lambda model, folder: disk_offload(model, folder / "off"),
+    lambda model, folder: disk_offload(model, folder / "off", offload_buffers=True),
+    lambda model, folder: disk_offload(model, folder / "off", preload_module_classes=["Sequential"]),
+    lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder / "off"),
+    lambda model, folder: dispatch_model(
+        model,
+        {"embed": "cpu", "blocks.0": "disk", "blocks": "cpu", "scale": "disk", "head": "disk"},
+        offload_dir=folder / "off",
+        offload_buffers=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OFFLOADS)))
+@pytest.mark.parametrize("tie", [False, True])
+def test_an_offloaded_model_computes_the_same_and_keeps_its_weights_away(
+    tmp_path: Path, number: int, tie: bool
+) -> None:
+    model, expected = made(tie=tie)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    OFFLOADS[number](model, tmp_path)
+    for _ in range(3):
+        assert torch.equal(model(IDS), expected)
+        assert model.head.weight.is_meta
+    state = get_state_dict_offloaded_model(model)
+    assert state.keys() == plain.keys()
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+    remove_hook_from_submodules(model)
+    assert not has_offloaded_params(model.head)
+
+
+def test_everything_on_one_device_needs_no_hooks() -> None:
+    model, expected = made()
+    assert dispatch_model(model, {"": "cpu"}) is model
+    assert torch.equal(model(IDS), expected)
+    assert model.hf_device_map == {"": "cpu"}
+    assert not hasattr(model, "_hf_hook")
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert hasattr(model, "_hf_hook")
+    assert torch.equal(model(IDS), expected)
+
+
+def test_what_is_offloaded_does_not_move(tmp_path: Path) -> None:
+    model, _ = made()
+    dispatch_model(model, {"embed": "cpu", "blocks": "disk", "scale": "cpu", "head": "cpu"}, offload_dir=tmp_path)
+    for move in (lambda: model.to("cpu"), model.half, model.cpu):
+        with pytest.raises(NotOffered, match="offloaded"):
+            move()
+
+
+def test_bad_maps_and_folders_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, expected = made()
+    with pytest.raises(SettingError, match="No folder was named"):
+        dispatch_model(model, {"": "cpu", "head": "disk"})
+    with pytest.raises(SettingError, match="no module or tensor called: bloks"):
+        dispatch_model(model, {"": "cpu", "bloks": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(model(IDS), expected)
+    offload_state_dict(tmp_path, {"weight": torch.zeros(3, 3)})
+    layer = nn.Linear(2, 2, bias=False)
+    weights = OffloadedWeightsLoader(save_folder=tmp_path)
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    with pytest.raises(ShapeMismatch, match=r"shape \(3, 3\), the module expects \(2, 2\)"):
+        layer(torch.ones(1, 2))
+    assert layer.weight.is_meta
+
+
+def test_a_forward_that_raises_leaves_the_weights_away(tmp_path: Path) -> None:
+    model, expected = made()
+    disk_offload(model, tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="inside"):
+            model(IDS, fail=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model(IDS), expected)
+
+
+def read_ahead_model(model: Net, max_bytes: int | None = None) -> BlockReader:
+    """Weights in another dtype than the model's, so that the reader has to bring them."""
+    weights = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+    }
+    reader = BlockReader(max_bytes)
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=weights, reader=reader)
+    return reader
+
+
+@pytest.mark.parametrize("max_bytes", [None, 0, 300, 10**6])
+def test_weights_read_ahead_are_the_right_ones_also_when_the_order_changes(max_bytes: int | None) -> None:
+    model, expected = made()
+    plain = copy.deepcopy(model)
+    reader = read_ahead_model(model, max_bytes)
+    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0], [2], [0, 0, 3, 3], [], [0, 1, 2, 3], [0, 1, 2, 3]):
+        model.order = plain.order = order
+        assert torch.equal(model(IDS), plain(IDS))
+        assert reader._shared.held() <= reader.budget
+    assert torch.equal(model(IDS), expected)
+
+
+def test_the_next_blocks_are_read_by_the_thread() -> None:
+    device, threads = torch.device("cpu"), list[str]()
+
+    def source(number: int) -> Callable[[], torch.Tensor]:
+        def read() -> torch.Tensor:
+            threads.append(threading.current_thread().name)
+            return torch.full((4,), float(number))
+
+        return read
+
+    blocks = [Block({"w": source(i)}, {"w": torch.float64}, device, 32) for i in range(6)]
+    reader = BlockReader(64)
+
+    def passed() -> list[float]:
+        found = []
+        for block in blocks:
+            weights = reader.take(block)
+            with reader._shared.changed:
+                reader._shared.changed.wait_for(lambda: not reader._shared.queue and reader._shared.loading is None, 30)
+            found.append(weights["w"][0].item())
+            reader.give_back(weights)
+        return found
+
+    assert passed() == passed() == [0, 1, 2, 3, 4, 5]
+    assert threads[:6] == ["MainThread"] * 6
+    assert "MainThread" not in threads[7:]
+
+
+def test_memory_that_somebody_still_uses_is_not_read_into() -> None:
+    device = torch.device("cpu")
+    blocks = [
+        Block({"w": lambda i=i: torch.full((4,), float(i))}, {"w": torch.float64}, device, 32)
+        for i in range(3)  # type: ignore[misc]
+    ]
+    reader, kept = BlockReader(0), []
+    for _ in range(2):
+        for block in blocks:
+            weights = reader.take(block)
+            kept.append((weights["w"][1:], weights["w"][0].item()))
+            reader.give_back(weights)
+    assert all(view[0].item() == value for view, value in kept)
+    freed = reader.take(blocks[0])
+    address = freed["w"].data_ptr()
+    reader.give_back(freed)
+    del freed
+    assert reader.take(blocks[1])["w"].data_ptr() == address
+
+
+def test_an_error_of_the_thread_is_met_by_whoever_needs_the_weights() -> None:
+    fails = [False]
+
+    def source() -> torch.Tensor:
+        if fails[0]:
+            raise OSError("gone")
+        return torch.zeros(2)
+
+    blocks = [Block({"w": source}, {"w": torch.float64}, torch.device("cpu"), 16) for _ in range(2)]
+    reader = BlockReader()
+    for block in blocks * 2:
+        reader.give_back(reader.take(block))
+    fails[0] = True
+
+    def take_all() -> None:
+        for block in blocks * 2:
+            reader.take(block)
+
+    with pytest.raises(OSError, match="gone"):
+        take_all()
+
+
+def test_the_thread_ends_with_the_reader() -> None:
+    model, _ = made()
+    reader = read_ahead_model(model)
+    for _ in range(2):
+        model(IDS)
+    thread = reader._thread
+    assert thread is not None
+    remove_hook_from_submodules(model)
+    del reader, model
+    import gc
+
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_several_threads_may_call_at_once() -> None:
+    model, expected = made()
+    read_ahead_model(model)
+    wrong: list[Any] = []
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                wrong.extend("other values" for _ in range(20) if not torch.equal(model(IDS), expected))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert model.head.weight.is_meta
+
+
+def test_gradients_through_offloaded_weights_reach_the_input(tmp_path: Path) -> None:
+    with torch.enable_grad():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        x = torch.ones(2, 4, requires_grad=True)
+        (expected,) = torch.autograd.grad(model(x).sum(), x)
+        weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+        attach_align_device_hook(model, "cpu", offload=True, weights_map=weights)
+        for _ in range(3):
+            first, second = model(x).sum(), model(x).sum()
+            assert torch.equal(torch.autograd.grad(first, x)[0], expected)
+            assert torch.equal(torch.autograd.grad(second, x)[0], expected)
+
+
+def test_weights_at_hand_inside_a_block(tmp_path: Path) -> None:
+    model, _ = made()
+    weight = model.head.weight.clone()
+    disk_offload(model, tmp_path)
+    with align_module_device(model.head):
+        assert torch.equal(model.head.weight, weight)
+    assert model.head.weight.is_meta
+    with align_module_device(model.head, "cpu"):
+        assert torch.equal(model.head.weight, weight)
+    assert model.head.weight.is_meta
+    assert has_offloaded_params(model.head)
+    layer = nn.Linear(2, 2)
+    with align_module_device(layer, "meta"):
+        assert layer.weight.is_meta
+    state = get_state_dict_from_offload(model.head, "head.weight", {"head.weight": None})
+    assert torch.equal(state["head.weight"], weight)
+    assert get_state_dict_from_offload(layer, "layer.weight", {}) == {}
+
+
+def test_an_offloaded_model_can_be_copied(tmp_path: Path) -> None:
+    model, expected = made()
+    disk_offload(model, tmp_path)
+    model(IDS)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(IDS), expected)
+    assert other.head.weight.is_meta
+    assert model.head.weight.is_meta
+
+
+def test_taking_hooks_off_brings_weights_back() -> None:
+    model, expected = made()
+    cpu_offload(model, "cpu")
+    model(IDS)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(IDS), expected)
+    assert not any(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_bigmodel import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+    save_weights,
+)
+from accel_bigmodel.offload_index import read_offload_index
+from accel_state.errors import CheckpointError, SettingError
+
+WEIGHTS = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "a.half": torch.arange(4, dtype=torch.bfloat16),
+    "a.small": torch.ones(3).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+    "empty": torch.zeros(0, 4),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+}
+
+
+def test_weights_are_written_raw_and_mapped_again(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path / "new", WEIGHTS)
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "new")
+    assert list(loader) == list(WEIGHTS)
+    assert len(loader) == len(WEIGHTS)
+    for name, weight in WEIGHTS.items():
+        assert loader[name].dtype == weight.dtype
+        assert loader[name].shape == weight.shape
+        assert loader[name].float().tolist() == weight.float().tolist()
+        assert loader[name] is loader[name]
+    index = json.loads((tmp_path / "new" / "index.json").read_text())
+    assert index["scalar"] == {"dtype": "int64", "shape": []}
+    assert (tmp_path / "new" / "a.half.dat").read_bytes() == WEIGHTS["a.half"].view(torch.int16).numpy().tobytes()
+
+
+def test_what_is_written_to_a_mapped_weight_stays_in_memory(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.zeros(4)})
+    OffloadedWeightsLoader(save_folder=tmp_path)["w"].add_(1)
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [0, 0, 0, 0]
+
+
+def test_the_index_is_merged_and_an_empty_one_is_not_written(tmp_path: Path) -> None:
+    save_offload_index({}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    offload_state_dict(tmp_path, {"a": torch.zeros(1)})
+    offload_state_dict(tmp_path, {"b": torch.zeros(1)})
+    assert read_offload_index(tmp_path).keys() == {"a", "b"}
+    text = (tmp_path / "index.json").read_text()
+    assert text == json.dumps(json.loads(text), indent=2)
+
+
+def test_weights_left_in_safetensors_files_are_found(tmp_path: Path) -> None:
+    save_weights({"x": torch.arange(3.0), "y": torch.ones(2)}, tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    index = {"x": {"safetensors_file": file}, "z": {"safetensors_file": file, "weight_name": "y", "dtype": "float16"}}
+    loader = OffloadedWeightsLoader(state_dict={"m": torch.zeros(1)}, index=index, device="cpu")
+    assert list(loader) == ["m", "x", "z"]
+    assert loader["x"].tolist() == [0, 1, 2]
+    assert loader["z"].dtype == torch.float16
+    with pytest.raises(KeyError):
+        loader["nothing"]
+
+
+def test_an_offloader_needs_something_to_look_at() -> None:
+    with pytest.raises(SettingError, match="Neither"):
+        OffloadedWeightsLoader()
+
+
+def test_prefixes_and_parts_of_a_state_dict() -> None:
+    seen = PrefixedDataset({"a.w": 1, "a.b": 2, "ab.w": 3}, "a.")
+    assert seen["w"] == 1
+    assert list(seen) == ["a.w", "a.b"]
+    state = {"a.w": torch.zeros(1), "ab.w": torch.zeros(1), "c": torch.zeros(1)}
+    assert extract_submodules_state_dict(state, ["a", "c"]).keys() == {"a.w", "c"}
+    assert extract_submodules_state_dict(state, [""]).keys() == state.keys()
+
+
+def test_a_file_that_is_missing_or_too_short_is_refused_with_numbers(tmp_path: Path) -> None:
+    index = offload_weight(torch.zeros(10), "w", tmp_path, {})
+    assert index is not None
+    path = tmp_path / "w.dat"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"It has 36 bytes; shape \(10,\) in torch\.float32 takes 40"):
+        load_offloaded_weight(path, index["w"])
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_offloaded_weight(path, index["w"])
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="'float31'"):
+        load_offloaded_weight(path, {"dtype": "float31", "shape": [1]})
+
+
+def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="meta device"):
+        offload_weight(torch.zeros(1, device="meta"), "w", tmp_path)
+    for name in ("../w", "a/w", "", "a\\w"):
+        with pytest.raises(CheckpointError, match="cannot be the name"):
+            offload_weight(torch.zeros(1), name, tmp_path)
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_no_half_file(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"Offload 'w' \(8000 bytes\)"):
+            offload_weight(torch.zeros(2000), "w", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+ENTRY = st.dictionaries(
+    st.sampled_from(["dtype", "shape", "safetensors_file", "weight_name"]),
+    st.text(max_size=5) | st.integers() | st.lists(st.integers(-2, 2**65), max_size=2) | st.none(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    content=st.binary(max_size=60)
+    | st.dictionaries(st.text(max_size=6), ENTRY).map(lambda value: json.dumps(value).encode())
+)
+def test_whatever_an_index_holds_only_typed_errors_come_out(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "index.json").write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        loader = OffloadedWeightsLoader(save_folder=folder)
+        for name in loader:
+            with contextlib.suppress(CheckpointError):
+                loader[name]
