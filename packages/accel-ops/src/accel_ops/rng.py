@@ -29,7 +29,8 @@ class _Source:
 
 
 _PYTHON = _Source(random.getstate, random.setstate)
-_NUMPY = _Source(np.random.get_state, np.random.set_state)
+# numpy's generators are imported when they are first used: that takes milliseconds.
+_NUMPY = _Source(lambda: np.random.get_state(), lambda state: np.random.set_state(state))
 _TORCH = _Source(torch.get_rng_state, torch.set_rng_state)
 
 

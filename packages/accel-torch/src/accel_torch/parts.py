@@ -25,4 +25,4 @@ class Parts:
     _engine: Engine
     _accumulation: Accumulation
     _registry: Registry
-    _tracking: TrackerGroup
+    _tracking: TrackerGroup | None

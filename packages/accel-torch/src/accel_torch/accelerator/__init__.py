@@ -25,7 +25,6 @@ from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble
 from accel_torch.options import UNSET, Options
 from accel_torch.registry import Registry
-from accel_tracking.group import TrackerGroup
 
 __all__ = ("Accelerator",)
 
@@ -121,7 +120,7 @@ class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage)
         owned = self._engine.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()
-        self._tracking = TrackerGroup()
+        self._tracking = None
 
     def __repr__(self) -> str:
         return (

@@ -1,15 +1,16 @@
-"""The Accelerator's page about data: loaders, and what processes tell each other."""
+"""The Accelerator's page about data: loaders, and what processes tell each other.
+
+What a script may not need is imported when it is first asked for, so that making an Accelerator stays cheap.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from accel_data import skip_first_batches
-from accel_ops import gather, pad_across_processes, reduce
-from accel_torch.metrics import gather_for_metrics
+import accel_data
+import accel_ops
 from accel_torch.parts import Parts
-from accel_torch.prepare import prepare_loader
 
 __all__ = ("DataPage",)
 
@@ -30,6 +31,8 @@ class DataPage(Parts):
             device_placement: whether batches are moved to the device; as the Accelerator was told when None.
             slice_fn_for_dispatch: cuts a batch into the parts of the processes when the main process reads it.
         """
+        from accel_torch.prepare import prepare_loader
+
         return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -41,7 +44,7 @@ class DataPage(Parts):
             >>> for batch in accelerator.skip_first_batches(loader, batches_done):
             ...     ...
         """
-        return skip_first_batches(dataloader, num_batches)
+        return accel_data.skip_first_batches(dataloader, num_batches)
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all processes, concatenated on their first dimension, on every process.
@@ -52,7 +55,7 @@ class DataPage(Parts):
         Raises:
             ShapeMismatch: the processes gave different structures, shapes or dtypes.
         """
-        return gather(tensor)
+        return accel_ops.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like `gather`, without the samples that were added to the last batch for evenness.
@@ -67,6 +70,8 @@ class DataPage(Parts):
             ...     predictions, targets = accelerator.gather_for_metrics((predictions, targets))
             ...     metric.update(predictions, targets)
         """
+        from accel_torch.metrics import gather_for_metrics
+
         return gather_for_metrics(self.gradient_state, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -77,7 +82,7 @@ class DataPage(Parts):
             reduction: "sum", "mean" or "none".
             scale: factor on the result.
         """
-        return reduce(tensor, reduction, scale)
+        return accel_ops.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors padded to the largest size of all processes, so that they can be gathered.
@@ -88,7 +93,7 @@ class DataPage(Parts):
             pad_index: value of the padding.
             pad_first: pad at the beginning.
         """
-        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return accel_ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     @property
     def split_batches(self) -> bool:

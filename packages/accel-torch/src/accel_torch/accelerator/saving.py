@@ -1,4 +1,7 @@
-"""The Accelerator's page about saving: checkpoints of everything, and weights alone."""
+"""The Accelerator's page about saving: checkpoints of everything, and weights alone.
+
+What reads and writes them is imported when it is first asked for, so that making an Accelerator stays cheap.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_torch import saving
 from accel_torch.parts import Parts
 from accel_torch.registry import add_hook
 
@@ -36,7 +38,9 @@ class SavingPage(Parts):
             SettingError: no folder was given and naming is not automatic.
             CheckpointError: it could not be written; what was there before is unchanged.
         """
-        return saving.save_state(self, output_dir, safe_serialization)
+        from accel_torch.saving import save_state
+
+        return save_state(self, output_dir, safe_serialization)
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **options: Any
@@ -54,7 +58,9 @@ class SavingPage(Parts):
             SettingError: no folder was given and naming is not automatic.
             CheckpointError: something is missing, damaged, or belongs to other objects.
         """
-        saving.load_state(self, input_dir, {**(load_kwargs or {}), **options})
+        from accel_torch.saving import load_state
+
+        load_state(self, input_dir, {**(load_kwargs or {}), **options})
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of more objects with every checkpoint.

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_torch.parts import Parts
-from accel_tracking.group import TrackerGroup
 
 __all__ = ("TrackingPage",)
 
@@ -22,7 +21,7 @@ class TrackingPage(Parts):
     @property
     def trackers(self) -> list[Any]:
         """Trackers that were started; empty before `init_trackers` and on processes that do not log."""
-        return list(self._tracking.trackers)
+        return list(self._tracking.trackers) if self._tracking is not None else []
 
     @property
     def project_dir(self) -> str | None:
@@ -47,6 +46,8 @@ class TrackingPage(Parts):
             config: what the run was configured with; stored by every tracker.
             init_kwargs: arguments for single trackers, by their name.
         """
+        from accel_tracking.group import TrackerGroup
+
         self._tracking = TrackerGroup.of(self.log_with, project_name, self.logging_dir, init_kwargs)
         self._tracking.start(config)
 
@@ -63,7 +64,8 @@ class TrackingPage(Parts):
             step: where on the x-axis they belong.
             log_kwargs: arguments for single trackers, by their name.
         """
-        self._tracking.log(values, step, log_kwargs)
+        if self._tracking is not None:
+            self._tracking.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, or what it wraps.
@@ -71,9 +73,12 @@ class TrackingPage(Parts):
         Raises:
             SettingError: no tracker of that name was started.
         """
-        return self._tracking.get(name, unwrap)
+        from accel_tracking.group import TrackerGroup
+
+        return (self._tracking or TrackerGroup()).get(name, unwrap)
 
     def end_training(self) -> None:
         """Finish all trackers; to be called once, at the end of the script."""
-        self._tracking.finish()
+        if self._tracking is not None:
+            self._tracking.finish()
         self.state.wait_for_everyone()

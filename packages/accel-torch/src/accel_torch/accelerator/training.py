@@ -1,16 +1,17 @@
-"""The Accelerator's page about training: preparing, accumulating, going backward, clipping."""
+"""The Accelerator's page about training: preparing, accumulating, going backward, clipping.
+
+What a script may not need is imported when it is first asked for, so that making an Accelerator stays cheap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.precision.config import AutocastKwargs
-from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_torch.accumulation import MicroBatch, hold_back
 from accel_torch.parts import Parts
-from accel_torch.prepare import prepare
 from accel_torch.step import clip_grad_norm, clip_grad_value, unscale_gradients
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class TrainingPage(Parts):
         Example:
             >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
-        return prepare(self, args, device_placement)
+        return self._prepare(args, device_placement)
 
     def prepare_model(
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -54,16 +55,21 @@ class TrainingPage(Parts):
             engine = self._engine
             placed = engine.strategy.place(model) if self._placed(device_placement)[0] else model
             return engine.precision.prepare(placed)
-        prepared: Module = prepare(self, [model], self._placed(device_placement))
+        prepared: Module = self._prepare([model], self._placed(device_placement))
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """An optimizer, ready for this run."""
-        return prepare(self, [optimizer], self._placed(device_placement))
+        return self._prepare([optimizer], self._placed(device_placement))
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A learning-rate scheduler, ready for this run."""
-        return prepare(self, [scheduler])
+        return self._prepare([scheduler])
+
+    def _prepare(self, objects: Sequence[Any], device_placement: list[bool] | None = None) -> Any:
+        from accel_torch.prepare import prepare
+
+        return prepare(self, objects, device_placement)
 
     def _placed(self, device_placement: bool | None) -> list[bool]:
         return [self._options.device_placement if device_placement is None else device_placement]
@@ -153,6 +159,8 @@ class TrainingPage(Parts):
             keep_fp32_wrapper: leave its forward in the precision of the run.
             keep_torch_compile: leave it compiled.
         """
+        from accel_plugins.wrapped.unwrap import extract_model_from_parallel
+
         unwrapped: Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return unwrapped
 
