@@ -12,22 +12,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from accel_state.devices.rows import ROWS
 from accel_state.errors import LaunchError
 from accel_state.settings.extension import extensions
 
-__all__ = ("VISIBILITY", "ask_torch", "count_devices", "visible")
-
-VISIBILITY: Final = (
-    "CUDA_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "HABANA_VISIBLE_MODULES",
-    "MLU_VISIBLE_DEVICES",
-    "MUSA_VISIBLE_DEVICES",
-    "NEURON_RT_VISIBLE_CORES",
-    "SDAA_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
-"""Variables by which vendors' drivers are told which devices to show; each driver looks at its own."""
+__all__ = ("ask_torch", "count_devices", "usual_variables", "visible")
 
 _DEVICE_FILES: Final = (
     "/dev/nvidia[0-9]*",
@@ -63,8 +52,14 @@ def count_devices() -> int:
 
 
 def visible(device_ids: str) -> Mapping[str, str]:
-    """Variables that show only some devices, such as "0,2"; none for "all"."""
-    return {} if device_ids.strip().lower() == "all" else dict.fromkeys(VISIBILITY, device_ids)
+    """Variables that show only some devices, such as "0,2"; none for "all". Each vendor's driver looks at its own."""
+    names = [row.visible_variable for row in ROWS.values() if row.visible_variable is not None]
+    return {} if device_ids.strip().lower() == "all" else dict.fromkeys(names, device_ids)
+
+
+def usual_variables() -> Mapping[str, str]:
+    """Variables that processes on some device need, and that mean nothing to the others."""
+    return {name: value for row in ROWS.values() for name, value in row.launching.items()}
 
 
 def ask_torch(asked: str) -> dict[str, Any]:

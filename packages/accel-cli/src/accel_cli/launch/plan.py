@@ -13,7 +13,7 @@ from typing import Final
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings, SupervisionSettings
 from accel_cli.launch.check import asks_for_torchrun, check_launch
-from accel_cli.launch.devices import visible
+from accel_cli.launch.devices import usual_variables, visible
 from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.torchrun import torchrun_argv
 
@@ -21,6 +21,9 @@ __all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "make_plan")
 
 RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
 """The module that every process starts with and that runs the script."""
+
+# torch's C++ side prints every frame of an error of the store; the traceback says the same in one line.
+_USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,6 @@ def _environment(
         environment["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
     elif local > 1:
         environment["OMP_NUM_THREADS"] = str(max(machine.processors // local, 1))
-    # torch's C++ side prints every frame of an error of the store; the traceback says the same in one line.
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", machine.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"))
+    for name, value in {**_USUAL, **usual_variables()}.items():
+        environment.setdefault(name, machine.environ.get(name, value))
     return environment
