@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -102,11 +101,6 @@ def test_every_kind_of_generator_has_its_family() -> None:
 def test_keys_of_generators_are_unique() -> None:
     keys = [family.rng_key for family in select.families() if family.rng_key is not None]
     assert len(keys) == len(set(keys))
-
-
-def test_rows_are_read_without_torch() -> None:
-    program = "import sys, accel_state.devices.rows; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", DEVICE_NAMES)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from accel_state.settings.schema import Setting, settings_of
 
-__all__ = ("DEFAULT", "Given", "from_environment", "publish", "read", "resolve", "to_environment")
+__all__ = ("DEFAULT", "Given", "fill", "from_environment", "publish", "read", "resolve", "to_environment")
 
 S = TypeVar("S")
 
@@ -76,6 +76,20 @@ def from_environment(settings_class: type[S], environ: Mapping[str, str] | None 
     resolved = resolve(settings_class, arguments, environ)
     others = {name: value for name, value in arguments.items() if name not in resolved}
     return settings_class(**{name: given.value for name, given in resolved.items()}, **others)
+
+
+def fill(settings: object, environ: Mapping[str, str] | None = None) -> None:
+    """Give each setting of an instance that is None the value of its variable, else what None stands for.
+
+    For classes whose constructor leaves a setting to the environment when it is not given.
+
+    Raises:
+        SettingError: a variable holds something that is not of its setting's kind.
+    """
+    for name, known in settings_of(type(settings)).items():
+        if getattr(settings, name) is None:
+            given = read(known, environ)
+            setattr(settings, name, known.unset if given is None else given.value)
 
 
 def to_environment(settings: object) -> dict[str, str]:

@@ -142,6 +142,7 @@ class Setting:
         question: what the wizard asks, or None when it does not ask.
         help: one sentence for `--help` and the reference.
         group: heading under which flags are listed.
+        unset: what a default of None stands for when no variable says otherwise; see `environ.fill`.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Setting:
     question: str | None = None
     help: str = ""
     group: str = ""
+    unset: Any = None
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -191,9 +193,10 @@ def setting(
     question: str | None = None,
     help: str = "",  # noqa: A002 - the word argparse uses
     group: str = "",
+    unset: Any = None,
 ) -> Any:
     """Dataclass field that is also a setting; see `Setting` for the arguments."""
-    known = Setting("", kind, default, variable, aliases, flag, key, question, help, group)
+    known = Setting("", kind, default, variable, aliases, flag, key, question, help, group, unset)
     return dataclasses.field(default=default, metadata={_METADATA_KEY: known})
 
 

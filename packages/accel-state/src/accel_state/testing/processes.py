@@ -153,6 +153,8 @@ class Processes:
     def close(self) -> None:
         """End the processes."""
         for member in self._members:
+            member.dismiss()
+        for member in self._members:
             member.end()
         self._members = []
 
@@ -220,9 +222,12 @@ class _Member:
         self.output.seek(self._seen)
         return self.output.read().decode(errors="replace")
 
-    def end(self) -> None:
+    def dismiss(self) -> None:
+        """Tell it that no call follows."""
         with contextlib.suppress(BrokenPipeError):
             self._calls.close()
+
+    def end(self) -> None:
         try:
             self.process.wait(_GRACE if self._idle() else 0)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,349 @@
+"""How the processes of a run are arranged: one axis for each way in which they divide the work.
+
+Reading the configuration never loads torch; building the mesh does.
+
+Axes, outermost first: `dp_replicate` (whole copies), `dp_shard` (parameters divided), `cp` (the sequence divided, by
+torch), `tp` (tensors divided); `sp` (the sequence divided, by DeepSpeed) has groups of its own and no axis in the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_state.errors import Conflict, SettingError
+from accel_state.mesh_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accel_state.settings.environ import fill, from_environment
+from accel_state.settings.schema import BOOLEAN, choice, setting, settings_of, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = (
+    "AXES",
+    "FLATTENED",
+    "DeepSpeedSequenceParallelConfig",
+    "MeshSettings",
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+)
+
+_GROUP: Final = "ParallelismConfig"
+
+AXES: Final = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of the device mesh, outermost first."""
+
+FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+"""Axes that are also reached together under one name: all that read different data, that divide parameters, that
+average gradients."""
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """Whether the processes form a mesh at all."""
+
+    use_parallelism_config: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+        flag="--use_parallelism_config",
+        key="use_parallelism_config",
+        help="Arrange the processes as the ParallelismConfig options say.",
+        group=_GROUP,
+    )
+    allow_cp_standalone: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_ALLOW_CP_STANDALONE",
+        help="Allow context parallelism without a backend that divides the parameters.",
+    )
+
+
+def _size(name: str, what: str) -> Any:
+    return setting(
+        None,
+        kind=whole(1),
+        variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
+        flag=f"--parallelism_config_{name}_size",
+        key=f"parallelism_config.parallelism_config_{name}_size",
+        help=f"Number of processes among which {what}; 1 for none.",
+        group=_GROUP,
+        unset=1,
+    )
+
+
+def _backend(name: str, what: str, only: str) -> Any:
+    return setting(
+        None,
+        kind=choice(only),
+        variable=f"PARALLELISM_CONFIG_{name.upper()}_BACKEND",
+        flag=f"--parallelism_config_{name}_backend",
+        key=f"parallelism_config.parallelism_config_{name}_backend",
+        help=f"Library that divides {what}.",
+        group=_GROUP,
+        unset=only,
+    )
+
+
+@dataclass
+class ParallelismConfig:
+    """How many processes each way of dividing the work has; their product is the number of all processes.
+
+    What is not given comes from its variable `PARALLELISM_CONFIG_...`, else is 1.
+
+    Args:
+        dp_replicate_size: groups that each hold the whole model.
+        dp_shard_size: processes among which parameters, gradients and optimizer states are divided.
+        tp_size: processes among which each tensor of a layer is divided.
+        cp_size: processes among which the sequence is divided, by torch.
+        cp_backend: "torch".
+        sp_size: processes among which the sequence is divided, by DeepSpeed.
+        sp_backend: "deepspeed".
+        tp_handler: options of tensor parallelism.
+        cp_handler: options of context parallelism.
+        sp_handler: options of sequence parallelism.
+
+    Raises:
+        SettingError: a size, backend or handler cannot be used.
+        Conflict: two of them exclude each other.
+
+    Example:
+        >>> config = ParallelismConfig(dp_shard_size=4, tp_size=2)
+        >>> config.total_size, config.active_mesh_dims
+        (8, ['dp_shard', 'tp'])
+    """
+
+    dp_replicate_size: int | None = _size("dp_replicate", "the model is copied")
+    dp_shard_size: int | None = _size("dp_shard", "parameters are divided")
+    tp_size: int | None = _size("tp", "each tensor of a layer is divided")
+    cp_size: int | None = _size("cp", "the sequence is divided by torch")
+    cp_backend: str | None = _backend("cp", "the sequence over `cp`", "torch")
+    sp_size: int | None = _size("sp", "the sequence is divided by DeepSpeed")
+    sp_backend: str | None = _backend("sp", "the sequence over `sp`", "deepspeed")
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    device_mesh: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    _flattened: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fill(self)
+        for name, known in settings_of(type(self)).items():
+            _check(name, getattr(self, name), known)
+        self._fill_handlers()
+        if self.cp_enabled and self.sp_enabled:
+            raise Conflict(
+                f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size}) was asked for.",
+                "Both divide the sequence.",
+                "Set one of them to 1.",
+            )
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise Conflict(
+                f"ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, tp_size={self.tp_size}, "
+                f"cp_size={self.cp_size}) was asked for.",
+                "Tensor and context parallelism do not go with copies of an undivided model.",
+                "Set dp_shard_size above 1, or dp_replicate_size to 1.",
+            )
+
+    @classmethod
+    def of_environment(cls) -> ParallelismConfig | None:
+        """What the launcher set, or None when it set ACCELERATE_USE_PARALLELISM_CONFIG to nothing or false."""
+        return cls() if from_environment(MeshSettings).use_parallelism_config else None
+
+    def _fill_handlers(self) -> None:
+        kinds = {
+            "tp": TorchTensorParallelConfig,
+            "cp": TorchContextParallelConfig,
+            "sp": DeepSpeedSequenceParallelConfig,
+        }
+        for axis, kind in kinds.items():
+            handler = getattr(self, f"{axis}_handler")
+            if handler is None and self.size(axis) > 1:
+                setattr(self, f"{axis}_handler", kind())
+            elif handler is not None and not isinstance(handler, kind):
+                raise SettingError(
+                    f"ParallelismConfig({axis}_handler={handler!r}) was asked for.",
+                    f"It has to be a {kind.__name__}.",
+                    f"Give {axis}_handler={kind.__name__}(...).",
+                )
+
+    def size(self, axis: str) -> int:
+        """Number of processes along an axis, such as "tp"."""
+        return int(getattr(self, f"{axis}_size"))
+
+    def _enabled(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self.size(axis) > 1]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are whole copies of the model."""
+        return self.size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are divided."""
+        return self.size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether tensors of a layer are divided."""
+        return self.size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether torch divides the sequence."""
+        return self.size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether DeepSpeed divides the sequence."""
+        return self.size("sp") > 1
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Axes along which processes read different samples."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Axes along which processes read the same samples."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Axes with more than one process."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Axes along which parameters are divided."""
+        return self._enabled(*FLATTENED["dp_shard_cp"])
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes along which gradients are averaged."""
+        return self._enabled(*FLATTENED["dp_cp"])
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes that fully sharded data parallelism works on: copies, then those that divide parameters as one."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def total_size(self) -> int:
+        """Number of all processes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that read different samples."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of processes that read the same samples."""
+        return math.prod(map(self.size, ("tp", "cp", "sp")))
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse a number of processes that this arrangement does not use up.
+
+        Raises:
+            Conflict: they differ.
+        """
+        if self.total_size != world_size:
+            sizes = " x ".join(f"{axis}={self.size(axis)}" for axis in self.active_mesh_dims) or "nothing"
+            raise Conflict(
+                f"A ParallelismConfig of {sizes} was asked for, which takes {self.total_size} processes.",
+                f"There are {world_size}.",
+                f"Launch {self.total_size} processes, or change the sizes.",
+            )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """A new mesh of the axes with more than one process, or None when there is none to build.
+
+        Args:
+            device_type: such as "cuda".
+
+        Raises:
+            Conflict: the number of processes is not that of the arrangement.
+        """
+        names = self._enabled(*AXES)
+        if not names or self.sp_enabled:
+            return None
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if dist.is_initialized():
+            self.check_world(dist.get_world_size())
+        mesh = init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=tuple(names))
+        for name, axes in FLATTENED.items():
+            enabled = self._enabled(*axes)
+            if enabled:
+                self._flattened[name] = mesh[tuple(enabled)]._flatten(name)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh; built the first time.
+
+        Args:
+            device_type: such as "cuda"; may be left out once the mesh is built.
+
+        Raises:
+            SettingError: there is no mesh yet and no type was given.
+            Conflict: the mesh is of another type of device, or the number of processes does not fit.
+        """
+        if self.device_mesh is not None:
+            self._check_type(device_type)
+        elif device_type is None:
+            raise SettingError(
+                "A device mesh was asked for.",
+                "It is not built yet, and no type of device was given.",
+                'Give the type of the devices, such as "cuda".',
+            )
+        else:
+            self.device_mesh = self.build_device_mesh(device_type)
+        return self.device_mesh  # type: ignore[no-any-return]
+
+    def _check_type(self, device_type: str | None) -> None:
+        if device_type is not None and self.device_mesh.device_type != device_type:
+            raise Conflict(
+                f"A device mesh of {device_type!r} devices was asked for.",
+                f"The mesh was built of {self.device_mesh.device_type!r} devices already.",
+                "Ask for one type of device in a run.",
+            )
+
+    def submesh(self, name: str) -> DeviceMesh | None:
+        """The part of the built mesh along an axis or a name of `FLATTENED`; None where it has one process."""
+        if self.device_mesh is None:
+            return None
+        if name in FLATTENED:
+            return self._flattened.get(name)
+        return self.device_mesh[name] if name in self.device_mesh.mesh_dim_names else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes, backends and handlers as values that can be written as JSON."""
+        fields = (field.name for field in dataclasses.fields(self) if field.init)
+        return {name: _plain(getattr(self, name)) for name in fields}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (int, str)) else dataclasses.asdict(value)
+
+
+def _check(name: str, value: object, known: Any) -> None:
+    """Refuse a value given in code that its kind would not read from text."""
+    as_text = known.kind.format(value)
+    if isinstance(value, bool) or known.parse(as_text, "argument") != value:
+        raise known.refusal(value, "argument")

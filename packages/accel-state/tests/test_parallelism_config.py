@@ -1,0 +1,233 @@
+"""How processes are arranged: sizes, names of axes, variables, bad combinations, and the mesh itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_state import PartialState
+from accel_state.errors import Conflict, SettingError
+from accel_state.mesh import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accel_state.settings.environ import to_environment
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as group:
+        yield group
+
+
+NAMES = ("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names", "fsdp_dim_names")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "total", "of_data"),
+    [
+        ({}, ([], [], [], [], ["dp_shard_cp"]), 1, 1),
+        ({"dp_replicate": 2}, (["dp_replicate"], [], [], ["dp_replicate"], ["dp_replicate", "dp_shard_cp"]), 2, 2),
+        ({"dp_shard": 2}, (["dp_shard"], [], ["dp_shard"], ["dp_shard"], ["dp_shard_cp"]), 2, 2),
+        ({"tp": 2}, ([], ["tp"], [], [], ["dp_shard_cp"]), 2, 1),
+        ({"cp": 2}, ([], ["cp"], ["cp"], ["cp"], ["dp_shard_cp"]), 2, 1),
+        ({"dp_shard": 2, "sp": 3}, (["dp_shard"], ["sp"], ["dp_shard"], ["dp_shard"], ["dp_shard_cp"]), 6, 2),
+        (
+            {"dp_replicate": 2, "dp_shard": 3, "tp": 5, "cp": 7},
+            (
+                ["dp_replicate", "dp_shard"],
+                ["tp", "cp"],
+                ["dp_shard", "cp"],
+                ["dp_replicate", "dp_shard", "cp"],
+                ["dp_replicate", "dp_shard_cp"],
+            ),
+            210,
+            6,
+        ),
+    ],
+)
+def test_names_and_sizes(sizes: dict[str, int], names: tuple[list[str], ...], total: int, of_data: int) -> None:
+    config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
+    assert tuple(getattr(config, name) for name in NAMES) == names
+    assert config.active_mesh_dims == names[0] + names[1]
+    assert (config.total_size, config.data_parallel_size) == (total, of_data)
+    assert config.non_data_parallel_size == total // of_data
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+        assert getattr(config, f"{axis}_enabled") is (axis in sizes)
+
+
+def test_handlers_come_with_their_axis() -> None:
+    config = ParallelismConfig(tp_size=2, cp_size=2)
+    assert config.tp_handler == TorchTensorParallelConfig()
+    assert config.cp_handler == TorchContextParallelConfig("allgather")
+    assert config.sp_handler is None
+    assert isinstance(ParallelismConfig(sp_size=2).sp_handler, DeepSpeedSequenceParallelConfig)
+    own = TorchContextParallelConfig("alltoall")
+    assert ParallelismConfig(cp_size=2, cp_handler=own).cp_handler is own
+
+
+def test_variables_are_read_where_nothing_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "None")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
+    config = ParallelismConfig(cp_size=2)
+    assert (config.tp_size, config.cp_size, config.dp_shard_size) == (4, 2, 1)
+    assert config.cp_handler is not None
+    assert config.cp_handler.cp_comm_strategy == "alltoall"
+    assert ParallelismConfig(tp_size=2).tp_size == 2
+    assert DeepSpeedSequenceParallelConfig() == DeepSpeedSequenceParallelConfig(None, True, "sdpa")
+
+
+def test_what_is_written_for_a_child_arranges_it_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=3)
+    for name, value in to_environment(config).items():
+        monkeypatch.setenv(name, value)
+    assert ParallelismConfig() == config
+
+
+def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert ParallelismConfig.of_environment() is None
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert ParallelismConfig.of_environment() == ParallelismConfig(tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"tp_size": 0}, SettingError, "tp_size"),
+        ({"dp_shard_size": -1}, SettingError, "dp_shard_size"),
+        ({"tp_size": "2"}, SettingError, "tp_size"),
+        ({"tp_size": 1.5}, SettingError, "tp_size"),
+        ({"tp_size": True}, SettingError, "tp_size"),
+        ({"cp_backend": "nccl"}, SettingError, "cp_backend"),
+        ({"sp_backend": "torch"}, SettingError, "sp_backend"),
+        ({"tp_handler": 5}, SettingError, "tp_handler=5"),
+        ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, SettingError, "TorchContextParallelConfig"),
+        ({"cp_size": 2, "sp_size": 2}, Conflict, "Both divide the sequence"),
+        ({"dp_replicate_size": 2, "tp_size": 2}, Conflict, "dp_shard_size above 1"),
+        ({"dp_replicate_size": 2, "cp_size": 2}, Conflict, "dp_shard_size above 1"),
+    ],
+)
+def test_arrangements_that_cannot_be(options: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        ParallelismConfig(**options)
+
+
+def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "two")
+    with pytest.raises(SettingError, match=r"\$PARALLELISM_CONFIG_CP_SIZE"):
+        ParallelismConfig()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"])
+def test_attention_that_works_on_a_divided_sequence(name: str) -> None:
+    assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=name).sp_attn_implementation == name
+
+
+@pytest.mark.parametrize("name", ["eager", "flex_attention", "a/b", "flash-attn"])
+def test_attention_that_does_not(name: str) -> None:
+    with pytest.raises(SettingError, match="divided sequence"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)
+
+
+def test_one_length_has_to_be_known() -> None:
+    with pytest.raises(Conflict, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
+    assert DeepSpeedSequenceParallelConfig(128, False).sp_seq_length == 128
+    with pytest.raises(SettingError, match="cp_comm_strategy"):
+        TorchContextParallelConfig("gossip")
+
+
+def test_it_can_be_written_as_json() -> None:
+    text = json.dumps(ParallelismConfig(cp_size=2).to_json())
+    assert json.loads(text)["cp_handler"] == {"cp_comm_strategy": "allgather"}
+    assert "device_mesh" not in json.loads(text)
+
+
+@pytest.fixture
+def sixteen() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
+
+
+@pytest.mark.usefixtures("sixteen")
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (
+            {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2, "tp_size": 2},
+            {"dp": (4, 0), "dp_shard_cp": (4, 1), "dp_cp": (8, 1), "dp_replicate": (2, 0), "cp": (2, 1), "tp": (2, 1)},
+        ),
+        ({"dp_shard_size": 4, "cp_size": 4}, {"dp": (4, 0), "dp_shard_cp": (16, 3), "dp_cp": (16, 3), "cp": (4, 3)}),
+        ({"tp_size": 16}, {"tp": (16, 3)}),
+    ],
+)
+def test_places_in_a_large_mesh(sizes: dict[str, int], parts: dict[str, tuple[int, int]]) -> None:
+    config = ParallelismConfig(**sizes)
+    mesh = config.get_device_mesh("cpu")
+    assert mesh is not None
+    assert config.get_device_mesh() is mesh
+    for name, place in parts.items():
+        part = config.submesh(name)
+        assert part is not None
+        assert (part.size(), part.get_local_rank()) == place
+    absent = {"dp", "dp_shard_cp", "dp_cp", "dp_replicate", "dp_shard", "cp", "tp"} - set(parts) - {"dp_shard"}
+    assert [name for name in absent if config.submesh(name) is not None] == []
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_a_mesh_that_cannot_be_had() -> None:
+    with pytest.raises(Conflict, match="takes 4 processes"):
+        ParallelismConfig(tp_size=4).build_device_mesh("cpu")
+    config = ParallelismConfig(tp_size=16)
+    with pytest.raises(SettingError, match="type of the devices"):
+        config.get_device_mesh()
+    config.get_device_mesh("cpu")
+    with pytest.raises(Conflict, match="'cuda'"):
+        config.get_device_mesh("cuda")
+
+
+def test_nothing_to_build() -> None:
+    assert ParallelismConfig().get_device_mesh("cpu") is None
+    assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
+    assert ParallelismConfig(tp_size=2).submesh("tp") is None
+
+
+def sums_along_axes() -> dict[str, float]:
+    state = PartialState(cpu=True)
+    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    config.check_world(state.num_processes)
+    config.get_device_mesh(state.device.type)
+    sums = {}
+    for name in ("dp", "tp", "dp_cp"):
+        part = config.submesh(name)
+        assert part is not None
+        total = torch.tensor(float(state.process_index))
+        dist.all_reduce(total, group=part.get_group())
+        sums[name] = total.item()
+    return sums
+
+
+def test_processes_reach_their_neighbours_along_each_axis(four: Processes) -> None:
+    sums = four.run(sums_along_axes)
+    assert [rank["tp"] for rank in sums] == [1.0, 1.0, 5.0, 5.0]
+    assert [rank["dp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
+    assert [rank["dp_cp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
