@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+import accel_data.loader
 import accel_ops
 import accel_ops.collectives
-import accel_torch.accelerator.data
+import accel_ops.move
 import accelerate.accelerator
 import accelerate.utils
 import accelerate.utils.operations
@@ -40,8 +41,16 @@ def test_a_patch_reaches_whoever_calls_it(address: str, read_before: bool) -> No
             assert accel_ops.gather is doubled
             assert accelerator.gather(torch.ones(1)).item() == 2.0
         assert accelerator.gather(torch.ones(1)).item() == 1.0
-    for module in (accel_ops, accel_ops.collectives, accel_torch.accelerator.data, accelerate.utils, target):
+    for module in (accel_ops, accel_ops.collectives, accelerate.utils, target):
         assert module.gather is original
+
+
+def test_a_patch_reaches_modules_that_imported_the_name() -> None:
+    original = accel_ops.move.send_to_device
+    assert accel_data.loader.send_to_device is original
+    with mock.patch("accelerate.utils.send_to_device") as stand_in:
+        assert accel_data.loader.send_to_device is accel_ops.move.send_to_device is stand_in
+    assert accel_data.loader.send_to_device is accel_ops.move.send_to_device is original
 
 
 def test_the_object_to_patch_can_be_the_module() -> None:

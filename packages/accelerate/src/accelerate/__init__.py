@@ -12,7 +12,10 @@ from accelerate.installation import check_files
 from accelerate.loggers import join_loggers
 
 if TYPE_CHECKING:
+    from accel_bigmodel.cpu_hooks import cpu_offload_with_hook
     from accel_bigmodel.device_map import infer_auto_device_map
+    from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+    from accel_bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from accel_bigmodel.meta import init_empty_weights, init_on_device
     from accel_data.config import DataLoaderConfiguration
     from accel_data.skip import skip_first_batches
@@ -20,18 +23,23 @@ if TYPE_CHECKING:
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
+    from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
     from accel_state.gradient import GradientAccumulationPlugin
     from accel_state.kwargs import InitProcessGroupKwargs
     from accel_state.labels import DistributedType
+    from accel_state.mesh import ParallelismConfig
     from accel_state.process import PartialState
     from accel_torch.accelerator import Accelerator
     from accelerate import accelerator as accelerator
     from accelerate import big_modeling as big_modeling
     from accelerate import commands as commands
     from accelerate import data_loader as data_loader
+    from accelerate import hooks as hooks
     from accelerate import logging as logging
     from accelerate import optimizer as optimizer
+    from accelerate import parallelism_config as parallelism_config
     from accelerate import scheduler as scheduler
     from accelerate import state as state
     from accelerate import tracking as tracking
@@ -44,14 +52,23 @@ __all__ = (
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
     "PartialState",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "skip_first_batches",
     "synchronize_rng_states",
 )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.align import has_offloaded_params as has_offloaded_params
+    from accel_bigmodel.export import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from accel_bigmodel.weight_files.names import MODEL_NAME as MODEL_NAME
     from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
     from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
     from accel_plugins.checkpoint.config import ProjectConfiguration as ProjectConfiguration
     from accel_plugins.checkpoint.files import SCALER_NAME as SCALER_NAME
     from accel_plugins.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs as AutocastKwargs
     from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs
+    from accel_plugins.transforms.compile import compile_regions as compile_regions
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_plugins.wrapped.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_plugins.wrapped.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel as extract_model_from_parallel
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from accel_state.labels import PrecisionType as PrecisionType
     from accel_state.labels import RNGType as RNGType
     from accel_state.logging import get_logger as get_logger
+    from accel_state.mesh import ParallelismConfig as ParallelismConfig
     from accel_state.process import PartialState as PartialState
     from accel_state.process import wait_for_everyone as wait_for_everyone
     from accel_state.run_state import AcceleratorState as AcceleratorState

@@ -10,13 +10,38 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.align import AlignDevicesHook as AlignDevicesHook
+    from accel_bigmodel.attach import attach_align_device_hook as attach_align_device_hook
+    from accel_bigmodel.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
     from accel_bigmodel.budget import get_balanced_memory as get_balanced_memory
+    from accel_bigmodel.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+    from accel_bigmodel.casting import LayerwiseCastingHook as LayerwiseCastingHook
+    from accel_bigmodel.casting import attach_layerwise_casting_hooks
+    from accel_bigmodel.cpu_hooks import CpuOffload as CpuOffload
+    from accel_bigmodel.cpu_hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from accel_bigmodel.cpu_hooks import cpu_offload_with_hook
     from accel_bigmodel.device_map import check_device_map as check_device_map
     from accel_bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+    from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+    from accel_bigmodel.hooks import add_hook_to_module as add_hook_to_module
+    from accel_bigmodel.load import load_checkpoint_and_dispatch
+    from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_bigmodel.meta import init_empty_weights, init_on_device
+    from accel_bigmodel.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from accel_bigmodel.offload import extract_submodules_state_dict as extract_submodules_state_dict
+    from accel_bigmodel.offload import offload_state_dict as offload_state_dict
     from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
     from accel_bigmodel.tied import retie_parameters as retie_parameters
 
-__all__ = ("init_empty_weights", "init_on_device")
+__all__ = (
+    "attach_layerwise_casting_hooks",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+)
 
 serve(__name__)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_cli import main as command_line
-from accel_cli.command import Parser, find_command
+from accel_cli.command import find_command
+from accel_cli.parser import Parser
 
 __all__ = (
     "env_command",
@@ -70,7 +71,7 @@ def launch_main() -> int:
 def _parser(name: str, subparsers: Any, function: Callable[[Namespace], None]) -> ArgumentParser:
     command = find_command(name)
     parser: ArgumentParser = (
-        Parser(prog=f"accelerate {name}", description=command.help)
+        Parser(f"accelerate {name}", command.help)
         if subparsers is None
         else subparsers.add_parser(name, help=command.help)
     )

@@ -10,17 +10,27 @@ __all__ = ("NAMES",)
 NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate": {
         "accelerate.accelerator": "Accelerator",
-        "accelerate.big_modeling": "init_empty_weights init_on_device",
+        "accelerate.big_modeling": """
+            cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device
+            load_checkpoint_and_dispatch
+        """,
         "accelerate.data_loader": "skip_first_batches",
         "accelerate.state": "PartialState",
         "accelerate.utils": """
             AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
-            DistributedType GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProjectConfiguration
-            infer_auto_device_map synchronize_rng_states
+            DistributedType FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
+            InitProcessGroupKwargs ParallelismConfig ProjectConfiguration TorchDynamoPlugin infer_auto_device_map
+            load_checkpoint_in_model synchronize_rng_states
         """,
     },
     "accelerate.accelerator": {"accel_torch.accelerator": "Accelerator"},
-    "accelerate.big_modeling": {"accel_bigmodel.meta": "init_empty_weights init_on_device"},
+    "accelerate.big_modeling": {
+        "accel_bigmodel.casting": "attach_layerwise_casting_hooks",
+        "accel_bigmodel.cpu_hooks": "cpu_offload_with_hook",
+        "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model",
+        "accel_bigmodel.load": "load_checkpoint_and_dispatch",
+        "accel_bigmodel.meta": "init_empty_weights init_on_device",
+    },
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
     "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
@@ -37,8 +47,20 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_data.samplers": "BatchSamplerShard SeedableRandomSampler SkipBatchSampler",
         "accel_data.skip": "SkipDataLoader skip_first_batches",
     },
+    "accelerate.hooks": {
+        "accel_bigmodel.align": "AlignDevicesHook",
+        "accel_bigmodel.attach": """
+            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
+        """,
+        "accel_bigmodel.casting": "LayerwiseCastingHook",
+        "accel_bigmodel.cpu_hooks": "CpuOffload UserCpuOffloadHook",
+        "accel_bigmodel.hooks": """
+            ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules
+        """,
+    },
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
     "accelerate.optimizer": {"accel_plugins.wrapped.optimizer": "AcceleratedOptimizer"},
+    "accelerate.parallelism_config": {"accel_state.mesh": "ParallelismConfig"},
     "accelerate.scheduler": {"accel_plugins.wrapped.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {
         "accel_state.gradient": "GradientState",
@@ -61,10 +83,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.trackers": "LOGGER_TYPE_TO_CLASS",
     },
     "accelerate.utils": {
+        "accelerate.parallelism_config": "*",
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.environment": "*",
         "accelerate.utils.modeling": "*",
+        "accelerate.utils.offload": "*",
         "accelerate.utils.operations": "*",
         "accelerate.utils.other": "*",
         "accelerate.utils.random": "*",
@@ -72,6 +96,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.versions": "*",
     },
     "accelerate.utils.constants": {
+        "accel_bigmodel.casting": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
         "accel_bigmodel.weight_files.names": """
             MODEL_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME
             WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
@@ -79,27 +104,43 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.checkpoint.files": """
             FSDP_MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
         """,
+        "accel_state.mesh_handlers": """
+            BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
+            BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+        """,
     },
     "accelerate.utils.dataclasses": {
         "accel_data.config": "DataLoaderConfiguration",
         "accel_ops.tree": "TensorInformation",
+        "accel_plugins.blocks": "get_module_class_from_name",
         "accel_plugins.checkpoint.config": "ProjectConfiguration",
         "accel_plugins.ddp.config": "DistributedDataParallelKwargs",
         "accel_plugins.ddp.hook_types": "DDPCommunicationHookType",
+        "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
         "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
+        "accel_plugins.transforms.compile_config": "TorchDynamoPlugin",
         "accel_state.gradient": "GradientAccumulationPlugin",
         "accel_state.kwargs": "InitProcessGroupKwargs KwargsHandler",
         "accel_state.labels": """
             BaseEnum ComputeEnvironment CustomDtype DistributedType DynamoBackend EnumWithContains PrecisionType RNGType
             SageMakerDistributedType
         """,
+        "accel_state.mesh_handlers": """
+            DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
+        """,
         "accel_tracking.registry": "LoggerType",
     },
-    "accelerate.utils.environment": {"accel_state.affinity": "override_numa_affinity set_numa_affinity"},
+    "accelerate.utils.environment": {
+        "accel_state.affinity": "override_numa_affinity set_numa_affinity",
+        "accel_state.devices.cuda": "check_cuda_fp8_capability",
+    },
     "accelerate.utils.modeling": {
+        "accel_bigmodel.align": "align_module_device has_offloaded_params",
         "accel_bigmodel.budget": "get_balanced_memory get_max_memory",
         "accel_bigmodel.byte_counts": "convert_file_size_to_int",
         "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map infer_auto_device_map",
+        "accel_bigmodel.export": "get_state_dict_from_offload get_state_dict_offloaded_model",
+        "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights",
         "accel_bigmodel.place": "set_module_tensor_to_device",
         "accel_bigmodel.sizes": """
             calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size dtype_byte_size
@@ -109,6 +150,13 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
             retie_parameters
         """,
+    },
+    "accelerate.utils.offload": {
+        "accel_bigmodel.offload": """
+            OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
+            offload_state_dict offload_weight
+        """,
+        "accel_bigmodel.offload_index": "save_offload_index",
     },
     "accelerate.utils.operations": {
         "accel_ops.checked": "DistributedOperationException chained_operation verify_operation",
@@ -130,6 +178,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.other": {
         "accel_bigmodel.byte_counts": "convert_bytes",
+        "accel_plugins.blocks": "has_repeated_blocks is_repeated_blocks",
+        "accel_plugins.transforms.compile": "compile_regions has_compiled_regions",
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
         "accel_state.process": "wait_for_everyone",
     },

@@ -9,8 +9,14 @@ __all__ = ("BORROWED",)
 
 BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.big_modeling": {
+        "accelerate.hooks": """
+            AlignDevicesHook CpuOffload LayerwiseCastingHook UserCpuOffloadHook add_hook_to_module
+            attach_align_device_hook attach_align_device_hook_on_blocks
+        """,
         "accelerate.utils": """
-            check_device_map find_tied_parameters get_balanced_memory infer_auto_device_map retie_parameters
+            OffloadedWeightsLoader SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING check_device_map extract_submodules_state_dict
+            find_tied_parameters get_balanced_memory infer_auto_device_map load_checkpoint_in_model offload_state_dict
+            retie_parameters
         """,
     },
     "accelerate.accelerator": {
@@ -21,12 +27,14 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.state": "AcceleratorState GradientState PartialState",
         "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
         "accelerate.utils": """
-            AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs DistributedType DynamoBackend
-            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME
-            PrecisionType ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
-            SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
-            extract_model_from_parallel gather gather_object is_compiled_module is_torch_version
-            pad_across_processes recursively_apply reduce wait_for_everyone
+            AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs DistributedType
+            DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
+            InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME ParallelismConfig PrecisionType
+            ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME
+            SCALER_NAME TorchDynamoPlugin WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+            compile_regions extract_model_from_parallel gather gather_object get_state_dict_offloaded_model
+            has_offloaded_params is_compiled_module is_torch_version pad_across_processes recursively_apply
+            reduce wait_for_everyone
         """,
     },
     "accelerate.data_loader": {
@@ -37,10 +45,23 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
             initialize_tensors is_torch_version send_to_device slice_tensors synchronize_rng_states
         """,
     },
+    "accelerate.hooks": {
+        "accelerate.state": "PartialState",
+        "accelerate.utils": """
+            PrefixedDataset find_device get_non_persistent_buffers named_module_tensors send_to_device
+            set_module_tensor_to_device
+        """,
+    },
     "accelerate.logging": {"accelerate.state": "PartialState"},
     "accelerate.optimizer": {
         "accelerate.state": "AcceleratorState GradientState",
         "accelerate.utils": "DistributedType honor_type",
+    },
+    "accelerate.parallelism_config": {
+        "accelerate.utils.dataclasses": """
+            DeepSpeedSequenceParallelConfig DistributedType TorchContextParallelConfig TorchTensorParallelConfig
+        """,
+        "accelerate.utils.versions": "is_torch_version",
     },
     "accelerate.scheduler": {"accelerate.state": "AcceleratorState GradientState"},
     "accelerate.state": {
@@ -55,6 +76,7 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.state": "AcceleratorState",
         "accelerate.utils.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",
         "accelerate.utils.dataclasses": "AutocastKwargs CustomDtype DistributedType",
+        "accelerate.utils.offload": "load_offloaded_weight offload_weight save_offload_index",
         "accelerate.utils.tqdm": "tqdm",
         "accelerate.utils.versions": "is_torch_version",
     },

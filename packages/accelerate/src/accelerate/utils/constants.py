@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
     from accel_bigmodel.weight_files.names import (
         MODEL_NAME,
         SAFE_MODEL_NAME,
@@ -28,8 +29,18 @@ if TYPE_CHECKING:
         SCALER_NAME,
         SCHEDULER_NAME,
     )
+    from accel_state.mesh_handlers import (
+        BETA_CP_AVAILABLE_PYTORCH_VERSION,
+        BETA_SP_AVAILABLE_DEEPSPEED_VERSION,
+        BETA_TP_AVAILABLE_PYTORCH_VERSION,
+        BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
+    )
 
 __all__ = (
+    "BETA_CP_AVAILABLE_PYTORCH_VERSION",
+    "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
+    "BETA_TP_AVAILABLE_PYTORCH_VERSION",
+    "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION",
     "FSDP_MODEL_NAME",
     "MODEL_NAME",
     "OPTIMIZER_NAME",
@@ -41,6 +52,7 @@ __all__ = (
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",

@@ -12,10 +12,13 @@ from accelerate.address import serve
 if TYPE_CHECKING:
     from accel_data.config import DataLoaderConfiguration
     from accel_ops.tree import TensorInformation
+    from accel_plugins.blocks import get_module_class_from_name
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
+    from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
     from accel_state.gradient import GradientAccumulationPlugin
     from accel_state.kwargs import InitProcessGroupKwargs, KwargsHandler
     from accel_state.labels import (
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
         RNGType,
         SageMakerDistributedType,
     )
+    from accel_state.mesh_handlers import (
+        DeepSpeedSequenceParallelConfig,
+        TorchContextParallelConfig,
+        TorchTensorParallelConfig,
+    )
     from accel_tracking.registry import LoggerType
 
 __all__ = (
@@ -38,10 +46,12 @@ __all__ = (
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
     "EnumWithContains",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -52,6 +62,10 @@ __all__ = (
     "RNGType",
     "SageMakerDistributedType",
     "TensorInformation",
+    "TorchContextParallelConfig",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "get_module_class_from_name",
 )
 
 serve(__name__)

@@ -11,7 +11,8 @@ from accelerate.address import serve
 
 if TYPE_CHECKING:
     from accel_state.affinity import override_numa_affinity, set_numa_affinity
+    from accel_state.devices.cuda import check_cuda_fp8_capability
 
-__all__ = ("override_numa_affinity", "set_numa_affinity")
+__all__ = ("check_cuda_fp8_capability", "override_numa_affinity", "set_numa_affinity")
 
 serve(__name__)

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.align import align_module_device, has_offloaded_params
     from accel_bigmodel.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.byte_counts import convert_file_size_to_int
     from accel_bigmodel.device_map import check_device_map, check_device_same, clean_device_map, infer_auto_device_map
+    from accel_bigmodel.export import get_state_dict_from_offload, get_state_dict_offloaded_model
+    from accel_bigmodel.load import load_checkpoint_in_model, load_offloaded_weights
+    from accel_bigmodel.offload import load_offloaded_weight as load_offloaded_weight
+    from accel_bigmodel.offload import offload_weight as offload_weight
+    from accel_bigmodel.offload_index import save_offload_index as save_offload_index
     from accel_bigmodel.place import set_module_tensor_to_device
     from accel_bigmodel.sizes import (
         calculate_maximum_sizes,
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from accel_state.settings.versions import is_torch_version as is_torch_version
 
 __all__ = (
+    "align_module_device",
     "calculate_maximum_sizes",
     "check_device_map",
     "check_device_same",
@@ -58,8 +65,13 @@ __all__ = (
     "get_max_memory",
     "get_module_leaves",
     "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
     "named_module_tensors",
     "retie_parameters",
     "set_module_tensor_to_device",
