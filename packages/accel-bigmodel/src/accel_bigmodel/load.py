@@ -142,7 +142,8 @@ class _Load:
 
     def load(self, source: WeightSource) -> None:
         """Bring the weights of one file where they belong."""
-        opened = self.opened[source.path]
+        # Taken out, so that a file is unmapped as soon as no weight of it is in use.
+        opened = self.opened.pop(source.path)
         held = opened.header.entries if isinstance(opened, WeightFile) else opened
         for name in held if source.names is None else source.names:
             if name not in self.tensors:

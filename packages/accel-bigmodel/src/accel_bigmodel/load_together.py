@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,9 @@ __all__ = ("holds_sharded_weights", "load_together")
 
 def holds_sharded_weights(model: nn.Module) -> bool:
     """Whether weights of the model are spread over processes by torch, as FSDP and tensor parallelism do."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    # Whoever sharded them has imported this; importing it only to ask takes a third of a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
 
 
 def load_together(
