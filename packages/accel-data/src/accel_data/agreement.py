@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from accel_data.order import Draw, Draws
 from accel_data.padding import Marked, Padding
 from accel_data.progress import Position
+from accel_data.seeding import SampleSeed
 from accel_data.slicing import cut, join, samples_in
 from accel_data.sources import Source, first_batch
 from accel_state import current
@@ -51,6 +52,11 @@ class AgreedSource:
         """See `Source`."""
         size = self.inner.step_size
         return None if size is None else size * self.processes
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """See `Source`."""
+        return self.inner.sample_seed
 
     @property
     def draws(self) -> Draws:

@@ -12,6 +12,7 @@ from accel_data.order import Draw, Draws
 from accel_data.padding import Padding
 from accel_data.progress import Position
 from accel_data.rounds import Round, rounds
+from accel_data.seeding import SampleSeed
 from accel_data.sources import Source, first_batch
 
 __all__ = ("DispatchedSource",)
@@ -53,6 +54,11 @@ class DispatchedSource:
         """See `Source`."""
         size = self.inner.step_size
         return None if size is None else size * self.per_step
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """See `Source`."""
+        return self.inner.sample_seed
 
     @property
     def draws(self) -> Draws:

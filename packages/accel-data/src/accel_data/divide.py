@@ -13,7 +13,8 @@ from accel_data.adapter import rebuilt
 from accel_data.iterable import IterableDatasetShard
 from accel_data.padding import MarkingCollate
 from accel_data.samplers import BatchSamplerShard, SeedableRandomSampler, check_process, check_split, innermost_sampler
-from accel_data.sources import MapSource, OneByOne, StreamSource
+from accel_data.seeding import SampleSeed, SeededStream
+from accel_data.sources import MapSource, StreamSource
 from accel_ops.objects import broadcast_object_list
 from accel_state import current
 
@@ -50,12 +51,14 @@ class Shuffling:
     Args:
         seedable: replace torch's `RandomSampler` by one that depends on seed and epoch alone.
         seed: of that one; torch's initial seed when None.
+        seed_samples: seed the generators for each sample.
         repeatable: give torch's samplers a generator even in a run of one process, so that an epoch can be drawn again.
     """
 
     seedable: bool = False
     seed: int | None = None
     repeatable: bool = False
+    seed_samples: bool = False
 
 
 def divide_indexed(
@@ -67,17 +70,22 @@ def divide_indexed(
     if part.split:
         check_split(None if single else getattr(below, "batch_size", None), part.processes)
     sampler = innermost_sampler(below)
-    replacement = _shuffled(sampler, part, shuffling)
-    if replacement is not sampler:
-        below = copy.copy(below)
-        below.sampler = sampler = replacement
+    if sampler is not None and getattr(below, "sampler", None) is sampler:
+        replacement = _shuffled(sampler, part, shuffling)
+        if replacement is not sampler:
+            below = copy.copy(below)
+            below.sampler = sampler = replacement
     # A single process has nobody to be even with.
     shard = BatchSamplerShard(below, part.processes, part.index, part.split, part.even and part.processes > 1)
-    if single:
-        base = rebuilt(loader, sampler=OneByOne(shard))
-    else:
-        base = rebuilt(loader, batch_sampler=shard, sampler=sampler if sampler is not None else loader.sampler)
-    return MapSource(base, shard), _generator_of(sampler, below)
+    changes = {} if single or sampler is None else {"sampler": sampler}
+    source = MapSource.over(loader, shard, _sample_seed(part, shuffling), **changes)
+    return source, _generator_of(sampler, below)
+
+
+def _sample_seed(part: Part, shuffling: Shuffling) -> SampleSeed | None:
+    if not shuffling.seed_samples:
+        return None
+    return SampleSeed(_agreed(torch.initial_seed(), part) if shuffling.seed is None else shuffling.seed)
 
 
 def _shuffled(sampler: Any, part: Part, shuffling: Shuffling) -> Any:
@@ -115,13 +123,18 @@ def _generator_of(sampler: Any, batch_sampler: Any) -> torch.Generator | None:
     return None
 
 
-def divide_stream(loader: DataLoader[Any], part: Part) -> tuple[StreamSource, torch.Generator | None]:
+def divide_stream(
+    loader: DataLoader[Any], part: Part, shuffling: Shuffling
+) -> tuple[StreamSource, torch.Generator | None]:
     """One process's part of a loader over a stream that every process reads, and the generator that shuffles it."""
     batch_size = loader.batch_size
     if part.split:
         check_split(batch_size, part.processes)
     generator = getattr(loader.dataset, "generator", None)
     generator = generator if isinstance(generator, torch.Generator) else None
+    sample_seed = _sample_seed(part, shuffling)
+    if sample_seed is not None:
+        loader = rebuilt(loader, dataset=SeededStream(loader.dataset, sample_seed))
     if part.processes == 1:
         return StreamSource(loader, 1, batch_size or 1), generator
     shard = IterableDatasetShard(

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.adapter import rebuilt
 from accel_data.padding import Marked
 from accel_data.prepared import END, PreparedLoader
 from accel_data.progress import Progress
 from accel_data.samplers import BatchSamplerShard
-from accel_data.sources import MapSource, OneByOne, Source, StreamSource
+from accel_data.sources import MapSource, Source, StreamSource
 from accel_ops.move import send_to_device
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
@@ -105,7 +104,5 @@ def source_of(loader: DataLoader[Any]) -> Source:
     if isinstance(loader.batch_sampler, BatchSamplerShard):
         return MapSource(loader, loader.batch_sampler)
     if loader.batch_sampler is None:
-        single = BatchSamplerShard(BatchSampler(loader.sampler, 1, False), even_batches=False)
-        return MapSource(rebuilt(loader, sampler=OneByOne(single)), single)
-    shard = BatchSamplerShard(loader.batch_sampler, even_batches=False)  # type: ignore[arg-type]
-    return MapSource(rebuilt(loader, batch_sampler=shard), shard)
+        return MapSource.over(loader, BatchSamplerShard(BatchSampler(loader.sampler, 1, False), even_batches=False))
+    return MapSource.over(loader, BatchSamplerShard(loader.batch_sampler, even_batches=False))  # type: ignore[arg-type]

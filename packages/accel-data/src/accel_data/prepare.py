@@ -94,7 +94,8 @@ def prepare_data_loader(
     base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
     own = _own_part(base, part, sharding, dispatch_batches)
     dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, part, torch_device_mesh)
-    shuffling = Shuffling(use_seedable_sampler and not use_configured_sampler, data_seed, restore_position)
+    seedable = use_seedable_sampler and not use_configured_sampler
+    shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples)
     # A part that is this process's own already is read as it is; so is what the main process reads for all.
     source, generator = _divided(
         base if own is None else own, part if own is None and not dispatches else Part(1, 0), shuffling
@@ -154,7 +155,7 @@ def _divided_sampler(loader: DataLoader[Any], processes: int) -> bool:
 
 def _divided(loader: DataLoader[Any], part: Part, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:
     if isinstance(loader.dataset, IterableDataset):
-        return divide_stream(loader, part)
+        return divide_stream(loader, part, shuffling)
     return divide_indexed(loader, part, shuffling)
 
 

@@ -256,6 +256,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             "processes": source.processes,
             "step_size": source.step_size,
             "length": source.length(),
+            "sample_seed": None if source.sample_seed is None else source.sample_seed.seed,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -269,6 +270,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         position = Position.from_state_dict(state_dict)
         same = state_dict["sampler"] == self.source.identity()
+        if self.source.sample_seed is not None and state_dict["sample_seed"] is not None:
+            self.source.sample_seed.seed = state_dict["sample_seed"]
         resumes = self.restores and position.steps > 0
         if resumes:
             self._check_restorable(state_dict)

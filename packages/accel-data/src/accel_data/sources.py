@@ -16,6 +16,7 @@ from accel_data.order import Draw, Draws, repeatable, restore_generator, upcomin
 from accel_data.padding import Padding
 from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
+from accel_data.seeding import SampleSeed, SeededSamples, SeededStream, TaggedBatches
 from accel_ops.rng import restore, snapshot
 
 __all__ = ("MapSource", "OneByOne", "SkippedStream", "Source", "StreamSource", "first_batch")
@@ -28,6 +29,10 @@ class Source(Protocol):
     """
 
     base: DataLoader[Any]
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """From which samples are seeded, if they are."""
 
     @property
     def processes(self) -> int:
@@ -121,11 +126,34 @@ class MapSource:
     Args:
         base: reads them; its (batch) sampler is, or wraps, `shard`.
         shard: this process's part.
+        sample_seed: from which samples are seeded, if they are.
     """
 
-    def __init__(self, base: DataLoader[Any], shard: BatchSamplerShard) -> None:
+    def __init__(self, base: DataLoader[Any], shard: BatchSamplerShard, sample_seed: SampleSeed | None = None) -> None:
         self.base = base
         self.shard = shard
+        self.sample_seed = sample_seed
+
+    @classmethod
+    def over(
+        cls, base: DataLoader[Any], shard: BatchSamplerShard, sample_seed: SampleSeed | None = None, **changes: Any
+    ) -> MapSource:
+        """One that reads through a loader like `base`, with this process's part as its (batch) sampler.
+
+        Args:
+            base: the loader.
+            shard: this process's part.
+            sample_seed: from which samples are seeded, if they are.
+            changes: other attributes of the loader.
+        """
+        indices = shard if sample_seed is None else TaggedBatches(shard, sample_seed)
+        if base.batch_sampler is None:
+            changes["sampler"] = OneByOne(indices)
+        else:
+            changes["batch_sampler"] = indices
+        if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
+            changes["dataset"] = SeededSamples(base.dataset)
+        return cls(rebuilt(base, **changes), shard, sample_seed)
 
     @property
     def single(self) -> bool:
@@ -189,15 +217,15 @@ class MapSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See `Source`."""
+        if self.sample_seed is not None:
+            self.sample_seed.epoch = epoch
         for part in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def skipping(self, steps: int) -> MapSource:
         """See `Source`."""
-        shard = self.shard.skipping(steps)
-        changes: dict[str, Any] = {"sampler": OneByOne(shard)} if self.single else {"batch_sampler": shard}
-        return MapSource(rebuilt(self.base, **changes), shard)
+        return self.over(self.base, self.shard.skipping(steps), self.sample_seed)
 
     def skipped(self) -> tuple[int, int | None]:
         """See `Source`."""
@@ -237,8 +265,17 @@ class StreamSource:
     @property
     def stream(self) -> Any:
         """The stream itself, below what divides it."""
-        dataset = self.base.dataset
-        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        dataset: Any = self.base.dataset
+        while isinstance(dataset, (IterableDatasetShard, SeededStream)):
+            dataset = dataset.dataset
+        return dataset
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """See `Source`."""
+        dataset: Any = self.base.dataset
+        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        return dataset.sample_seed if isinstance(dataset, SeededStream) else None
 
     @property
     def counts_steps(self) -> bool:
