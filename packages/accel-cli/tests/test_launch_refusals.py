@@ -28,7 +28,7 @@ def refused(finished):
         (["--main_process_port", "65536", "job.py"], "a port from 0"),
         (["--no_such_option", "job.py"], "--no_such_option"),
         (["--cpu=1", "job.py"], "ignored explicit argument"),
-        ([], "required: script"),
+        ([], "No script was named."),
         ([""], "No script was named."),
         (["--backend", "dpp", "job.py"], "Did you mean 'ddp'?"),
         (

@@ -21,6 +21,7 @@ GROUP: Final = "accel.commands"
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
+    ("explain", "accel_cli.commands.explain:COMMAND", "show every setting of a launch and where it comes from"),
     ("env", "accel_cli.commands.env:COMMAND", "show what is installed here, as a bug report needs it"),
 )
 """Name, target and one line of help of each command of this package."""

@@ -32,16 +32,14 @@ def carried_classes() -> tuple[type, ...]:
     return (*CARRIED, *backend_settings())
 
 
-def add_launch_arguments(parser: ArgumentParser, script: bool = True) -> None:
-    """Declare the options of a launch, and unless `script` is False what it starts."""
+def add_launch_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of a launch, and what it starts with all that follows."""
     parser.add_argument(*spelled("--config_file"), metavar="PATH")
     add_settings(parser, launch_classes())
-    if script:
-        parser.add_argument("-q", "--quiet", action="store_true")
-        parser.add_argument("-m", "--module", action="store_true")
-        parser.add_argument(*spelled("--no_python"), action="store_true")
-        # Takes all that follows its first value, and unlike the documented REMAINDER leaves `--` in it.
-        parser.add_argument("script", nargs="A...")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("-m", "--module", action="store_true")
+    parser.add_argument(*spelled("--no_python"), action="store_true")
+    parser.add_argument("script", nargs="...")
 
 
 def launch_manual(prog: str) -> str:
