@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         convert_file_size_to_int,
     )
     from accel_bigmodel.casting import (
+        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
         LayerwiseCastingHook,
         attach_layerwise_casting_hooks,
     )
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
         cpu_offload,
         disk_offload,
         dispatch_model,
+    )
+    from accel_bigmodel.estimate import (
+        Estimate,
+        estimate_memory,
     )
     from accel_bigmodel.export import (
         get_state_dict_from_offload,
@@ -121,11 +126,13 @@ if TYPE_CHECKING:
 __all__ = (
     "SAFE_WEIGHTS_INDEX_NAME",
     "SAFE_WEIGHTS_NAME",
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "AlignDevicesHook",
     "CpuOffload",
     "DeviceMapReport",
+    "Estimate",
     "LayerwiseCastingHook",
     "LoadReport",
     "ModelHook",
@@ -155,6 +162,7 @@ __all__ = (
     "disk_offload",
     "dispatch_model",
     "dtype_byte_size",
+    "estimate_memory",
     "explain_device_map",
     "extract_submodules_state_dict",
     "find_tied_parameters",
@@ -214,6 +222,7 @@ __getattr__, __dir__ = lazy_names(
         ),
         "accel_bigmodel.casting": (
             "LayerwiseCastingHook",
+            "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
             "attach_layerwise_casting_hooks",
         ),
         "accel_bigmodel.cpu_hooks": (
@@ -233,6 +242,10 @@ __getattr__, __dir__ = lazy_names(
             "cpu_offload",
             "disk_offload",
             "dispatch_model",
+        ),
+        "accel_bigmodel.estimate": (
+            "Estimate",
+            "estimate_memory",
         ),
         "accel_bigmodel.export": (
             "get_state_dict_from_offload",

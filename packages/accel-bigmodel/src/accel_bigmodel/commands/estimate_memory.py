@@ -1,0 +1,62 @@
+"""`accel estimate-memory MODEL`: what a model takes in several dtypes, without loading it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+__all__ = ("COMMAND", "EstimateMemory")
+
+_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+
+
+class EstimateMemory:
+    """Prints a table of memory by dtype."""
+
+    help = "show how much memory a model takes, in several dtypes"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the command's arguments."""
+        parser.add_argument(
+            "model_name",
+            help="package.module:Class, file.py:Class, a folder with a config.json, or a name that the library knows",
+        )
+        parser.add_argument(
+            "--library_name", "--library-name", choices=("timm", "transformers"), help="where a name is from"
+        )
+        parser.add_argument(
+            "--dtypes",
+            nargs="+",
+            choices=_DTYPES,
+            default=["float32", "float16", "int8", "int4"],
+            help="dtypes to show",
+        )
+        parser.add_argument("--arguments", default="{}", help="arguments of the class, as a JSON object")
+        parser.add_argument(
+            "--trust_remote_code", "--trust-remote-code", action="store_true", help="run code that comes with the model"
+        )
+
+    def run(self, arguments: Namespace) -> int:
+        """Build the model without weights and print the table.
+
+        Raises:
+            SettingError: `--arguments` is no JSON object, or the model cannot be built.
+        """
+        import json
+
+        from accel_bigmodel.estimate import build_model, estimate_memory, table_of
+        from accel_state.errors import SettingError
+
+        try:
+            options = json.loads(arguments.arguments)
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise SettingError(
+                f"--arguments {arguments.arguments!r} was given.", "It is no JSON object.", """Write '{"width": 8}'."""
+            )
+        model = build_model(arguments.model_name, arguments.library_name, arguments.trust_remote_code, **options)
+        print(table_of(estimate_memory(model, arguments.dtypes)))  # noqa: T201 - what the command is for
+        return 0
+
+
+COMMAND = EstimateMemory()

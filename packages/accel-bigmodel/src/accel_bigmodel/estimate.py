@@ -1,0 +1,173 @@
+"""How much memory a model takes, in several dtypes, for inference and for training with Adam; nothing is allocated."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel_bigmodel.byte_counts import convert_bytes
+from accel_bigmodel.meta import init_empty_weights
+from accel_bigmodel.sizes import compute_module_sizes, get_max_layer_size
+from accel_state.errors import SettingError
+from accel_state.labels import CustomDtype
+from accel_state.settings.requirement import Requirement
+
+__all__ = ("Estimate", "build_model", "estimate_memory", "table_of")
+
+_DTYPES: Mapping[str, Any] = {"int8": CustomDtype.FP8, "int4": CustomDtype.INT4}
+_TRAINED = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a model whose weights have one dtype.
+
+    Args:
+        dtype: name of the dtype.
+        largest_layer: bytes of the largest layer, or block that must stay whole.
+        layer: its name, or "" when the model is one layer.
+        total: bytes of all weights and buffers.
+        training: bytes of training with Adam, or None for dtypes that are not trained.
+    """
+
+    dtype: str
+    largest_layer: int
+    layer: str
+    total: int
+    training: int | None
+
+
+def estimate_memory(model: nn.Module, dtypes: Sequence[str] = ("float32", "float16", "int8", "int4")) -> list[Estimate]:
+    """Estimates for a model, which may be on the meta device, by dtype.
+
+    Training counts 16 bytes a parameter: in float32 for weights, gradients and Adam's two moments of 4 each; in half
+    precision for weights and gradients of 2 each, a float32 copy of the weights, and the moments. Activations, which
+    depend on the batch, are not counted.
+
+    Raises:
+        SettingError: a dtype that is unknown.
+    """
+    trainable = sum(parameter.numel() for parameter in model.parameters())
+    whole = getattr(model, "_no_split_modules", None) or []
+    estimates = []
+    for dtype in dtypes:
+        sizes = compute_module_sizes(model, _DTYPES.get(dtype, dtype))
+        largest, names = get_max_layer_size([("", model)], sizes, whole)
+        training = 16 * trainable if dtype in _TRAINED else None
+        estimates.append(Estimate(dtype, largest, names[0] if names else "", sizes[""], training))
+    return estimates
+
+
+def table_of(estimates: Sequence[Estimate]) -> str:
+    """Estimates as a table."""
+    rows = [("dtype", "largest layer", "total size", "training with Adam")]
+    for estimate in estimates:
+        trained = "not trained in this dtype" if estimate.training is None else convert_bytes(estimate.training)
+        largest = convert_bytes(estimate.largest_layer) + (f" ({estimate.layer})" if estimate.layer else "")
+        rows.append((estimate.dtype, largest, convert_bytes(estimate.total), trained))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def build_model(
+    model_name: str, library_name: str | None = None, trust_remote_code: bool = False, **arguments: Any
+) -> nn.Module:
+    """A model on the meta device, by what a user calls it.
+
+    Args:
+        model_name: "package.module:Class" or "file.py:Class", a callable that returns a module; a folder or file with a
+            config of transformers; or the name of a model of transformers or timm.
+        library_name: "transformers" or "timm" for names that are neither path nor callable.
+        trust_remote_code: let transformers run code that comes with a model.
+        arguments: for the callable.
+
+    Raises:
+        SettingError: nothing of that name is found, or it does not make a module.
+        Missing: the library it needs is not installed.
+    """
+    asked = f"Estimate the memory of {model_name!r}."
+    make = (
+        _callable(asked, model_name)
+        if ":" in model_name
+        else _from_library(asked, model_name, library_name, trust_remote_code)
+    )
+    try:
+        model = _empty(make, arguments)
+    except Exception as error:
+        raise SettingError(
+            asked, f"Building it gave {type(error).__name__}: {error}", "Check its name and its --arguments."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise SettingError(asked, f"It gave a {type(model).__name__}, not a torch.nn.Module.", "Name a module's class.")
+    return model
+
+
+def _empty(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """The model without any memory; where its constructor needs the values of tensors, with memory for its buffers."""
+    try:
+        with init_empty_weights(include_buffers=True):
+            return make(**arguments)
+    except (RuntimeError, NotImplementedError):
+        with init_empty_weights(include_buffers=False):
+            return make(**arguments)
+
+
+def _callable(asked: str, model_name: str) -> Callable[..., Any]:
+    place, _, name = model_name.rpartition(":")
+    try:
+        found: Any = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        raise SettingError(
+            asked, f"{type(error).__name__}: {error}", "Write package.module:Class or file.py:Class."
+        ) from error
+    if not callable(found):
+        raise SettingError(asked, f"{name!r} is a {type(found).__name__}.", "Name a class or a function.")
+    return found  # type: ignore[no-any-return]
+
+
+def _file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_library(asked: str, name: str, library_name: str | None, trust_remote_code: bool) -> Callable[..., Any]:
+    if library_name == "timm":
+        Requirement("timm").demand(asked)
+        create: Any = importlib.import_module("timm").create_model
+        return lambda **arguments: create(name, pretrained=False, **arguments)
+    path = Path(name)
+    config_file = path / "config.json" if path.is_dir() else path
+    if path.exists() and not _is_config(config_file):
+        raise SettingError(
+            asked, f"{str(config_file)!r} is no config with a 'model_type'.", "Name a config.json or its folder."
+        )
+    Requirement("transformers", extra="accel-bigmodel[estimate]").demand(asked)
+    library: Any = importlib.import_module("transformers")
+
+    def make(**arguments: Any) -> Any:
+        config = library.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **arguments)
+        return library.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+
+    return make
+
+
+def _is_config(path: Path) -> bool:
+    try:
+        return "model_type" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
