@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from accel_state.labels import SageMakerDistributedType as SageMakerDistributedType
     from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_state.logging import get_logger as get_logger
+    from accel_state.memory import clear_device_cache as clear_device_cache
+    from accel_state.memory import find_executable_batch_size as find_executable_batch_size
+    from accel_state.memory import release_memory as release_memory
+    from accel_state.mesh import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from accel_state.mesh import ParallelismConfig as ParallelismConfig
+    from accel_state.mesh import TorchContextParallelConfig as TorchContextParallelConfig
+    from accel_state.mesh import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_state.process import PartialState as PartialState
     from accel_state.run_state import AcceleratorState as AcceleratorState
 
@@ -30,6 +37,7 @@ __all__ = (
     "AcceleratorState",
     "ComputeEnvironment",
     "CustomDtype",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedType",
     "DynamoBackend",
     "GradientAccumulationPlugin",
@@ -37,11 +45,17 @@ __all__ = (
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "MultiProcessAdapter",
+    "ParallelismConfig",
     "PartialState",
     "PrecisionType",
     "RNGType",
     "SageMakerDistributedType",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+    "clear_device_cache",
+    "find_executable_batch_size",
     "get_logger",
+    "release_memory",
     "tqdm",
 )
 
@@ -64,6 +78,13 @@ __getattr__, __dir__ = lazy_names(
             "SageMakerDistributedType",
         ),
         "accel_state.logging": ("MultiProcessAdapter", "get_logger"),
+        "accel_state.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+        "accel_state.mesh": (
+            "DeepSpeedSequenceParallelConfig",
+            "ParallelismConfig",
+            "TorchContextParallelConfig",
+            "TorchTensorParallelConfig",
+        ),
         "accel_state.process": ("PartialState",),
         "accel_state.run_state": ("AcceleratorState",),
     },

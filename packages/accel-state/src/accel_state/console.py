@@ -1,15 +1,20 @@
-"""What goes to the terminal: progress bars that only one process of a node draws."""
+"""What goes to the terminal: progress bars that only one process of a node draws, and colours where they are wanted."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from accel_state import current
+from accel_state.errors import SettingError
+from accel_state.settings.environ import from_environment
 from accel_state.settings.requirement import Requirement
+from accel_state.settings.run import OutputSettings
 
-__all__ = ("tqdm",)
+__all__ = ("get_console", "install_tracebacks", "rich_enabled", "tqdm")
 
-_TQDM = Requirement("tqdm", extra="accel-state[console]")
+_EXTRA = "accel-state[console]"
+_TQDM = Requirement("tqdm", extra=_EXTRA)
+_RICH = Requirement("rich", extra=_EXTRA)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
@@ -18,13 +23,51 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     Args:
         args: as `tqdm.auto.tqdm` takes them.
         main_process_only: False draws a bar on every process.
+        kwargs: as `tqdm.auto.tqdm` takes them.
 
     Raises:
         Missing: tqdm is not installed.
+        SettingError: the first argument is True or False, as an older form of this function had it.
     """
     _TQDM.demand("A progress bar was asked for.")
+    if args and isinstance(args[0], bool):
+        raise SettingError(
+            f"tqdm({args[0]}, ...) was asked for.",
+            "The first argument is what to iterate over.",
+            f"Write tqdm(..., main_process_only={args[0]}).",
+        )
     from tqdm.auto import tqdm as bar
 
     if main_process_only and not current.process_or_start().topology.is_local_main:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
+
+
+def rich_enabled() -> bool:
+    """Whether ACCELERATE_ENABLE_RICH asks for the library rich and it is installed."""
+    return from_environment(OutputSettings).enable_rich and _RICH.obstacle() is None
+
+
+def get_console() -> Any:
+    """The terminal as the library rich sees it.
+
+    Raises:
+        Missing: rich is not installed.
+    """
+    _RICH.demand("Output in colours was asked for.")
+    from rich import get_console as console
+
+    return console()
+
+
+def install_tracebacks() -> None:
+    """Show tracebacks in colours, where ACCELERATE_ENABLE_RICH asks for it.
+
+    Raises:
+        Missing: rich is not installed.
+    """
+    if from_environment(OutputSettings).enable_rich:
+        _RICH.demand("ACCELERATE_ENABLE_RICH asks for output in colours.")
+        from rich.traceback import install
+
+        install(show_locals=False)

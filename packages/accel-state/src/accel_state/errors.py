@@ -16,6 +16,7 @@ __all__ = (
     "Missing",
     "NotOffered",
     "NotReady",
+    "OutOfMemory",
     "PluginError",
     "SettingError",
     "ShapeMismatch",
@@ -64,6 +65,10 @@ class NotReady(AccelError, RuntimeError):
 
 class NotOffered(AccelError, NotImplementedError):
     """Met when the chosen backend, device or engine cannot do what was asked."""
+
+
+class OutOfMemory(AccelError, RuntimeError):
+    """Met when even the smallest piece of the work does not fit into the memory of the device."""
 
 
 class PluginError(AccelError, RuntimeError):

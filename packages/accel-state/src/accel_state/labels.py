@@ -7,8 +7,12 @@ the backend or device family that owns them.
 from __future__ import annotations
 
 from enum import Enum, EnumMeta
+from typing import Final, Literal
 
 __all__ = (
+    "CUDA_DISTRIBUTED_TYPES",
+    "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "Backend",
     "BaseEnum",
     "ComputeEnvironment",
     "CustomDtype",
@@ -130,3 +134,23 @@ class CustomDtype(BaseEnum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
+
+
+Backend = Literal["MSAMP", "TE"]
+"""Names of the libraries that train in 8-bit floating point, as recipes take them."""
+
+CUDA_DISTRIBUTED_TYPES: Final = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
+"""Kinds of runs that are made of GPUs."""
+
+TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
+    *CUDA_DISTRIBUTED_TYPES,
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_CPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+]
+"""Kinds of runs whose collectives are those of torch.distributed."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import current
+from accel_state.console import install_tracebacks
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict
 from accel_state.identity import Process
@@ -74,6 +75,7 @@ class PartialState:
         options = {name: value for name, value in kwargs.items() if not name.startswith("_")}
         existing = current.process_or_none()
         if existing is None:
+            install_tracebacks()
             current.set_process(start_process(cpu, **options))
         elif cpu and existing.family is not family_of("cpu"):
             raise Conflict(

@@ -17,6 +17,9 @@ _OUT_OF_MEMORY = ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "CUBLAS_STATUS_ALL
 _FP8_CAPABILITY = (8, 9)
 """Compute capability of the Ada generation, the first with 8-bit floating point units."""
 
+_MXFP8_CAPABILITY = (10, 0)
+"""Compute capability of the Blackwell generation."""
+
 
 class CUDA(TorchFamily):
     """GPUs that `torch.cuda` drives."""
@@ -28,6 +31,10 @@ class CUDA(TorchFamily):
     def is_rocm(self) -> bool:
         """Whether the GPUs are AMD's."""
         return torch.version.hip is not None
+
+    def scales_fp8_by_blocks(self) -> bool:
+        """Whether the current GPU computes with 8-bit numbers that share a scale in blocks."""
+        return torch.cuda.get_device_capability() >= _MXFP8_CAPABILITY
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float16 or (dtype is torch.bfloat16 and torch.cuda.is_bf16_supported())

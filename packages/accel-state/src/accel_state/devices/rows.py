@@ -27,6 +27,7 @@ class Row:
         rng_key: key of its generators in a checkpoint's random states.
         visible_variable: variable that limits which of its devices a process sees.
         vendor: module that has to be imported before torch knows the family.
+        collectives: module that has to be imported before torch.distributed knows the backend.
         priority: the present family with the highest one is taken.
         timeout: how long a collective may take when nothing else was asked for.
         pins_memory: whether copies from pinned host memory are quicker.
@@ -40,6 +41,7 @@ class Row:
     rng_key: str
     visible_variable: str | None = None
     vendor: str | None = None
+    collectives: str | None = None
     priority: int = 80
     timeout: timedelta = timedelta(minutes=30)
     pins_memory: bool = True
@@ -78,6 +80,7 @@ _ALL: Final = (
         "torch_hpu_manual_seed",
         "HABANA_VISIBLE_MODULES",
         "habana_frameworks.torch",
+        "habana_frameworks.torch.distributed.hccl",
     ),
     Row(
         "neuron",

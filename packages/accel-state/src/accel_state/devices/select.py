@@ -31,6 +31,7 @@ __all__ = (
     "failed_families",
     "families",
     "family_of",
+    "get_current_device_type",
     "register_family",
     "wanted_family",
 )
@@ -156,6 +157,12 @@ def best_family() -> DeviceFamily:
             stacklevel=2,
         )
     return next(family for family in families() if family.present())
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Type of the devices that are taken when nothing else is asked for, and the label of several processes on them."""
+    family = best_family()
+    return family.name, family.label.value
 
 
 def wanted_family(settings: ProcessSettings) -> DeviceFamily:

@@ -52,6 +52,11 @@ class TorchFamily(DeviceFamily):
         with _environment(self.row.probing):
             return bool(module.is_available())
 
+    def distributed_backend(self) -> str:
+        if self.row.collectives is not None:
+            importlib.import_module(self.row.collectives)
+        return super().distributed_backend()
+
     def supports(self, dtype: torch.dtype) -> bool:
         if not torch.amp.autocast_mode.is_autocast_available(self.name):
             return False

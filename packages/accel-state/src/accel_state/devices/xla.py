@@ -36,6 +36,10 @@ class XLA(TorchFamily):
             return False
         return _runtime_device() is not None
 
+    def kind(self) -> str | None:
+        """The kind of device that the runtime uses, such as "TPU"."""
+        return _runtime_device()
+
     @property
     def module(self) -> Any:
         import torch_xla.core.xla_model as xla_model

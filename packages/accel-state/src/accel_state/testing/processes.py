@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from accel_state.network import get_free_port as free_port
+
 __all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "run_command")
 
 _GRACE = 5.0
@@ -275,13 +277,6 @@ def run_command(
         shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
         raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
     return Finished(process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _loopback() -> str:

@@ -1,0 +1,180 @@
+"""Running within the memory there is: smaller batches when it is too little, and giving back what is not needed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+from accel_state import current
+from accel_state.devices.base import DeviceFamily
+from accel_state.devices.select import best_family, families
+from accel_state.errors import OutOfMemory, SettingError, UnknownKind
+
+__all__ = (
+    "clear_device_cache",
+    "convert_bytes",
+    "find_executable_batch_size",
+    "release_memory",
+    "should_reduce_batch_size",
+)
+
+_UNITS: Final = ("KB", "MB", "GB", "TB", "PB")
+
+_SHRINK: Final = 0.9
+"""Each batch that did not fit is followed by one of this part of its size."""
+
+
+def _family() -> DeviceFamily:
+    process = current.process_or_none()
+    return best_family() if process is None else process.family
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that is held but unused back to the device.
+
+    Args:
+        garbage_collection: let Python collect unreachable objects first.
+    """
+    if garbage_collection:
+        gc.collect()
+    _family().empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Forget objects and give their memory back; the caller assigns the result over its own names.
+
+    Example:
+        >>> model, optimizer = object(), object()
+        >>> model, optimizer = release_memory(model, optimizer)
+        >>> model is None
+        True
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether an error says that a device ran out of memory, so that a smaller batch may fit."""
+    return any(family.out_of_memory(exception) for family in families())
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorator: call a function with a batch size, and again with smaller ones while the device runs out of memory.
+
+    The size that fitted is where the next call starts.
+
+    Args:
+        function: takes the batch size as its first argument; the caller leaves it out.
+        starting_batch_size: what to try first.
+        reduce_batch_size_fn: tells the next size; by default each is nine tenths of the one before.
+
+    Raises:
+        UnknownKind: the function takes no batch size, or the caller passed one.
+        OutOfMemory: not even one sample fitted.
+        SettingError: `reduce_batch_size_fn` told a size that is not smaller.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=64)
+        ... def train(batch_size):
+        ...     return batch_size
+        >>> train()
+        64
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    return _Retrying(function, starting_batch_size, reduce_batch_size_fn).decorated()
+
+
+class _Retrying:
+    """A function and the batch size that is tried next."""
+
+    def __init__(self, function: Callable[..., Any], size: int, reduce: Callable[[], int] | None) -> None:
+        self.function = function
+        self.size = size
+        self.reduce = reduce or self._shrink
+        self.signature = inspect.signature(function)
+
+    def decorated(self) -> Callable[..., Any]:
+        @functools.wraps(self.function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(args, kwargs)
+        clear_device_cache(garbage_collection=True)
+        error: Exception | None = None
+        while self.size >= 1:
+            fitted, result, error = self._try(args, kwargs)
+            if fitted:
+                return result
+            # The traceback holds the frames, and with them the tensors that did not fit.
+            error = error.with_traceback(None) if error else None
+            clear_device_cache(garbage_collection=True)
+            self.size = self._smaller()
+        raise OutOfMemory(
+            f"{self.function.__qualname__}() was to be called with a batch size that fits.",
+            "The device ran out of memory with a single sample.",
+            "Take a smaller model or shorter samples, or a device with more memory.",
+        ) from error
+
+    def _try(self, args: Any, kwargs: Any) -> tuple[bool, Any, Exception | None]:
+        try:
+            return True, self.function(self.size, *args, **kwargs), None
+        except Exception as error:
+            if not should_reduce_batch_size(error):
+                raise
+            return False, None, error
+
+    def _shrink(self) -> int:
+        return int(self.size * _SHRINK)
+
+    def _smaller(self) -> int:
+        size = self.reduce()
+        if size >= self.size:
+            raise SettingError(
+                f"After a batch of {self.size} did not fit, reduce_batch_size_fn asked for one of {size}.",
+                "That is not smaller, and would not end.",
+                "Let it return less each time.",
+            )
+        return size
+
+    def _check(self, args: Any, kwargs: Any) -> None:
+        try:
+            self.signature.bind(self.size, *args, **kwargs)
+        except TypeError as error:
+            raise UnknownKind(
+                f"{self.function.__qualname__}() was called through find_executable_batch_size.",
+                f"It is given the batch size as its first argument, before those of the caller: {error}.",
+                "Let the function take it first, and leave it out of the call.",
+            ) from None
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes as people write it, in units of 1024.
+
+    Example:
+        >>> convert_bytes(1536), convert_bytes(3)
+        ('1.5 KB', '3 bytes')
+    """
+    if size < 1024:
+        return f"{size} bytes"
+    for unit in _UNITS:
+        size = size / 1024
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+    return f"{round(size, 2)} {unit}"

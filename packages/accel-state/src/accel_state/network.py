@@ -1,0 +1,42 @@
+"""Ports of this machine. Never loads torch."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from accel_state.errors import SettingError
+
+__all__ = ("DEFAULT_PORT", "get_free_port", "is_port_in_use")
+
+DEFAULT_PORT: Final = 29500
+"""Where processes meet when nobody chose a port; that of torch.distributed."""
+
+_LAST: Final = 65535
+
+
+def get_free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether a program of this machine listens on a TCP port, by default the one of torch.distributed.
+
+    Raises:
+        SettingError: there is no such port.
+    """
+    try:
+        number = DEFAULT_PORT if port is None else int(port)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= _LAST:
+        raise SettingError(
+            f"The port {port!r} was asked for.",
+            f"Ports are whole numbers from 0 to {_LAST}.",
+            "Give one of them; 0 lets the system choose.",
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return number != 0 and probe.connect_ex(("localhost", number)) == 0

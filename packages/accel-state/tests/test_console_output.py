@@ -1,0 +1,72 @@
+"""Progress bars and colours on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from accel_state import PartialState, tqdm
+from accel_state.availability import is_rich_available
+from accel_state.console import get_console
+from accel_state.errors import Missing, SettingError
+from accel_state.settings import requirement
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+pytest.importorskip("tqdm")
+rich = pytest.importorskip("rich")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with fresh():
+        yield
+
+
+def bars() -> list[bool]:
+    PartialState(cpu=True)
+    drawn = [tqdm(range(2)), tqdm(range(2), main_process_only=False), tqdm(range(2), disable=True)]
+    shown = [not bar.disable for bar in drawn]
+    assert [list(bar) for bar in drawn] == [[0, 1]] * 3
+    return shown
+
+
+def test_one_process_of_a_node_draws(two: Processes) -> None:
+    assert two.run(bars) == [[True, True, False], [False, True, False]]
+
+
+def test_the_older_first_argument() -> None:
+    with pytest.raises(SettingError, match="main_process_only=True"):
+        tqdm(True, range(2))
+
+
+def test_colours_are_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.excepthook
+    PartialState(cpu=True)
+    assert sys.excepthook is before
+    assert not is_rich_available()
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
+    assert is_rich_available()
+    PartialState(cpu=True)
+    assert sys.excepthook is not before
+    assert isinstance(get_console(), rich.console.Console)
+
+
+def test_colours_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirement, "importable", lambda module: module != "rich")
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
+    assert not is_rich_available()
+    with pytest.raises(Missing, match=r"accel-state\[console\]"):
+        PartialState(cpu=True)
+    with pytest.raises(Missing, match=r"accel-state\[console\]"):
+        get_console()

@@ -1,0 +1,70 @@
+"""What the launcher reads starts without torch, and the package lists the names it has."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+
+import accel_state
+
+LIGHT = (
+    "accel_state",
+    "accel_state.availability",
+    "accel_state.current",
+    "accel_state.devices.nvidia",
+    "accel_state.devices.rows",
+    "accel_state.environment",
+    "accel_state.errors",
+    "accel_state.gradient",
+    "accel_state.identity",
+    "accel_state.kwargs",
+    "accel_state.labels",
+    "accel_state.logging",
+    "accel_state.marks",
+    "accel_state.mesh",
+    "accel_state.network",
+    "accel_state.objects",
+    "accel_state.processors",
+    "accel_state.settings.environ",
+    "accel_state.settings.extension",
+    "accel_state.settings.requirement",
+    "accel_state.settings.run",
+    "accel_state.settings.versions",
+    "accel_state.shared",
+    "accel_state.slurm",
+    "accel_state.topology",
+)
+
+PROGRAM = """
+import importlib, json, sys
+found = {}
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    found[name] = [heavy for heavy in ("torch", "numpy") if heavy in sys.modules]
+from accel_state.mesh import ParallelismConfig
+ParallelismConfig(tp_size=2)
+found["a configuration of the mesh"] = [heavy for heavy in ("torch", "numpy") if heavy in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def test_light_modules_start_without_torch() -> None:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(LIGHT)]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert len(found) == len(LIGHT) + 1
+    assert {name: heavy for name, heavy in found.items() if heavy} == {}
+
+
+def test_every_listed_name_can_be_had() -> None:
+    assert {name for name in accel_state.__all__ if not hasattr(accel_state, name)} == set()
+    assert set(accel_state.__all__) <= set(dir(accel_state))
+
+
+def test_type_checkers_read_the_same_list() -> None:
+    tree = ast.parse(inspect.getsource(accel_state))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    checked = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert checked == set(accel_state.__all__)

@@ -1,0 +1,118 @@
+"""Ports of this machine; plain objects and dictionaries; the state's dictionaries as other libraries see them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accel_state import AcceleratorState, PartialState, current
+from accel_state.errors import SettingError, UnknownKind
+from accel_state.network import get_free_port, is_port_in_use
+from accel_state.objects import get_pretty_name, merge_dicts, recursive_getattr
+from accel_state.process import do_nothing, wait_for_everyone
+from accel_state.run_state import is_initialized
+from accel_state.shared import SharedDict, ThreadLocalSharedDict
+from accel_state.testing.fresh import fresh
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        port = listening.getsockname()[1]
+        assert not is_port_in_use(port)
+        listening.listen()
+        assert is_port_in_use(port)
+        assert is_port_in_use(str(port))
+    assert not is_port_in_use(0)
+    assert is_port_in_use() in (True, False)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "http"])
+def test_ports_that_are_none(port: Any) -> None:
+    with pytest.raises(SettingError, match="from 0 to 65535"):
+        is_port_in_use(port)
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    port = get_free_port()
+    assert not is_port_in_use(port)
+    with socket.socket() as listening:
+        listening.bind(("", port))
+
+
+def test_attributes_by_dotted_name() -> None:
+    assert recursive_getattr(socket, "socket.__name__") == "socket"
+    with pytest.raises(AttributeError, match="nothing"):
+        recursive_getattr(socket, "socket.nothing")
+
+
+def test_names_for_people() -> None:
+    assert get_pretty_name(PartialState) == "PartialState"
+    assert get_pretty_name(get_pretty_name) == "get_pretty_name"
+    assert get_pretty_name(5) == "int"
+    assert get_pretty_name(Nested.Inner) == "Nested.Inner"
+    assert get_pretty_name(Nested.Inner()) == "Nested.Inner"
+
+
+class Nested:
+    class Inner:
+        pass
+
+
+def test_dictionaries_are_put_together() -> None:
+    into = {"a": {"b": 1}, "l": [1], "keep": 0}
+    assert merge_dicts({"a": {"c": 2}, "l": [2], "new": {"d": 3}}, into) is into
+    assert into == {"a": {"b": 1, "c": 2}, "l": [2], "keep": 0, "new": {"d": 3}}
+    with pytest.raises(UnknownKind, match="'a'"):
+        merge_dicts({"a": {"c": 2}}, {"a": 3})
+
+
+def test_what_states_share_is_empty_until_there_is_one() -> None:
+    assert PartialState._shared_state == {}
+    assert AcceleratorState._shared_state == {}
+    assert not is_initialized()
+
+    PartialState(cpu=True)
+    assert PartialState._shared_state["num_processes"] == 1
+    assert AcceleratorState._shared_state == {}
+    assert not is_initialized()
+
+    state = AcceleratorState("bf16", cpu=True)
+    assert state._shared_state["mixed_precision"] == "bf16"
+    assert state._shared_state["device"].type == "cpu"
+    assert is_initialized()
+    current.clear()
+    assert PartialState._shared_state == {}
+
+
+def test_a_dictionary_for_each_thread() -> None:
+    class View:
+        shared = ThreadLocalSharedDict()
+
+    view = View()
+    view.shared["a"] = 1
+    assert View().shared == {"a": 1}
+    seen: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: seen.append(dict(View().shared)))
+    thread.start()
+    thread.join()
+    assert seen == [{}]
+    view.shared = {"b": 2}
+    assert View().shared == {"b": 2}
+    assert SharedDict() == {}
+
+
+def test_nothing_is_done_and_nobody_waited_for() -> None:
+    assert do_nothing(1, a=2) is None
+    wait_for_everyone()
+    assert PartialState().num_processes == 1
