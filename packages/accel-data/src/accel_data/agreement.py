@@ -114,13 +114,17 @@ class AgreedSource:
         steps, samples = self.inner.skipped()
         return steps, None if samples is None else samples * self.processes
 
+    def base_state(self) -> dict[str, Any] | None:
+        """None: what is read ahead here is not given out yet."""
+        return None
+
     def identity(self) -> str:
         """See `Source`."""
         return self.inner.identity()
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, reading: bool = False) -> str | None:
         """See `Source`."""
-        return self.inner.obstacle()
+        return self.inner.obstacle(reading=True)
 
 
 def in_step(

@@ -114,10 +114,14 @@ class DispatchedSource:
         batches, samples = self.inner.skipped()
         return batches // self.per_step, samples
 
+    def base_state(self) -> dict[str, Any] | None:
+        """None: what is read ahead here is not given out yet."""
+        return None
+
     def identity(self) -> str:
         """See `Source`."""
         return self.inner.identity()
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, reading: bool = False) -> str | None:
         """See `Source`."""
-        return self.inner.obstacle()
+        return self.inner.obstacle(reading=True)

@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accel_data.adapter import rebuilt
-from accel_data.iterable import IterableDatasetShard
+from accel_data.iterable import IterableDatasetShard, ResumableShard
 from accel_data.padding import MarkingCollate
 from accel_data.samplers import BatchSamplerShard, SeedableRandomSampler, check_process, check_split, innermost_sampler
 from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.sources import MapSource, StreamSource
+from accel_data.stateful import has_state
 from accel_ops.objects import broadcast_object_list
 from accel_state import current
 
@@ -137,7 +138,8 @@ def divide_stream(
         loader = rebuilt(loader, dataset=SeededStream(loader.dataset, sample_seed))
     if part.processes == 1:
         return StreamSource(loader, 1, batch_size or 1), generator
-    shard = IterableDatasetShard(
+    kind = ResumableShard if has_state(loader) else IterableDatasetShard
+    shard = kind(
         loader.dataset,  # type: ignore[arg-type]
         batch_size or 1,
         loader.drop_last,

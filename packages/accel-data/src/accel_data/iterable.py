@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from accel_data.plan import ShardPlan
 from accel_data.samplers import check_process, check_split
 from accel_data.walk import walk_samples
 
-__all__ = ("IterableDatasetShard", "seed_stream")
+__all__ = ("IterableDatasetShard", "ResumableShard", "seed_stream")
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -76,7 +77,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         seed_stream(self.dataset, self.epoch)
-        for batch, padding in walk_samples(self.dataset, self.plan()):
+        return self._samples(None)
+
+    def _samples(self, first: list[Any] | None) -> Iterator[Any]:
+        for batch, padding in walk_samples(self.dataset, self.plan(), first):
             if padding is None or not self.marking:
                 yield from batch
                 continue
@@ -87,6 +91,30 @@ class IterableDatasetShard(IterableDataset[Any]):
         plan = self.plan(len(self.dataset))  # type: ignore[arg-type]
         last = len(plan.tail_positions()) if plan.has_tail else 0
         return plan.full_steps * plan.batch_size + last
+
+
+class ResumableShard(IterableDatasetShard):
+    """The same of a stream that can tell its position and go back to it, as `StatefulDataLoader` asks for."""
+
+    _position: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the stream, which stands between two steps whenever a batch was given out."""
+        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position."""
+        self._position = state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        position, self._position = self._position, None
+        if position is None:
+            return super().__iter__()
+        # What fills up the last step comes from the beginning of the epoch.
+        first = list(islice(iter(self.dataset), self.plan().step_size))
+        self.dataset.load_state_dict(position)  # type: ignore[attr-defined]
+        return self._samples(first)
 
 
 def seed_stream(dataset: Any, epoch: int) -> None:

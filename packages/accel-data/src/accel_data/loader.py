@@ -76,7 +76,7 @@ class DataLoaderShard(PreparedLoader):
         )
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
-        progress, padding_of = self.progress, self.source.padding
+        progress, padding_of, has_state = self.progress, self.source.padding, self.source.base_state() is not None
         device, non_blocking = self.device, self._non_blocking
         current, number = first, 0
         while current is not END:
@@ -85,8 +85,10 @@ class DataLoaderShard(PreparedLoader):
                 current, padding = current.batch, current.padding
             # Moved before the next one is read, so that a copy to the device overlaps with reading.
             batch = current if device is None else send_to_device(current, device, non_blocking)
+            base = self.source.base_state() if has_state else None
             current = self._next(batches)
             number += 1
+            progress.base = base
             progress.steps += 1
             progress.padding = padding
             if current is END:

@@ -21,23 +21,25 @@ class Position:
         steps: batches that each process has received in it.
         samples: samples of the global order that are gone; None where a custom batch sampler decides.
         draw: what the epoch's order is drawn from; None when that is not known before it begins.
+        base: what torchdata needs to continue here; None where the above is enough.
     """
 
     epoch: int
     steps: int
     samples: int | None
     draw: Draw | None = None
+    base: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
         draw = None if self.draw is None else self.draw.state_dict()
-        return {"epoch": self.epoch, "steps": self.steps, "samples": self.samples, "draw": draw}
+        return {"epoch": self.epoch, "steps": self.steps, "samples": self.samples, "draw": draw, "base": self.base}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
         """The inverse of `state_dict`."""
         draw = None if state["draw"] is None else Draw.from_state_dict(state["draw"])
-        return cls(state["epoch"], state["steps"], state["samples"], draw)
+        return cls(state["epoch"], state["steps"], state["samples"], draw, state["base"])
 
 
 class Progress:
@@ -49,6 +51,7 @@ class Progress:
         remainder: real samples of an incomplete last step of all processes; 0 when it is complete, -1 when unknown.
         padding: of the step given out last; None when nothing was added to it.
         steps: batches received in this epoch, with those skipped.
+        base: what torchdata needs to continue after the batch given out last.
         resume: where the next iteration continues, or None when it begins at the beginning.
     """
 
@@ -57,6 +60,7 @@ class Progress:
         "_base_steps",
         "_length",
         "_step_size",
+        "base",
         "end_of_dataloader",
         "epoch",
         "padding",
@@ -71,6 +75,7 @@ class Progress:
         self.remainder = -1
         self.padding: Padding | None = None
         self.resume: Position | None = None
+        self.base: dict[str, Any] | None = None
         self.steps = 0
         self._base_steps = 0
         self._base_samples: int | None = 0
@@ -111,7 +116,7 @@ class Progress:
 
     def position(self, draw: Draw | None) -> Position:
         """Where the epoch stands now, with what its order was drawn from."""
-        return Position(self.epoch, self.steps, self.samples, draw)
+        return Position(self.epoch, self.steps, self.samples, draw, self.base if self.steps else None)
 
     def move_to(self, epoch: int, resume: Position | None = None) -> None:
         """Let the next iteration be the one of an epoch, continued where `resume` says."""

@@ -17,6 +17,7 @@ from accel_data.padding import Padding
 from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
 from accel_data.seeding import SampleSeed, SeededSamples, SeededStream, TaggedBatches
+from accel_data.stateful import has_state
 from accel_ops.rng import restore, snapshot
 
 __all__ = ("MapSource", "OneByOne", "SkippedStream", "Source", "StreamSource", "first_batch")
@@ -77,11 +78,18 @@ class Source(Protocol):
     def skipped(self) -> tuple[int, int | None]:
         """Steps and samples by which all epochs begin later."""
 
+    def base_state(self) -> dict[str, Any] | None:
+        """What torchdata needs to continue after the batch read last; None where a position is enough."""
+
     def identity(self) -> str:
         """Which samplers, or which stream, give the order."""
 
-    def obstacle(self) -> str | None:
-        """Why an epoch cannot be continued in its middle, or None."""
+    def obstacle(self, reading: bool = False) -> str | None:
+        """Why an epoch cannot be continued in its middle, or None.
+
+        Args:
+            reading: the data are read again up to there, so a state of their own does not help.
+        """
 
 
 class OneByOne(Sampler[int]):
@@ -232,12 +240,16 @@ class MapSource:
         steps, size = self.shard.skipped_steps, self.step_size
         return steps, None if size is None else steps * size
 
+    def base_state(self) -> dict[str, Any] | None:
+        """None: a position is enough."""
+        return None
+
     def identity(self) -> str:
         """See `Source`."""
         classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
         return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, reading: bool = False) -> str | None:
         """See `Source`."""
         if repeatable(self.shard.batch_sampler if self.shard.walked else None, self.shard.sampler):
             return None
@@ -300,6 +312,9 @@ class StreamSource:
     def open(self, at: Position | None) -> Iterator[Any]:
         """See `Source`."""
         self._note_draw()
+        if at is not None and at.base is not None:
+            self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
+            return iter(self.base)
         steps = self.skipped_steps if at is None else at.steps
         samples = steps * (self.step_size or 0) if at is None else at.samples
         if not steps:
@@ -348,20 +363,28 @@ class StreamSource:
         """See `Source`."""
         return self.skipped_steps, None if self.step_size is None else self.skipped_steps * self.step_size
 
+    def base_state(self) -> dict[str, Any] | None:
+        """See `Source`."""
+        if not has_state(self.base):
+            return None
+        state: dict[str, Any] = self.base.state_dict()  # type: ignore[attr-defined]
+        return state
+
     def identity(self) -> str:
         """See `Source`."""
         return f"{type(self.stream).__module__}.{type(self.stream).__qualname__}"
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, reading: bool = False) -> str | None:
         """See `Source`."""
         stream = self.stream
-        if hasattr(stream, "set_epoch") or hasattr(stream, "state_dict"):
+        if hasattr(stream, "set_epoch") or (has_state(self.base) and not reading):
             return None
         if isinstance(getattr(stream, "generator", None), torch.Generator):
             return None
+        hint = " Its own state is used with use_stateful_dataloader=True." if hasattr(stream, "state_dict") else ""
         return (
-            f"The stream {self.identity()} has no position: neither set_epoch, state_dict nor a generator says that it "
-            "gives the same samples again."
+            f"The stream {self.identity()} has no position: neither set_epoch nor a generator says that it gives the "
+            f"same samples again.{hint}"
         )
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.config import TORCHDATA
 
-__all__ = ("stateful_loader_class", "stateful_twin")
+__all__ = ("has_state", "stateful_loader_class", "stateful_twin")
 
 _CARRIED: Final = (
     "num_workers",
@@ -35,6 +35,14 @@ def stateful_loader_class() -> type[DataLoader[Any]]:
 
     loader_class: type[DataLoader[Any]] = StatefulDataLoader
     return loader_class
+
+
+def has_state(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads through torchdata from a stream that can tell its position."""
+    stream = loader.dataset
+    if not isinstance(stream, IterableDataset) or not hasattr(loader, "load_state_dict"):
+        return False
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
 
 
 def stateful_twin(loader: DataLoader[Any]) -> DataLoader[Any]:

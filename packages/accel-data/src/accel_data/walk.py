@@ -17,16 +17,20 @@ T = TypeVar("T")
 Step = tuple[list[T], Padding | None]
 
 
-def walk_samples(samples: Iterable[T], plan: ShardPlan) -> Iterator[Step[T]]:
+def walk_samples(samples: Iterable[T], plan: ShardPlan, begun: list[T] | None = None) -> Iterator[Step[T]]:
     """This process's batches of a sequence of unknown length, with the padding of each step.
 
     Args:
         samples: indices or samples of all processes.
         plan: how they are divided; its length is not used.
+        begun: the samples of the first step, when `samples` begin later; the plan's start is not used then.
     """
     source = iter(samples)
-    head = list(islice(source, plan.step_size))
-    remaining = chain(head[plan.start :], islice(source, max(plan.start - len(head), 0), None))
+    if begun is not None:
+        head, remaining = begun, source
+    else:
+        head = list(islice(source, plan.step_size))
+        remaining = chain(head[plan.start :], islice(source, max(plan.start - len(head), 0), None))
     first = plan.index * plan.batch_size
     while len(chunk := list(islice(remaining, plan.step_size))) == plan.step_size:
         yield chunk[first : first + plan.batch_size], None
