@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from accel_plugins import Context, DistributedDataParallelKwargs
-from accel_plugins.precision import Full
+from accel_plugins.precision import Precision
 from accel_plugins.resolve import available, build, choose, config_among
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_state import PartialState, current
@@ -71,7 +71,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def context() -> Context:
-    return Context(current.process(), GradientState(), Full())
+    return Context(current.process(), GradientState(), Precision())
 
 
 def test_the_built_in_backends_come_in_like_everybody_elses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel_plugins import DistributedDataParallelKwargs
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.testing import BackendSuite
 
 
@@ -18,3 +19,13 @@ class TestDDP(BackendSuite):
 class TestDDPWithViews(BackendSuite):
     target = "accel_plugins.ddp.manifest:MANIFEST"
     config = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+class TestFSDP2(BackendSuite):
+    target = "accel_plugins.fsdp.manifest:FSDP2"
+    config = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=50)
+
+
+class TestFSDP2InOneFile(BackendSuite):
+    target = "accel_plugins.fsdp.manifest:FSDP2"
+    config = FullyShardedDataParallelPlugin(2, reshard_after_forward=False, state_dict_type="FULL_STATE_DICT")

@@ -20,6 +20,8 @@ TORCH_FREE = (
     "accel_plugins.ddp.manifest",
     "accel_plugins.ddp.config",
     "accel_plugins.transforms.compile_config",
+    "accel_plugins.fsdp.manifest",
+    "accel_plugins.fsdp.config",
 )
 
 

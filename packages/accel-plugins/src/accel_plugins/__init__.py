@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accel_plugins.context import Context
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
+    from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.manifest import Ability, Axis, Duty, Job, Manifest, Part, Phase
     from accel_plugins.precision.base import Precision
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
@@ -33,6 +34,7 @@ __all__ = (
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "Duty",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "Job",
     "Manifest",
@@ -57,6 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "accel_plugins.context": ("Context",),
         "accel_plugins.ddp.config": ("DistributedDataParallelKwargs",),
         "accel_plugins.ddp.hook_types": ("DDPCommunicationHookType",),
+        "accel_plugins.fsdp.config": ("FullyShardedDataParallelPlugin",),
         "accel_plugins.manifest": (
             "Ability",
             "Axis",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 __all__ = ("Context",)
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """The surroundings of a strategy, read-only.
 
     Args:

@@ -74,6 +74,7 @@ class Ability(str, Enum):
     NO_SYNC = "no_sync"
     CLIP_VALUE = "clip_value"
     JOIN = "join"
+    AVERAGE = "average"
     STATE_DICT = "state_dict"
     EXACT_RESUME = "exact_resume"
     SEVERAL_MODELS = "several_models"

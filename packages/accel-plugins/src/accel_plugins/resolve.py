@@ -11,8 +11,7 @@ import importlib
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins.manifest import PROTOCOL, Manifest
 from accel_state.errors import AccelError, Conflict, NotOffered, PluginError, SettingError
@@ -32,8 +31,7 @@ _GROUP: Final = "accel.backends"
 _SLOT: Final = 64
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A backend that some distribution offers.
 
     Args:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from accel_plugins.checkpoint import parts
 from accel_plugins.manifest import Part
 
 if TYPE_CHECKING:
@@ -184,6 +183,8 @@ class Strategy:
         Called in the order of `save_order`, on the processes that write files, or on every one when `saves_together`.
         The folder exists and is not the checkpoint yet; the caller makes it durable. `index` counts within the part.
         """
+        from accel_plugins.checkpoint import parts
+
         parts.write_part(part, state, folder, index, safe_serialization=safe_serialization)
 
     def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
@@ -191,11 +192,15 @@ class Strategy:
 
         `options` for models go to `Module.load_state_dict`; `map_location` says for all where tensors are read to.
         """
+        from accel_plugins.checkpoint import parts
+
         target = self.unwrap(item) if part is Part.MODEL else item
         parts.read_part(part, target, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         """All weights of a model under the names of the user's model. Called on every process."""
+        from accel_plugins.checkpoint import parts
+
         return parts.plain_state_dict(self.unwrap(model))
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:

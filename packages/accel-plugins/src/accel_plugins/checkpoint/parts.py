@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from accel_bigmodel.weight_files import load_weights_file, save_weights_file, tied_names
+from accel_bigmodel import weight_files
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import optimizer_name, scheduler_name, weights_name
 from accel_plugins.manifest import Part
@@ -36,7 +36,7 @@ def write_part(part: Part, state: Any, folder: Path, index: int, *, safe_seriali
         CheckpointError: it cannot be written.
     """
     if part is Part.MODEL:
-        save_weights_file(state, folder / weights_name(safe_serialization, index))
+        weight_files.save_weights_file(state, folder / weights_name(safe_serialization, index))
     else:
         pickled.write(state, folder / _NAMES[part](index))
 
@@ -59,7 +59,7 @@ def read_part(
         CheckpointError: the file is missing or damaged, or it is that of another object.
     """
     if part is Part.MODEL:
-        weights = load_weights_file(_weights_path(folder, index), map_location or "cpu")
+        weights = weight_files.load_weights_file(_weights_path(folder, index), map_location or "cpu")
         load_into_model(item, weights, strict=strict, where=str(folder), **options)
         return
     path = folder / _NAMES[part](index)
@@ -97,7 +97,7 @@ def load_into_model(
     own = model.state_dict()
     known = {_uncompiled(name): name for name in own}
     renamed = {known.get(name, name): value for name, value in weights.items()}
-    for names in tied_names(own):
+    for names in weight_files.tied_names(own):
         given = next((renamed[name] for name in names if name in renamed), None)
         if given is not None:
             renamed.update({name: given for name in names if name not in renamed})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import pickle
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +13,7 @@ import torch
 
 from accel_state.errors import CheckpointError
 
-__all__ = ("SAFE_GLOBALS", "read", "write")
+__all__ = ("SAFE_GLOBALS", "read", "read_bytes", "write")
 
 _MULTIARRAY: Any = getattr(numpy, "_core", None) or numpy.core  # numpy 1 has it under the second name
 
@@ -81,6 +82,23 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False) -> Any
             f"{path.name} ({_size(path)} bytes) was to be read from {path.parent}.",
             f"It is damaged: {type(error).__name__}: {reason}",
             "Load an older checkpoint.",
+        ) from error
+
+
+def read_bytes(source: io.BytesIO, name: str) -> Any:
+    """`read` of what was written into memory.
+
+    Raises:
+        CheckpointError: it is damaged or holds more than plain data.
+    """
+    try:
+        with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
+            return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can make its reader raise anything
+        raise CheckpointError(
+            f"{name!r} was to be read from a checkpoint.",
+            f"It is damaged or holds more than plain data: {(str(error).splitlines() or [''])[0]}",
+            "Load an older checkpoint, one that you trust.",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The precisions that torch brings: full, bf16 by autocast, fp16 by autocast with a scaled loss."""
+"""The mixed precisions that torch brings: bf16 by autocast, fp16 by autocast with a scaled loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import NotOffered, NotReady
 
-__all__ = ("Autocasting", "BFloat16", "Float16", "Full")
-
-
-class Full(Precision):
-    """Computes in the dtype of the weights."""
+__all__ = ("Autocasting", "BFloat16", "Float16")
 
 
 class Autocasting(Precision):
@@ -110,6 +106,8 @@ class Float16(Autocasting):
         try:
             self._scaler.unscale_(optimizer)
         except RuntimeError as error:
+            if id(optimizer) not in self._unscaled:
+                raise
             raise NotReady(
                 "Gradients were to be unscaled (for clipping, for example).",
                 f"They were unscaled before and another backward has added scaled ones: {error}.",

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
 from accel_plugins.precision.base import Precision
-from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
-from accel_plugins.precision.native import BFloat16, Float16, Full
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import NotOffered
 
@@ -34,7 +32,7 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
             f"The precisions offered here are {', '.join(_MAKERS)}.",
             "Use mixed_precision='bf16'.",
         )
-    precision = _MAKERS[name](family, _of(AutocastKwargs, given), _of(GradScalerKwargs, given))
+    precision = _MAKERS[name](family, given)
     if precision.dtype is not None and not family.supports(precision.dtype):
         raise NotOffered(
             f"mixed_precision={name!r} was asked for.",
@@ -44,12 +42,31 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
     return precision
 
 
-Maker = Callable[[DeviceFamily, "AutocastKwargs | None", "GradScalerKwargs | None"], Precision]
+def _full(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
+    return Precision()
 
-_MAKERS: Final[dict[str, Maker]] = {
-    "no": lambda family, options, scaling: Full(),
-    "bf16": lambda family, options, scaling: BFloat16(family, options),
-    "fp16": lambda family, options, scaling: Float16(family, options, scaling),
+
+# The others are imported when they are asked for, so that a run in full precision starts without them.
+
+
+def _bfloat16(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
+    from accel_plugins.precision.config import AutocastKwargs
+    from accel_plugins.precision.native import BFloat16
+
+    return BFloat16(family, _of(AutocastKwargs, handlers))
+
+
+def _float16(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
+    from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.precision.native import Float16
+
+    return Float16(family, _of(AutocastKwargs, handlers), _of(GradScalerKwargs, handlers))
+
+
+_MAKERS: Final[dict[str, Callable[[DeviceFamily, tuple[object, ...]], Precision]]] = {
+    "no": _full,
+    "bf16": _bfloat16,
+    "fp16": _float16,
 }
 
 

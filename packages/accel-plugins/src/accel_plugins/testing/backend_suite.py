@@ -248,6 +248,7 @@ class BackendSuite:
         written = self.written(run(tasks.join_uneven, self.case()))
         assert all(weights == written[0] for weights in written)
 
+    @needs(Ability.AVERAGE)
     def test_averaging_gives_everyone_the_mean(self, run: Run) -> None:
         answers = run(tasks.average, self.case())
         for weights in self.written(answers):

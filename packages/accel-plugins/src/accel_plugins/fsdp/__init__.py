@@ -1,0 +1,1 @@
+"""The backend that shards parameters, gradients and optimizer state over the processes."""

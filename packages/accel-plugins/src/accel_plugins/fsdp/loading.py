@@ -1,0 +1,93 @@
+"""Weights on their way into a sharded model: from the first process, from a mapping, or from the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn import Module, Parameter
+
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_state.errors import CheckpointError, Conflict
+
+__all__ = ("check", "distribute", "put", "to_device", "weights_of_first")
+
+
+def check(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
+    """Refuse a model without weights where nobody would give it any."""
+    empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
+    if empty is not None and (rank == 0 or not config.cpu_ram_efficient_loading):
+        raise Conflict(
+            f"{type(model).__name__} was given to prepare().",
+            f"{empty!r} is on the meta device of process {rank} and has no values.",
+            "Load its weights on the first process at least, and set cpu_ram_efficient_loading=True.",
+        )
+
+
+def _tensors(model: Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def to_device(model: Module, device: torch.device) -> dict[Parameter, Parameter]:
+    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was.
+
+    Returns:
+        Which parameter took the place of which, where they had to be replaced.
+    """
+    if not any(tensor.is_meta for _, tensor in _tensors(model)):
+        model.to(device)
+        return {}
+    before = list(model.parameters())
+    ties: dict[int, list[tuple[Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            ties.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for places in ties.values():
+        owner, name = places[0]
+        for module, other in places[1:]:
+            setattr(module, other, getattr(owner, name))
+    return dict(zip(before, model.parameters(), strict=True))
+
+
+def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
+    """All weights and buffers on the first process, by name; empty elsewhere."""
+    if rank != 0:
+        return {}
+    kept = {**dict(model.named_buffers()), **model.state_dict()}
+    return {name: value.detach().cpu().clone() for name, value in kept.items()}
+
+
+def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
+    """Give every process its shards of the first process's weights, and its buffers."""
+    persistent = set(model.state_dict())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+    set_model_state_dict(model, {name: value for name, value in source.items() if name in persistent}, options=options)
+    for name, buffer in model.named_buffers():
+        if name not in persistent:
+            _broadcast(buffer, source.get(name))
+
+
+def _broadcast(buffer: Tensor, value: Tensor | None) -> None:
+    if value is not None:
+        buffer.copy_(value)
+    torch.distributed.broadcast(buffer, src=0)
+
+
+def put(model: Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Put complete weights, which every process has, into a sharded model.
+
+    Raises:
+        CheckpointError: names or shapes do not agree.
+    """
+    try:
+        set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"Weights were to be loaded into {type(model).__name__}.",
+            str(error),
+            "Build the model with the configuration it was saved with.",
+        ) from error

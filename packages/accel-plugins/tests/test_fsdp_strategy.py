@@ -1,0 +1,376 @@
+"""What is particular to sharding; that it trains, clips, saves and loads like everybody is in the suite."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel_plugins import Bundle, Context
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.manifest import FSDP2
+from accel_plugins.precision import choose
+from accel_plugins.resolve import build
+from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing.backend_tasks import clipped_plain
+from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
+from accel_state import PartialState, current
+from accel_state.errors import AccelError, CheckpointError, Conflict, NotOffered, SettingError
+from accel_state.gradient import GradientState
+from accel_state.testing.processes import Processes as Group
+
+Plugin = FullyShardedDataParallelPlugin
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Group]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Group]:
+    with Processes(1) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Group]:
+    with Processes(4) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def case(*arguments: Any, **options: Any) -> Case:
+    return Case(FSDP2, Plugin(2, *arguments, **options))
+
+
+def near(expected: Any) -> Any:
+    if isinstance(expected, dict):
+        return {name: near(value) for name, value in expected.items()}
+    if isinstance(expected, list) and expected and isinstance(expected[0], list):
+        return [near(value) for value in expected]
+    return pytest.approx(expected, rel=2e-5, abs=2e-6)
+
+
+def train(given: Case) -> dict[str, Any]:
+    session = Session(given)
+    losses, norms = session.train()
+    sharded = [isinstance(parameter, DTensor) for parameter in session.model.parameters()]
+    return {"losses": losses, "norms": norms, "sharded": sharded, "weights": session.weights()}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"cpu_offload": True},
+    {"activation_checkpointing": True, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50},
+    {"activation_checkpointing_offload": True, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50},
+    {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]},
+    {"cpu_ram_efficient_loading": True},
+    {"mixed_precision_policy": {"param_dtype": "float32", "reduce_dtype": "torch.float32"}},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_option_trains_like_one_process(two: Group, options: dict[str, Any], accumulation: int) -> None:
+    given = case(**options).but(accumulation=accumulation)
+    for answer in two.run(train, given):
+        assert answer["losses"] == near(Plain(given).run().losses)
+        assert all(answer["sharded"])
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("hold_back", [True, False])
+def test_parameters_that_stay_whole_train_and_are_clipped_with_the_others(
+    two: Group, accumulation: int, hold_back: bool
+) -> None:
+    given = case(ignored_modules="head|body.0").but(accumulation=accumulation, hold_back=hold_back, clip_norm=0.2)
+    plain = Plain(given).run()
+    answers = two.run(train, given)
+    for answer in answers:
+        assert answer["losses"] == near(plain.losses)
+        assert answer["norms"] == near(plain.norms)
+        assert answer["sharded"] == [False, False, True, False, False]
+    assert answers[0]["weights"] == near(plain.weights())
+
+
+def clip_values(given: Case) -> dict[str, Any]:
+    session = Session(given)
+    session.backward(next(iter(batches(given))))
+    session.clip()
+    return session.gradients()
+
+
+def test_values_are_clipped_in_both_kinds_of_parameters(two: Group) -> None:
+    given = case(ignored_modules="head").but(clip_value=0.01)
+    for gradients in two.run(clip_values, given):
+        assert gradients == near(clipped_plain(given)["gradients"])
+
+
+class Tied(Small):
+    """Has a weight under two names and a buffer that no state dict holds."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.again = nn.Linear(10, 10, bias=False)
+        self.again.weight = self.body[2].weight  # type: ignore[assignment]
+        self.register_buffer("fleeting", torch.full((2,), 3.0), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.again(self.body(inputs)) * self.fleeting[0])
+        return logits
+
+
+def load_from_first(given: Case) -> dict[str, Any]:
+    PartialState(cpu=True)
+    first = current.process().rank == 0
+    with torch.device("cpu" if first else "meta"):
+        model = Tied(seed=7) if first else Tied.__new__(Tied)
+        if not first:
+            nn.Module.__init__(model)
+            _on_meta(model)
+    session = Session(given, model)
+    weights = session.weights()
+    with torch.no_grad():
+        output = session.model(torch.ones(2, 6))
+    tied = session.user_model.again.weight is session.user_model.body[2].weight  # type: ignore[union-attr, index]
+    return {"weights": weights, "output": output.tolist(), "tied": tied}
+
+
+def _on_meta(model: Any) -> None:
+    model.body = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10, bias=False), nn.Tanh())
+    model.head = nn.Linear(10, 3)
+    model.register_buffer("factor", torch.empty(()))
+    model.again = nn.Linear(10, 10, bias=False)
+    model.again.weight = model.body[2].weight
+    model.register_buffer("fleeting", torch.empty(2), persistent=False)
+
+
+def test_only_the_first_process_has_to_load_weights(two: Group) -> None:
+    expected = Tied(seed=7)
+    answers = two.run(load_from_first, case(cpu_ram_efficient_loading=True))
+    with torch.no_grad():
+        output = expected(torch.ones(2, 6)).tolist()
+
+    assert answers[0]["weights"] == {name: value.tolist() for name, value in expected.state_dict().items()}
+    for answer in answers:
+        assert answer["output"] == near(output)
+        assert answer["tied"]
+
+
+def refusal(given: Case, precision: str, what: str) -> str:
+    model: nn.Module = make_model()
+    if what == "meta":
+        model = model.to("meta")
+    try:
+        session = Session(given.but(precision=precision), model)
+        if what == "stepped":
+            optimizer = torch.optim.Adam(model.parameters())
+            nn.functional.mse_loss(make_model()(torch.ones(1, 6)), torch.ones(1, 3)).backward()
+            optimizer.state[next(iter(model.parameters()))]["step"] = 1
+            session.strategy.check(Bundle.of([model, optimizer]))
+        if what == "stranger":
+            session.strategy.check(Bundle.of([make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1)]))
+        if what == "join":
+            session.strategy.join([session.model])
+        if what == "average":
+            session.strategy.average_parameters(session.model)
+    except AccelError as error:
+        return type(error).__name__ if error.obstacle and error.remedy else f"{error} lacks a part"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "what", "error"),
+    [
+        ({"fsdp_version": 1}, "no", "", "NotOffered"),
+        ({"ignored_modules": "head"}, "fp16", "", "NotOffered"),
+        ({}, "no", "meta", "Conflict"),
+        ({}, "no", "stepped", "Conflict"),
+        ({}, "no", "stranger", "Conflict"),
+        ({}, "no", "join", "NotOffered"),
+        ({}, "no", "average", "NotOffered"),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "no", "", "SettingError"),
+        (
+            {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["X"]},
+            "no",
+            "",
+            "SettingError",
+        ),
+        ({"mixed_precision_policy": "float7"}, "no", "", "SettingError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(
+    two: Group, options: dict[str, Any], precision: str, what: str, error: str
+) -> None:
+    given = Case(FSDP2, Plugin(**{"fsdp_version": 2, **options}))
+
+    assert set(two.run(refusal, given, precision, what)) == {error}
+
+
+def test_a_process_that_runs_alone_has_nobody_to_share_with() -> None:
+    PartialState(cpu=True)
+    process = current.process()
+    strategy = build(FSDP2, Plugin(2), Context(process, GradientState(), choose("no", process.family)))
+
+    with pytest.raises(Conflict, match="started alone"):
+        strategy.check(Bundle())
+
+
+# ------------------------------------------------------------------------ checkpoints
+
+
+def save(given: Case, folder: str) -> dict[str, Any]:
+    from accel_plugins.checkpoint.folder import Contents, save_folder
+
+    session = Session(given)
+    session.train(list(batches(given))[:2])
+    contents = Contents([session.model], [session.optimizer])
+    save_folder(folder, contents, session.strategy, session.process)
+    session.process.transport.barrier()
+    weights = session.weights()
+    return {"weights": weights, "losses": session.train(list(batches(given))[2:])[0]}
+
+
+def resume(given: Case, folder: str) -> dict[str, Any]:
+    from accel_plugins.checkpoint.folder import Contents, load_folder
+
+    session = Session(given, make_model(9))
+    contents = Contents([session.model], [session.optimizer])
+    try:
+        load_folder(folder, contents, session.strategy, session.process, waive={"random_states"})
+    except CheckpointError as error:
+        return {"error": str(error)}
+    return {"weights": session.weights(), "losses": session.train(list(batches(given))[2:])[0]}
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_names_are_those_of_the_original_library(two: Group, tmp_path: Path, full: bool) -> None:
+    two.run(save, case(state_dict_type="FULL_STATE_DICT" if full else "SHARDED_STATE_DICT"), str(tmp_path))
+    names = {entry.name for entry in tmp_path.iterdir()} - {"random_states_0.pkl", "random_states_1.pkl"}
+
+    if full:
+        assert names == {"pytorch_model_fsdp.bin", "optimizer.bin"}
+        assert set(torch.load(tmp_path / "optimizer.bin", weights_only=True)) == {"state", "param_groups"}
+    else:
+        assert names == {"pytorch_model_fsdp_0", "optimizer_0"}
+        assert {entry.name for entry in (tmp_path / "pytorch_model_fsdp_0").iterdir()} >= {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.parametrize(("saved_full", "adam"), [(True, True), (False, True), (False, False)])
+def test_what_two_processes_saved_four_and_one_load(
+    one: Group, two: Group, four: Group, tmp_path: Path, saved_full: bool, adam: bool
+) -> None:
+    state_type = "FULL_STATE_DICT" if saved_full else "SHARDED_STATE_DICT"
+    given = case(state_dict_type=state_type).but(adam=adam)
+    saved = two.run(save, given, str(tmp_path))
+    for others in (one, four):
+        for answer in others.run(resume, given, str(tmp_path)):
+            assert answer["losses"] == near(saved[0]["losses"])
+            assert answer["weights"] in ({}, saved[0]["weights"])
+
+
+class Evil:
+    def __init__(self, trace: str) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.write_text, (Path(self.trace), "executed"))
+
+
+@pytest.mark.parametrize("harm", ["evil", "empty", "truncated", "missing", "no folder"])
+def test_metadata_that_is_damaged_or_runs_code_is_refused(two: Group, tmp_path: Path, harm: str) -> None:
+    two.run(save, case(), str(tmp_path))
+    metadata, trace = tmp_path / "pytorch_model_fsdp_0" / ".metadata", tmp_path / "trace"
+    if harm == "evil":
+        metadata.write_bytes(pickle.dumps(Evil(str(trace))))
+    elif harm == "missing":
+        metadata.unlink()
+    elif harm == "no folder":
+        metadata.parent.rename(tmp_path / "elsewhere")
+    else:
+        metadata.write_bytes(metadata.read_bytes()[: 0 if harm == "empty" else 100])
+
+    for answer in two.run(resume, case(), str(tmp_path)):
+        assert (".bin" if harm == "no folder" else ".metadata") in answer["error"]
+    assert not trace.exists()
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def test_settings_come_from_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A, B",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = Plugin()
+
+    assert found.backend_name == "fsdp2"
+    assert found.reshard_after_forward is False
+    assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A", "B"))
+    assert (found.cpu_offload, found.state_dict_type) == (True, "FULL_STATE_DICT")
+    assert found.cpu_ram_efficient_loading
+    assert Plugin(reshard_after_forward=True).reshard_after_forward is True
+
+
+def test_defaults_depend_on_the_version() -> None:
+    first, second = Plugin(), Plugin(2)
+
+    assert (first.fsdp_version, first.state_dict_type, first.reshard_after_forward) == (1, "FULL_STATE_DICT", None)
+    assert (second.state_dict_type, second.reshard_after_forward) == ("SHARDED_STATE_DICT", True)
+
+
+def test_objects_of_torch_are_taken_by_their_name() -> None:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy, StateDictType
+
+    assert Plugin(ShardingStrategy.SHARD_GRAD_OP).sharding_strategy == "SHARD_GRAD_OP"  # type: ignore[arg-type]
+    assert Plugin(2, state_dict_type=StateDictType.FULL_STATE_DICT).state_dict_type == "FULL_STATE_DICT"
+    assert Plugin(cpu_offload=CPUOffload(offload_params=True)).cpu_offload is True
+    assert Plugin(2, cpu_offload=CPUOffloadPolicy()).cpu_offload is True
+    policy = Plugin(2)
+    policy.set_mixed_precision("bf16")
+    assert policy.mixed_precision_policy == {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+
+
+def test_block_classes_are_taken_from_a_model_that_knows_them() -> None:
+    model = make_model()
+    model._no_split_modules = ["Linear"]  # type: ignore[assignment]
+    plugin = Plugin(2, auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(model)
+
+    assert plugin.transformer_cls_names_to_wrap == ("Linear",)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"auto_wrap_policy": "by_feeling"},
+        {"state_dict_type": "half"},
+        {"cpu_offload": "perhaps"},
+        {"cpu_offload": 3.5},
+        {"mixed_precision_policy": 7},
+        {"sharding_strategy": "everything"},
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SettingError):
+        Plugin(2, **options)
+    assert issubclass(NotOffered, NotImplementedError)
