@@ -24,7 +24,7 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.attach import attach_align_device_hook
+from accel_bigmodel.attach import attach_align_device_hook, attach_execution_device_hook
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_state.errors import NotOffered, SettingError, ShapeMismatch
 
@@ -321,3 +321,27 @@ def test_taking_hooks_off_brings_weights_back() -> None:
     remove_hook_from_submodules(model)
     assert torch.equal(model(IDS), expected)
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_every_module_with_weights_computes_on_its_device() -> None:
+    model, expected = made()
+    attach_execution_device_hook(model, "cpu", preload_module_classes=["Sequential"])
+    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    assert hooked == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+    assert torch.equal(model(IDS), expected)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(IDS), expected)
+
+
+def test_shared_modules_are_hooked_once_and_compute_the_same(tmp_path: Path) -> None:
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 8))
+    x = torch.ones(2, 8)
+    expected = model(x)
+    disk_offload(model, tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+    other = nn.Sequential(layer_two := nn.Linear(8, 8), nn.ReLU(), layer_two)
+    expected = other(x)
+    dispatch_model(other, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path / "other")
+    assert torch.equal(other(x), expected)
