@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from accel_state import availability
 from accel_state.devices import nvidia, select
-from accel_state.devices.cuda import check_cuda_fp8_capability
+from accel_state.devices.cuda import CUDA, check_cuda_fp8_capability
 from accel_state.devices.select import get_current_device_type
 from accel_state.errors import Missing, NotOffered, SettingError
 from accel_state.settings import versions
@@ -24,6 +24,7 @@ from accel_state.settings.probe import _found
 from accel_state.settings.versions import compare_versions, installed_version
 from accel_state.testing.fresh import fresh
 from accel_state.testing.simulated_device import NAME, simulated_device
+from accel_state.topology import Topology
 
 QUESTIONS = {name: getattr(availability, name) for name in availability.__all__ if name.startswith("is_")}
 
@@ -190,6 +191,21 @@ def test_what_the_driver_tells(
     assert nvidia.get_gpu_info() == ([name] * count, count)
     assert nvidia.get_driver_version() == driver
     assert nvidia.check_cuda_p2p_ib_support() is direct
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for the driver's program is a shell script")
+def test_several_processes_on_gpus_that_cannot_reach_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090", 2, "535.104.05")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    two = Topology(rank=0, world_size=2, local_world_size=2)
+    CUDA().settle(Topology())
+    with pytest.raises(NotOffered, match="NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"):
+        CUDA().settle(two)
+    for variable in nvidia.WITHOUT_P2P:
+        monkeypatch.setenv(variable, "1")
+    CUDA().settle(two)
 
 
 def test_a_machine_without_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

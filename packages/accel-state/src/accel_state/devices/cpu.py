@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from accel_state.devices.base import DeviceFamily
-from accel_state.labels import DistributedType
+from accel_state.devices.rows import ROWS
 from accel_state.processors import numa_nodes, physical_cores
 from accel_state.settings.environ import read
 from accel_state.settings.requirement import Requirement
@@ -24,9 +24,9 @@ _PSUTIL: Final = Requirement("psutil", extra="accel-state[memory]")
 class CPU(DeviceFamily):
     """The host's processors; all processes of a node share them."""
 
-    name = "cpu"
-    label = DistributedType.MULTI_CPU
-    backend = "gloo"
+    name = ROWS["cpu"].name
+    label = ROWS["cpu"].label
+    backend = ROWS["cpu"].backend
 
     def present(self) -> bool:
         return True

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from accel_state.devices.nvidia import WITHOUT_P2P, check_cuda_p2p_ib_support, lacks_p2p
 from accel_state.devices.rows import ROWS
 from accel_state.devices.torch_family import TorchFamily
+from accel_state.errors import NotOffered
+from accel_state.topology import Topology
 
 __all__ = ("CUDA", "check_cuda_fp8_capability")
 
@@ -31,6 +35,22 @@ class CUDA(TorchFamily):
     def is_rocm(self) -> bool:
         """Whether the GPUs are AMD's."""
         return torch.version.hip is not None
+
+    def settle(self, topology: Topology) -> None:
+        """See that NCCL does not wait for what the GPUs cannot do.
+
+        Raises:
+            NotOffered: the GPUs cannot reach each other directly, the driver does not know, and NCCL was not told.
+        """
+        told = all(variable in os.environ for variable in WITHOUT_P2P)
+        if topology.world_size == 1 or told or not lacks_p2p(torch.cuda.get_device_name()):
+            return
+        if not check_cuda_p2p_ib_support():
+            raise NotOffered(
+                f"{topology.world_size} processes on GPUs of the kind {torch.cuda.get_device_name()} were asked for.",
+                "They cannot reach each other's memory, and this driver does not tell NCCL so.",
+                f"Set {' and '.join(f'{name}=1' for name in WITHOUT_P2P)} (`accel launch` does), or update the driver.",
+            )
 
     def scales_fp8_by_blocks(self) -> bool:
         """Whether the current GPU computes with 8-bit numbers that share a scale in blocks."""

@@ -8,9 +8,12 @@ from typing import Final
 
 from accel_state.errors import NotOffered
 
-__all__ = ("check_cuda_p2p_ib_support", "get_driver_version", "get_gpu_info")
+__all__ = ("WITHOUT_P2P", "check_cuda_p2p_ib_support", "get_driver_version", "get_gpu_info", "lacks_p2p")
 
-_WITHOUT_P2P: Final = "RTX 40"
+WITHOUT_P2P: Final = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+"""Variables that forbid NCCL what `check_cuda_p2p_ib_support` says it may not try."""
+
+_SERIES: Final = "RTX 40"
 """Cards of this series cannot reach each other's memory."""
 
 _KNOWS_P2P: Final = (550, 40, 7)
@@ -51,9 +54,14 @@ def get_driver_version() -> str:
     return versions[0].strip()
 
 
+def lacks_p2p(name: str) -> bool:
+    """Whether GPUs of this name cannot reach each other's memory."""
+    return _SERIES in name
+
+
 def check_cuda_p2p_ib_support() -> bool:
     """Whether NCCL may try to let GPUs reach each other directly, or over InfiniBand; False asks to forbid it."""
     names, count = get_gpu_info()
-    if count < 2 or not any(_WITHOUT_P2P in name for name in names):
+    if count < 2 or not any(map(lacks_p2p, names)):
         return True
     return tuple(int(part) for part in get_driver_version().split(".")) >= _KNOWS_P2P

@@ -24,7 +24,7 @@ class Row:
         name: type of its torch devices, and the name by which `rng_types` asks for its generators.
         label: what users read as `distributed_type`.
         backend: name of the torch.distributed backend that moves its tensors, or empty when none does.
-        rng_key: key of its generators in a checkpoint's random states.
+        rng_key: key of its generators in a checkpoint's random states; None for that of the CPU itself.
         visible_variable: variable that limits which of its devices a process sees.
         vendor: module that has to be imported before torch knows the family.
         collectives: module that has to be imported before torch.distributed knows the backend.
@@ -38,7 +38,7 @@ class Row:
     name: str
     label: DistributedType
     backend: str
-    rng_key: str
+    rng_key: str | None
     visible_variable: str | None = None
     vendor: str | None = None
     collectives: str | None = None
@@ -50,6 +50,15 @@ class Row:
 
 
 _ALL: Final = (
+    Row(
+        "cpu",
+        DistributedType.MULTI_CPU,
+        "gloo",
+        None,
+        priority=0,
+        pins_memory=False,
+        launching={"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"},
+    ),
     Row(
         "cuda",
         DistributedType.MULTI_GPU,

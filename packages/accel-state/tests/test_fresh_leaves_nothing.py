@@ -1,0 +1,87 @@
+"""`fresh` keeps tests apart in any order: tests that leak all they can pass with it, and are found out without it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_state.testing.processes import Finished, run_command
+
+pytest.importorskip("pytest_randomly")
+
+LEAKY = """
+import logging, os, random
+import pytest, torch
+from accel_state import AcceleratorState, GradientState, PartialState, current
+from accel_state.testing.fresh import fresh
+
+THREADS = torch.get_num_threads()
+
+@pytest.fixture(autouse=True)
+def clean():
+    if "KEPT_APART" in os.environ:
+        with fresh():
+            yield
+    else:
+        yield
+
+def leak():
+    AcceleratorState("bf16", cpu=True)
+    GradientState().sync_gradients = False
+    os.environ.update(ACCELERATE_MIXED_PRECISION="fp16", FSDP_VERSION="2", RANK="0", WORLD_SIZE="1", LEFT="1")
+    torch.set_num_threads(THREADS + 1)
+    torch.set_default_dtype(torch.float64)
+    logging.getLogger().setLevel(logging.DEBUG)
+
+def check():
+    assert current.process_or_none() is None
+    assert current.run_or_none() is None
+    assert current.gradient() is None
+    assert {"ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "RANK", "LEFT"}.isdisjoint(os.environ)
+    assert torch.get_num_threads() == THREADS
+    assert torch.get_default_dtype() is torch.float32
+    assert logging.getLogger().level == logging.WARNING
+
+@pytest.mark.parametrize("turn", range(4))
+def test_leaks(turn):
+    check()
+    leak()
+    assert PartialState().num_processes == 1
+
+def test_generators_are_put_back():
+    states = random.getstate(), torch.get_rng_state()
+    with fresh():
+        random.random()
+        torch.rand(1)
+        torch.manual_seed(0)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+def test_a_failure_inside_is_no_leak():
+    with pytest.raises(KeyError):
+        with fresh():
+            leak()
+            raise KeyError
+    check()
+"""
+
+
+def run_leaky(folder: Path, *arguments: str, apart: bool) -> Finished:
+    (folder / "test_leaky.py").write_text(LEAKY)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "test_leaky.py"]
+    return run_command(command, cwd=folder, env={"KEPT_APART": "1"} if apart else {})
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_tests_that_leak_pass_in_any_order(seed: int, tmp_path: Path) -> None:
+    done = run_leaky(tmp_path, "-p", "randomly", f"--randomly-seed={seed}", apart=True)
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout
+
+
+def test_without_it_they_are_found_out(tmp_path: Path) -> None:
+    done = run_leaky(tmp_path, "-k", "test_leaks", apart=False)
+    assert done.returncode == 1
+    assert "3 failed, 1 passed" in done.stdout
