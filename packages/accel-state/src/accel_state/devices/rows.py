@@ -31,7 +31,8 @@ class Row:
         priority: the present family with the highest one is taken.
         timeout: how long a collective may take when nothing else was asked for.
         pins_memory: whether copies from pinned host memory are quicker.
-        launching: variables that the processes need when they start.
+        launching: variables that the processes need when they start; they mean nothing on other devices.
+        sharing: variables that several processes need when they start and share its device.
         probing: variables that keep the question whether a device is there from opening it.
     """
 
@@ -46,6 +47,7 @@ class Row:
     timeout: timedelta = timedelta(minutes=30)
     pins_memory: bool = True
     launching: Mapping[str, str] = field(default_factory=dict)
+    sharing: Mapping[str, str] = field(default_factory=dict)
     probing: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -57,7 +59,7 @@ _ALL: Final = (
         None,
         priority=0,
         pins_memory=False,
-        launching={"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"},
+        sharing={"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"},
     ),
     Row(
         "cuda",
