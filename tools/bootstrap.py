@@ -34,7 +34,7 @@ PACKAGES = (
     "accel-bigmodel[plots]",
     "accel-tracking[plots,tensorboard,testing]",
     "accel-plugins[testing]",
-    "accel-cli",
+    "accel-cli[wizard]",
     "accel-torch",
     "accelerate",
 )

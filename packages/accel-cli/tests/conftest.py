@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -121,3 +125,57 @@ def gone() -> Callable[[int], bool]:
             os.close(watched)
 
     return wait
+
+
+class Terminal:
+    """`accel` with a terminal of its own."""
+
+    def __init__(self, arguments: tuple[object, ...], folder: Path) -> None:
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *map(str, arguments)])
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+        self.seen = b""
+        self.read = 0
+
+    def until(self, text: str, timeout: float = 30.0) -> None:
+        """Read until a text was printed, after what was read before."""
+        deadline = time.monotonic() + timeout
+        while text.encode() not in self.seen[self.read :]:
+            ready, _, _ = select.select([self.master], [], [], max(deadline - time.monotonic(), 0))
+            chunk = self._read() if ready else b""
+            assert chunk, f"{text!r} did not come, only {self.seen!r}"
+            self.seen += chunk
+        self.read = self.seen.index(text.encode(), self.read) + len(text.encode())
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self.master, text.encode())
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and all that was printed."""
+        while chunk := self._read():
+            self.seen += chunk
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.seen.decode().replace("\r\n", "\n")
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self.master, 65536)
+        except OSError:
+            # How Linux says that the other side has gone.
+            return b""
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Start `accel` in a terminal of its own."""
+    opened: list[Terminal] = []
+
+    def open_terminal(*arguments: object) -> Terminal:
+        opened.append(Terminal(arguments, tmp_path))
+        return opened[-1]
+
+    yield open_terminal
+    for one in opened:
+        os.close(one.master)

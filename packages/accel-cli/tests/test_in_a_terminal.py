@@ -2,64 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
-import sys
-import time
-
 import pytest
 
-INTERRUPT = b"\x03"
-
-
-class Terminal:
-    """`accel` with a terminal of its own."""
-
-    def __init__(self, arguments, folder):
-        self.pid, self.master = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *map(str, arguments)])
-        self.seen = b""
-
-    def until(self, text, timeout=30.0):
-        """Read until a text was printed."""
-        deadline = time.monotonic() + timeout
-        while text.encode() not in self.seen:
-            ready, _, _ = select.select([self.master], [], [], max(deadline - time.monotonic(), 0))
-            chunk = self._read() if ready else b""
-            assert chunk, f"{text!r} did not come, only {self.seen!r}"
-            self.seen += chunk
-
-    def type(self, text):
-        os.write(self.master, text)
-
-    def end(self):
-        """The exit code, and all that was printed."""
-        while chunk := self._read():
-            self.seen += chunk
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.seen.decode().replace("\r\n", "\n")
-
-    def _read(self):
-        try:
-            return os.read(self.master, 65536)
-        except OSError:
-            # How Linux says that the other side has gone.
-            return b""
-
-
-@pytest.fixture
-def terminal(tmp_path):
-    opened = []
-
-    def open_terminal(*arguments):
-        opened.append(Terminal(arguments, tmp_path))
-        return opened[-1]
-
-    yield open_terminal
-    for one in opened:
-        os.close(one.master)
+INTERRUPT = "\x03"
 
 
 COUNTING = """
@@ -105,8 +50,8 @@ def test_the_first_process_can_be_debugged(terminal, script, count):
     body = "import os\nvalue = 41\nif os.environ.get('RANK', '0') == '0': breakpoint()\nprint('went', 'on')\n"
     opened = terminal("launch", "--num_processes", count, script(body))
     opened.until("(Pdb) ")
-    opened.type(b"p value + 1\n")
+    opened.type("p value + 1\n")
     opened.until("42")
-    opened.type(b"c\n")
+    opened.type("c\n")
     code, output = opened.end()
     assert (code, output.count("went on")) == (0, count)

@@ -21,6 +21,7 @@ GROUP: Final = "accel.commands"
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
+    ("config", "accel_cli.commands.config:COMMAND", "write a config file, by answering questions or without"),
     ("explain", "accel_cli.commands.explain:COMMAND", "show every setting of a launch and where it comes from"),
     ("env", "accel_cli.commands.env:COMMAND", "show what is installed here, as a bug report needs it"),
 )

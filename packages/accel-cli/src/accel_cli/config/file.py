@@ -12,7 +12,7 @@ from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import JSON, Setting, closest, settings_of
 
-__all__ = ("ConfigFile", "read_config")
+__all__ = ("ConfigFile", "modern", "read_config")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
     keys = _keys(classes)
     values: dict[str, Given] = {}
     unread = []
-    for entry in map(_modern, read_document(path)):
+    for entry in map(modern, read_document(path)):
         if entry.key in keys:
             given = _given(keys[entry.key], entry, path)
             if given is not None:
@@ -60,7 +60,7 @@ def _keys(classes: Iterable[type]) -> dict[str, Setting]:
     return {known.key: known for known in settings if known.key is not None}
 
 
-def _modern(entry: Entry) -> Entry:
+def modern(entry: Entry) -> Entry:
     """An entry with its key as files have it today."""
     key = with_prefix(entry.key)
     if key == "fp16":

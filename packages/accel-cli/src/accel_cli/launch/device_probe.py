@@ -19,10 +19,11 @@ def probe() -> dict[str, Any]:
 
     from accel_state.devices.select import best_family, failed_families, families
 
+    best = best_family()
     present = [family for family in families() if family.present()]
     return {
         "torch": torch.__version__,
-        "best": {"name": best_family().name, "count": best_family().count()},
+        "best": {"name": best.name, "count": best.count(), "label": best.label.value},
         "families": {family.name: family.count() for family in present},
         "failed": {failure.name: repr(failure.error) for failure in failed_families()},
     }

@@ -16,7 +16,7 @@ from accel_state.devices.rows import ROWS
 from accel_state.errors import LaunchError
 from accel_state.settings.extension import extensions
 
-__all__ = ("ask_torch", "count_devices", "usual_variables", "visible")
+__all__ = ("ask_torch", "best_devices", "count_devices", "usual_variables", "visible")
 
 _DEVICE_FILES: Final = (
     "/dev/nvidia[0-9]*",
@@ -46,9 +46,17 @@ def count_devices() -> int:
     Raises:
         LaunchError: torch, asked for its devices, failed.
     """
-    if not _may_have_devices():
-        return 1
-    return max(int(ask_torch("The number of processes was to be the number of devices.")["best"]["count"]), 1)
+    return max(int(best_devices()["count"]), 1) if _may_have_devices() else 1
+
+
+def best_devices() -> dict[str, Any]:
+    """Name, number of devices and `distributed_type` of the best family that is present.
+
+    Raises:
+        LaunchError: torch, asked for its devices, failed.
+    """
+    best: dict[str, Any] = ask_torch("The number of devices of this machine was asked for.")["best"]
+    return best
 
 
 def visible(device_ids: str) -> Mapping[str, str]:

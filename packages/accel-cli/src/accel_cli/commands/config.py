@@ -1,0 +1,92 @@
+"""`accel config`: write a config file, by answering questions or without."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from accel_cli.command import spelled
+from accel_cli.config.location import default_path
+from accel_state.errors import SettingError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ("COMMAND", "Config")
+
+
+class Config:
+    """The command; see `accel_cli.command.Command`."""
+
+    help = "write a config file, by answering questions or without"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Where the file lies, and the two ways without questions."""
+        from argparse import SUPPRESS
+
+        from accel_state.settings.run import RunSettings
+        from accel_state.settings.schema import settings_of
+
+        def add_place(to: ArgumentParser, default: str | None) -> None:
+            where = "The file; the user's own when not given."
+            to.add_argument(*spelled("--config_file"), default=default, metavar="PATH", help=where)
+
+        add_place(parser, None)
+        parser.set_defaults(action=_ask)
+        ways = parser.add_subparsers(title="without questions", metavar="{default,update}")
+        default = ways.add_parser("default", help="write the usual file for this machine")
+        add_place(default, SUPPRESS)
+        default.add_argument(*spelled("--mixed_precision"), default=settings_of(RunSettings)["mixed_precision"].default)
+        default.set_defaults(action=_write_default)
+        update = ways.add_parser("update", help="rewrite a file in today's form")
+        add_place(update, SUPPRESS)
+        update.set_defaults(action=_update)
+
+    def run(self, arguments: Namespace) -> int:
+        """Write the file."""
+        path = arguments.config_file or default_path(os.environ)
+        written: str = arguments.action(path, arguments)
+        print(written)
+        return 0
+
+
+def _ask(path: str, arguments: Namespace) -> str:
+    from accel_cli.config.prompt import prompter
+    from accel_cli.config.wizard import questions
+    from accel_cli.config.write import write_config
+    from accel_cli.launch.arguments import LAUNCH_CLASSES
+    from accel_cli.launch.backends import backends
+
+    del arguments
+    offered = {backend.extension.name: backend.settings for backend in backends() if backend.manifest is not None}
+    answers = questions(prompter(), LAUNCH_CLASSES, offered)
+    write_config(path, answers)
+    return f"Written to {path}."
+
+
+def _write_default(path: str, arguments: Namespace) -> str:
+    from accel_cli.config.defaults import usual_config
+    from accel_cli.config.write import write_config
+    from accel_cli.launch.devices import best_devices
+    from accel_state.settings.run import RunSettings
+    from accel_state.settings.schema import settings_of
+
+    precision = settings_of(RunSettings)["mixed_precision"].parse(arguments.mixed_precision, "--mixed_precision")
+    if os.path.exists(path):
+        asked = f"The usual config file was to be written to {path}."
+        raise SettingError(asked, "There is a file already.", "Remove it, give another --config_file, or update it.")
+    write_config(path, usual_config(best_devices(), precision))
+    return f"Written to {path}."
+
+
+def _update(path: str, arguments: Namespace) -> str:
+    from accel_cli.config.defaults import modernised
+    from accel_cli.config.write import write_config
+    from accel_cli.launch.options import launch_classes
+
+    del arguments
+    write_config(path, modernised(path, launch_classes()))
+    return f"Updated {path}."
+
+
+COMMAND: Final = Config()

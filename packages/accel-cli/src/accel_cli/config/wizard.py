@@ -1,0 +1,79 @@
+"""The wizard of `accel config`: its questions are those that the settings carry, installed backends included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from accel_cli.config.prompt import Prompter
+from accel_state.settings.schema import BOOLEAN, Setting, settings_of
+
+__all__ = ("AUTOMATIC", "questions")
+
+AUTOMATIC: Final = "automatic"
+_YES_OR_NO: Final = ("no", "yes")
+
+# Questions that make sense only after certain answers.
+_ONLY_IF: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
+    "machine_rank": lambda answers: bool(answers["num_machines"] > 1),
+    "main_process_ip": lambda answers: bool(answers["num_machines"] > 1),
+    "main_process_port": lambda answers: bool(answers["num_machines"] > 1),
+    "gpu_ids": lambda answers: not answers.get("cpu"),
+}
+
+_SUGGESTIONS: Final = {"num_processes": "1", "gpu_ids": "all", "main_process_port": "29500"}
+_NEEDED: Final = ("main_process_ip",)
+
+
+def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
+    """Ask, and return the answers by key of the config file.
+
+    Args:
+        prompter: how to ask.
+        classes: settings classes of the launcher.
+        backends: settings class of each installed backend, None for one without settings.
+    """
+    answers: dict[str, Any] = {}
+    keys = _ask_all(prompter, classes, answers)
+    name = prompter.choose("Which backend should own the run?", [AUTOMATIC, *backends], AUTOMATIC)
+    if name != AUTOMATIC:
+        keys["backend"] = name
+        chosen = backends[name]
+        keys.update(_ask_all(prompter, () if chosen is None else (chosen,), answers))
+    return keys
+
+
+def _ask_all(prompter: Prompter, classes: Iterable[type], answers: dict[str, Any]) -> dict[str, Any]:
+    keys = {}
+    for settings_class in classes:
+        for known in settings_of(settings_class).values():
+            relevant = _ONLY_IF.get(known.name)
+            if known.question is None or known.key is None or (relevant is not None and not relevant(answers)):
+                continue
+            value = _ask(prompter, known)
+            answers[known.name] = value
+            if value is not None:
+                keys[known.key] = value
+    return keys
+
+
+def _ask(prompter: Prompter, known: Setting) -> Any:
+    question = str(known.question)
+    if known.kind is BOOLEAN:
+        return prompter.choose(question, _YES_OR_NO, _YES_OR_NO[bool(known.default)]) == "yes"
+    if known.kind.choices:
+        return known.parse(prompter.choose(question, known.kind.choices, known.default), "answer")
+    suggestion = "" if known.default is None else known.kind.format(known.default)
+    answer = prompter.ask(question, _SUGGESTIONS.get(known.name, suggestion), lambda text: _problem(known, text))
+    return known.parse(answer, "answer") if answer else None
+
+
+def _problem(known: Setting, text: str) -> str | None:
+    """Why a text is no answer, or None."""
+    if not text.strip():
+        return "An answer is needed here." if known.name in _NEEDED else None
+    try:
+        known.kind.parse(text)
+    except ValueError:
+        return f"Give {known.kind.name}."
+    return None

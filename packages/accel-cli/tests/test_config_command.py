@@ -1,0 +1,193 @@
+"""`accel config`: files by questions, the usual file, and old files in today's form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from accel_cli.config.defaults import modernised, usual_config
+from accel_cli.config.file import read_config
+from accel_cli.config.prompt import Lines
+from accel_cli.config.wizard import AUTOMATIC, questions
+from accel_cli.config.write import nested, write_config
+from accel_cli.launch.arguments import LAUNCH_CLASSES
+from accel_state.errors import SettingError
+from accel_state.settings.schema import BOOLEAN, choice, setting
+
+
+@dataclass
+class Rocket:
+    """Settings of a stranger's backend."""
+
+    fuel: str = setting(
+        "kerosene", kind=choice("kerosene", "hydrogen"), key="rocket_config.fuel", question="Which fuel?"
+    )
+    reusable: bool = setting(False, kind=BOOLEAN, key="rocket_config.reusable", question="Does it come back?")
+    secret: str | None = setting(None, key="rocket_config.secret")
+
+
+class Answers:
+    """A prompter that knows the answers to some questions and takes the default for the others."""
+
+    def __init__(self, **known):
+        self.known = known
+        self.asked = []
+
+    def _answer(self, question, default):
+        self.asked.append(question)
+        return next((answer for part, answer in self.known.items() if part in question.replace(" ", "_")), default)
+
+    def choose(self, question, options, default):
+        answer = self._answer(question, default)
+        assert answer in options
+        return answer
+
+    def ask(self, question, default, problem):
+        answer = self._answer(question, default)
+        assert problem(answer) is None
+        return answer
+
+
+def test_answers_make_a_file_that_can_be_read_back(tmp_path):
+    answers = questions(Answers(CPU_only="yes", in_total="4", mixed="bf16"), LAUNCH_CLASSES, {})
+    path = tmp_path / "run.yaml"
+    write_config(str(path), answers)
+    values = {name: given.value for name, given in read_config(str(path), LAUNCH_CLASSES).values.items()}
+    assert (values["cpu"], values["num_processes"], values["mixed_precision"]) == (True, 4, "bf16")
+    assert "machine_rank" not in values
+    assert "backend" not in values
+
+
+def test_questions_follow_from_answers():
+    asked = Answers(machines_do="2", address="10.0.0.1")
+    answers = questions(asked, LAUNCH_CLASSES, {})
+    assert answers["main_process_ip"] == "10.0.0.1"
+    assert answers["machine_rank"] == 0
+    assert any("Which devices" in question for question in asked.asked)
+    on_cpu = Answers(CPU_only="yes")
+    questions(on_cpu, LAUNCH_CLASSES, {})
+    assert not any("Which devices" in question for question in on_cpu.asked)
+    assert not any("rank of this machine" in question for question in on_cpu.asked)
+
+
+def test_questions_of_a_strangers_backend():
+    prompter = Answers(own_the_run="rocket", come_back="yes")
+    answers = questions(prompter, (), {"rocket": Rocket, "plain": None})
+    assert answers == {"backend": "rocket", "rocket_config.fuel": "kerosene", "rocket_config.reusable": True}
+    assert questions(Answers(), (), {"rocket": Rocket}) == {}
+    assert questions(Answers(own_the_run="plain"), (), {"plain": None}) == {"backend": "plain"}
+    assert AUTOMATIC not in questions(Answers(), (), {}).values()
+
+
+def run(*arguments, typed, cwd):
+    argv = [sys.executable, "-m", "accel_cli.main", "config", *map(str, arguments)]
+    return subprocess.run(argv, input=typed, capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def test_plain_lines_take_numbers_names_and_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    typed = iter(["7", "b", "2", "", "zero", "3"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    lines = Lines()
+    assert lines.choose("Which?", ["a", "b"], "a") == "b"
+    assert lines.choose("Which?", ["a", "b"], "a") == "b"
+    assert lines.choose("Which?", ["a", "b"], "a") == "a"
+    assert lines.ask("How many?", "", lambda text: None if text.isdecimal() else "No.") == "3"
+
+
+def test_the_wizard_reads_its_answers_from_a_pipe(tmp_path):
+    finished = run("--config_file", "run.yaml", typed="yes\n" + "\n" * 30, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.endswith("Written to run.yaml.\n")
+    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert written["use_cpu"] is True
+    assert written["num_processes"] == 1
+
+
+def test_a_wizard_without_answers_leaves_no_file(tmp_path):
+    finished = run("--config_file", "run.yaml", typed="yes\n", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "The input ended before the answer." in finished.stderr
+    assert list(tmp_path.glob("run.yaml*")) == []
+
+
+def test_arrow_keys_choose_in_a_terminal(terminal, tmp_path, monkeypatch):
+    pytest.importorskip("questionary", reason="menus need the extra accel-cli[wizard]")
+    # The terminal of the test cannot tell where its cursor is.
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    down = "\x1b[B"
+    keys = {"CPU only": down, "mixed precision": down * 2}
+    expected = Answers(CPU_only="yes", mixed_precision="bf16")
+    questions(expected, LAUNCH_CLASSES, {"ddp": None})
+    opened = terminal("config", "--config_file", "run.yaml")
+    for question in expected.asked:
+        opened.until(question)
+        opened.type(next((pressed for part, pressed in keys.items() if part in question), "") + "\r")
+    opened.until("Written to run.yaml")
+    assert opened.end()[0] == 0
+    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert (written["use_cpu"], written["mixed_precision"]) == (True, "bf16")
+
+
+def test_the_usual_file(accel, tmp_path):
+    finished = accel("config", "default", "--mixed_precision", "bf16")
+    path = tmp_path / "home" / "accelerate" / "default_config.yaml"
+    assert (finished.returncode, finished.stdout) == (0, f"Written to {path}.\n")
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+    again = accel("config", "default")
+    assert again.returncode == 2
+    assert "There is a file already." in again.stderr
+
+
+def test_the_usual_file_follows_from_the_devices():
+    one = usual_config({"name": "cpu", "count": 1, "label": "MULTI_CPU"}, "no")
+    assert (one["distributed_type"], one["num_processes"]) == ("NO", 1)
+    eight = usual_config({"name": "cuda", "count": 8, "label": "MULTI_GPU"}, "no")
+    assert (eight["distributed_type"], eight["num_processes"]) == ("MULTI_GPU", 8)
+
+
+def test_an_old_file_in_todays_form(accel, tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text("fp16: true\ndynamo_backend: 'no'\nfsdp_config:\n  version: 2\ntpu_env: [1, x]\nnum_machines: 1\n")
+    assert accel("config", "update", "--config_file", path).returncode == 0
+    assert yaml.safe_load(path.read_text()) == {
+        "mixed_precision": "fp16",
+        "dynamo_config": {"dynamo_backend": "no"},
+        "fsdp_config": {"fsdp_version": 2},
+        "tpu_env": [1, "x"],
+        "num_machines": 1,
+    }
+
+
+def test_an_updated_file_says_the_same(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"num_processes": 2,\n\t"downcast_bf16": "no", "fsdp_config": {"fsdp_offload_params": false}}')
+    values = modernised(str(path), LAUNCH_CLASSES)
+    write_config(str(path), values)
+    assert json.loads(path.read_text()) == json.loads(
+        '{"num_processes": 2, "downcast_bf16": "no", "fsdp_config": {"fsdp_offload_params": false}}'
+    )
+
+
+def test_a_file_with_an_unknown_key_is_not_rewritten(accel, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("num_proceses: 2\n")
+    finished = accel("config", "update", "--config_file", path)
+    assert finished.returncode == 2
+    assert "Did you mean 'num_processes'?" in finished.stderr
+    assert path.read_text() == "num_proceses: 2\n"
+
+
+def test_nested_tables():
+    assert nested({"a.b.c": 1, "a.b.d": (1, 2), "e": None}) == {"a": {"b": {"c": 1, "d": [1, 2]}}, "e": None}
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="The system refused"):
+        write_config(str(tmp_path / "file" / "run.yaml"), {})
