@@ -15,6 +15,7 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_offloaded_weights,
+    load_state_dict,
     offload_weight,
     save_weights,
 )
@@ -200,6 +201,18 @@ def test_a_name_on_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(Missing, match="huggingface"):
         load_checkpoint_in_model(empty(), "org/name")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_one_file_as_a_state_dict_with_and_without_devices(tmp_path: Path, safe: bool) -> None:
+    model, _ = saved(tmp_path, safe=safe)
+    file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
+    for device_map in (None, {"": "cpu", "head": "disk"}, {"embed": "cpu"}):
+        state = load_state_dict(file, device_map)
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert load_state_dict(file, {"head": "meta"})["head.weight"].is_meta
+    with pytest.raises(SettingError, match="99"):
+        load_state_dict(file, {"head": 99})
 
 
 def test_offloaded_weights_come_back_into_a_model(tmp_path: Path) -> None:

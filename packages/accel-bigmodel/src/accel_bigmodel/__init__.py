@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch,
         load_checkpoint_in_model,
         load_offloaded_weights,
+        load_state_dict,
     )
     from accel_bigmodel.load_names import (
         LoadReport,
@@ -183,6 +184,7 @@ __all__ = (
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",
+    "load_state_dict",
     "load_weights",
     "load_weights_file",
     "named_module_tensors",
@@ -262,6 +264,7 @@ __getattr__, __dir__ = lazy_names(
             "load_checkpoint_and_dispatch",
             "load_checkpoint_in_model",
             "load_offloaded_weights",
+            "load_state_dict",
         ),
         "accel_bigmodel.load_names": ("LoadReport",),
         "accel_bigmodel.meta": (

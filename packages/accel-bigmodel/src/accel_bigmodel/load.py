@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.budget import Budget, get_balanced_memory
-from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, infer_auto_device_map
+from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, infer_auto_device_map, resolve_device
 from accel_bigmodel.dispatch import DISK, dispatch_model
 from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.load_names import LoadReport, compare_names, own_tensors
@@ -26,7 +26,13 @@ from accel_bigmodel.weight_files.names import is_safetensors
 from accel_bigmodel.weight_files.reading import WeightFile, WeightSource, find_weights
 from accel_state.errors import CheckpointError, SettingError
 
-__all__ = ("LoadReport", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weights")
+__all__ = (
+    "LoadReport",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -280,6 +286,23 @@ def _made(
         low_zero = device_map == "balanced_low_0"
         max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
     return infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
+
+
+def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
+    """The weights of one file by name, each on the device that a map gives it; on the CPU without one, or for "disk".
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds Python objects other than weights.
+        SettingError: the map names a device that is not there.
+    """
+    weights = WeightSource(Path(checkpoint_file)).load()
+    if device_map is None:
+        return weights
+    devices = {name: device_of_name(name, device_map) for name in weights}
+    away = {
+        name: resolve_device(device) for name, device in devices.items() if device is not None and str(device) != DISK
+    }
+    return {name: weight.to(away[name]) if name in away else weight for name, weight in weights.items()}
 
 
 def load_offloaded_weights(
