@@ -8,6 +8,8 @@ from accel_state.settings.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
+    from accel_data.audit import Audit as Audit
+    from accel_data.audit import audit as audit
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from accel_data.skip import skip_first_batches as skip_first_batches
 
 __all__ = (
+    "Audit",
     "BatchSamplerShard",
     "DataLoaderAdapter",
     "DataLoaderConfiguration",
@@ -43,6 +46,7 @@ __all__ = (
     "ShardPlan",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "audit",
     "drop_padding",
     "get_sampler",
     "prepare_data_loader",
@@ -55,6 +59,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "accel_data.adapter": ("DataLoaderAdapter",),
+        "accel_data.audit": ("Audit", "audit"),
         "accel_data.config": ("DataLoaderConfiguration",),
         "accel_data.dispatcher": ("DataLoaderDispatcher",),
         "accel_data.iterable": ("IterableDatasetShard",),

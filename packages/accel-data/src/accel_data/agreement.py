@@ -7,7 +7,7 @@ from its beginning, all of them marked as added, until the last process has run 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -67,6 +67,19 @@ class AgreedSource:
     def counts_steps(self) -> bool:
         """True: the processes have no order in common."""
         return True
+
+    @property
+    def index(self) -> int:
+        """See `Source`."""
+        return self.inner.index
+
+    def names(self) -> Iterable[Any] | None:
+        """See `Source`."""
+        return self.inner.names()
+
+    def named(self, own: bool = False) -> AgreedSource:
+        """See `Source`."""
+        return AgreedSource(self.inner.named(own=True), self.processes, self.even, self.drop_last)
 
     def missing_from_len(self) -> int:
         """See `Source`."""

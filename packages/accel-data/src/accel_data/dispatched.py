@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -69,6 +69,19 @@ class DispatchedSource:
     def counts_steps(self) -> bool:
         """See `Source`."""
         return self.inner.counts_steps
+
+    @property
+    def index(self) -> int:
+        """0: the main process reads for all."""
+        return 0
+
+    def names(self) -> Iterable[Any] | None:
+        """See `Source`."""
+        return self.inner.names()
+
+    def named(self, own: bool = False) -> DispatchedSource:
+        """See `Source`."""
+        return DispatchedSource(self.inner.named(own), self.processes, self.split, self.drop_last)
 
     def missing_from_len(self) -> int:
         """See `Source`."""

@@ -10,12 +10,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accel_data.adapter import rebuilt
+from accel_data.indexed import MapSource
 from accel_data.iterable import IterableDatasetShard, ResumableShard
 from accel_data.padding import MarkingCollate
 from accel_data.samplers import BatchSamplerShard, SeedableRandomSampler, check_process, check_split, innermost_sampler
 from accel_data.seeding import SampleSeed, SeededStream
-from accel_data.sources import MapSource, StreamSource
 from accel_data.stateful import has_state
+from accel_data.streamed import StreamSource
 from accel_ops.objects import broadcast_object_list
 from accel_state import current
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel_data.indexed import MapSource
 from accel_data.padding import Marked
 from accel_data.prepared import END, PreparedLoader
 from accel_data.progress import Progress
 from accel_data.samplers import BatchSamplerShard
-from accel_data.sources import MapSource, Source, StreamSource
+from accel_data.sources import Source
+from accel_data.streamed import StreamSource
 from accel_ops.move import send_to_device
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType

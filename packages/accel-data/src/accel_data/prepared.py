@@ -244,6 +244,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             **options | {"skip_batches": self.skip_batches + steps, "skips": True},
         )
 
+    def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
+        """A loader over names of samples, with a progress and a gradient state of its own; see `audit`."""
+        options = {name: value for name, value in vars(self).items() if name in _OPTIONS}
+        own = {"progress": progress, "gradient_state": gradient, "device": None}
+        return type(self).around(self.source.named(), **options | own)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: plain values and tensors, equal on all processes."""
         source, progress = self.source, self.progress

@@ -7,10 +7,10 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import rebuilt
+from accel_data.indexed import OneByOne
 from accel_data.loader import DataLoaderShard, source_of
 from accel_data.prepared import PreparedLoader
 from accel_data.samplers import SkipBatchSampler
-from accel_data.sources import OneByOne
 from accel_state.errors import SettingError, UnknownKind
 
 __all__ = ("SkipDataLoader", "skip_first_batches")

@@ -21,7 +21,7 @@ def samples_in(batch: Any) -> int | None:
     for _, leaf in leaves_with_paths(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return int(leaf.shape[0])
-    return len(batch) if isinstance(batch, (list, tuple)) else None
+    return len(batch) if isinstance(batch, list) else None
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
