@@ -35,6 +35,7 @@ class Launch:
 
     def run(self, arguments: Namespace) -> int:
         """Start the processes and return the exit code of the run."""
+        from accel_cli.launch.check import check_launchers
         from accel_cli.launch.plan import make_plan
         from accel_cli.launch.request import notes, read_request
         from accel_cli.launch.script import find_script
@@ -44,6 +45,7 @@ class Launch:
         script = find_script(target, script_arguments, arguments.module, arguments.no_python)
         request = read_request(arguments, os.environ)
         plan = make_plan(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
+        check_launchers(request.surroundings, plan.processes)
         if not arguments.quiet:
             for note in (*notes(request), *_lost_place(plan, request.environ)):
                 print(f"accel launch: {note}", file=sys.stderr, flush=True)

@@ -81,6 +81,7 @@ def effective(
     flags: Mapping[str, Given],
     environ: Mapping[str, str],
     file: Mapping[str, Given],
+    surroundings: Mapping[str, Given] | None = None,
 ) -> Effective:
     """Put the sources together.
 
@@ -89,6 +90,7 @@ def effective(
         flags: values of the command line by setting name.
         environ: variables to read.
         file: values of the config file by setting name.
+        surroundings: values that variables of a batch system imply; after the variables that name a setting.
 
     Raises:
         SettingError: a variable holds something that is not of its setting's kind.
@@ -96,7 +98,8 @@ def effective(
     effects = {}
     for settings_class in classes:
         for name, known in settings_of(settings_class).items():
-            sources = (flags.get(name), read(known, environ), file.get(name))
+            implied = (surroundings or {}).get(name)
+            sources = (flags.get(name), read(known, environ), implied, file.get(name))
             said = tuple(given for given in sources if given is not None)
             effects[name] = Effect(known, (*said, Given(known.default, DEFAULT)))
     return Effective(effects)

@@ -6,11 +6,12 @@ from typing import Final
 
 from accel_cli.config.effective import Effect, Effective
 from accel_cli.launch.arguments import TorchrunSettings
+from accel_cli.launch.surroundings import Surroundings
 from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.labels import ComputeEnvironment
 from accel_state.settings.schema import settings_of
 
-__all__ = ("asks_for_torchrun", "check_launch", "contradiction", "shown")
+__all__ = ("asks_for_torchrun", "check_launch", "check_launchers", "contradiction", "shown")
 
 _PYTHON_CAN_DO: Final = "Remove one of the two."
 
@@ -92,3 +93,17 @@ def _check_launcher(effective: Effective) -> None:
         other = launcher if reason is None else reason
         obstacle = "torch.distributed.run passes the output on by itself and has no such prefix."
         raise contradiction(prefix, other, obstacle)
+
+
+def check_launchers(surroundings: Surroundings, processes: int) -> None:
+    """Refuse to start several processes from each of several launchers on one machine.
+
+    Raises:
+        Conflict: a batch system started this launcher more than once here.
+    """
+    if surroundings.launchers > 1 and processes > 1:
+        raise Conflict(
+            f"{processes} processes were to be started by each launcher.",
+            f"{surroundings.system} started {surroundings.launchers} launchers on this machine.",
+            "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process by each.",
+        )

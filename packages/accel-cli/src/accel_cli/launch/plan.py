@@ -16,6 +16,7 @@ from accel_cli.launch.check import asks_for_torchrun, check_launch
 from accel_cli.launch.devices import usual_variables, visible
 from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.torchrun import torchrun_argv
+from accel_state.devices.rows import ROWS
 
 __all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "make_plan")
 
@@ -150,6 +151,7 @@ def _environment(
         environment["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
     elif local > 1:
         environment["OMP_NUM_THREADS"] = str(max(machine.processors // local, 1))
-    for name, value in {**_USUAL, **usual_variables()}.items():
+    shared = ROWS["cpu"].sharing if effective["cpu"].value and local > 1 else {}
+    for name, value in {**_USUAL, **usual_variables(), **shared}.items():
         environment.setdefault(name, machine.environ.get(name, value))
     return environment

@@ -14,6 +14,7 @@ from accel_cli.launch.backends import backend_for, check_backend, failures
 from accel_cli.launch.flags import flag_values
 from accel_cli.launch.nested import without_outer
 from accel_cli.launch.options import launch_classes
+from accel_cli.launch.surroundings import Surroundings, read_surroundings
 
 __all__ = ("Request", "notes", "read_request")
 
@@ -28,6 +29,7 @@ class Request:
         config: the config file that was read, or None.
         by_default: whether that file was read because it lies where a user's own one lies.
         backend: the backend that follows from the kind of run in the config file, or None.
+        surroundings: what a batch system says about the machines.
     """
 
     settings: Effective
@@ -35,6 +37,7 @@ class Request:
     config: ConfigFile | None
     by_default: bool
     backend: str | None
+    surroundings: Surroundings
 
 
 def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
@@ -47,12 +50,14 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     own = without_outer(environ)
     classes = launch_classes()
     config = _config(arguments.config_file, own, classes)
-    settings = effective(classes, flag_values(arguments, classes), own, config.values if config else {})
+    around = read_surroundings(own, os.uname().nodename if hasattr(os, "uname") else "")
+    flags = flag_values(arguments, classes)
+    settings = effective(classes, flags, own, config.values if config else {}, around.values)
     backend, kind = settings["backend"], settings["distributed_type"]
     if backend.value is not None:
         check_backend(backend.value, backend.origin)
     implied = backend_for(kind.value, kind.origin) if kind.value and backend.value is None else None
-    return Request(settings, own, config, arguments.config_file is None, implied)
+    return Request(settings, own, config, arguments.config_file is None, implied, around)
 
 
 def _config(given: str | None, environ: Mapping[str, str], classes: tuple[type, ...]) -> ConfigFile | None:
@@ -64,6 +69,9 @@ def _config(given: str | None, environ: Mapping[str, str], classes: tuple[type, 
 
 def notes(request: Request) -> Iterator[str]:
     """What a user should know before the run starts, one sentence each."""
+    machines, rank = request.settings["num_machines"].value, request.settings["machine_rank"].value
+    if machines > 1 and request.settings["num_machines"].origin.startswith("$"):
+        yield f"this is machine {rank} of {machines}, as {request.surroundings.system or 'a variable'} says."
     if request.config is not None and request.by_default:
         yield f"the settings of {request.config.path} are used."
     for effect in request.settings.values():

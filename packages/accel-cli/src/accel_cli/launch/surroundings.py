@@ -1,0 +1,148 @@
+"""What a batch system says about the machines of a run: Slurm, MPI, LSF, Kubernetes, and torchrun's own variables.
+
+Only a batch system that started one launcher on each machine says something here. Where it started the launcher once,
+as in the script of a Slurm job, its variables describe what could be used and not what takes part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from accel_state.errors import SettingError
+from accel_state.settings.environ import Given
+from accel_state.slurm import derive_from_slurm, first_host, in_batch_script, tasks_of_node
+
+__all__ = ("SYSTEMS", "Surroundings", "read_surroundings")
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What was found.
+
+    Args:
+        system: name of the batch system, or empty when none was recognised.
+        values: values of settings by name, with the variable they come from.
+        launchers: how many launchers the system started on this machine.
+    """
+
+    system: str = ""
+    values: Mapping[str, Given] = field(default_factory=dict)
+    launchers: int = 1
+
+
+def read_surroundings(environ: Variables, host: str) -> Surroundings:
+    """What the first batch system that left a trace says.
+
+    Args:
+        environ: variables to read.
+        host: name of this machine.
+
+    Raises:
+        SettingError: a variable that should be a number is none.
+    """
+    for read in SYSTEMS:
+        found = read(environ, host)
+        if found is not None:
+            return found
+    return Surroundings()
+
+
+def _torchrun(environ: Variables, host: str) -> Surroundings | None:
+    """What torchrun would read in place of its options, as the operator of Kubeflow sets it."""
+    if "PET_NNODES" not in environ or not environ["PET_NNODES"].isdecimal():
+        return None
+    values = {"num_machines": _number(environ, "PET_NNODES")}
+    if "PET_NODE_RANK" in environ:
+        values["machine_rank"] = _number(environ, "PET_NODE_RANK")
+    if environ.get("PET_NPROC_PER_NODE", "").isdecimal():
+        total = values["num_machines"].value * int(environ["PET_NPROC_PER_NODE"])
+        values["num_processes"] = Given(total, "$PET_NPROC_PER_NODE")
+    if "PET_MASTER_PORT" in environ:
+        values["main_process_port"] = _number(environ, "PET_MASTER_PORT")
+    values.update(_text(environ, main_process_ip="PET_MASTER_ADDR"))
+    return Surroundings("torchrun", values)
+
+
+def _kubernetes(environ: Variables, host: str) -> Surroundings | None:
+    """A training job of Kubernetes, whose pods are told their place as if each were one process."""
+    names = ("KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", "MASTER_ADDR")
+    if any(name not in environ for name in names) or "LOCAL_RANK" in environ:
+        return None
+    values = {"num_machines": _number(environ, "WORLD_SIZE"), "machine_rank": _number(environ, "RANK")}
+    return Surroundings("Kubernetes", values)
+
+
+def _slurm(environ: Variables, host: str) -> Surroundings | None:
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_NODES" not in environ or in_batch_script(environ):
+        return None
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES")
+    place = _number(environ, "SLURM_NODEID")
+    launchers = tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), place.value) or 1
+    if launchers > 1:
+        return Surroundings("Slurm", launchers=launchers)
+    derived = derive_from_slurm(environ)
+    values = {"num_machines": nodes, "machine_rank": place}
+    if nodes.value > 1 and "MASTER_ADDR" in derived:
+        values["main_process_ip"] = Given(first_host(environ["SLURM_STEP_NODELIST"]), "$SLURM_STEP_NODELIST")
+    if nodes.value > 1 and "MASTER_PORT" in derived:
+        values["main_process_port"] = Given(int(derived["MASTER_PORT"]), "$SLURM_JOB_ID")
+    return Surroundings("Slurm", values)
+
+
+def _lsf(environ: Variables, host: str) -> Surroundings | None:
+    """A job of LSF whose launchers were started by `blaunch`; the hosts stand in one variable."""
+    if "LSF_PM_TASKID" not in environ or "LSB_MCPU_HOSTS" not in environ:
+        return None
+    hosts = list(dict.fromkeys(environ["LSB_MCPU_HOSTS"].split()[::2]))
+    short = [name.partition(".")[0] for name in hosts]
+    if host.partition(".")[0] not in short:
+        return None
+    values = {
+        "num_machines": Given(len(hosts), "$LSB_MCPU_HOSTS"),
+        "machine_rank": Given(short.index(host.partition(".")[0]), "$LSB_MCPU_HOSTS"),
+        "main_process_ip": Given(hosts[0], "$LSB_MCPU_HOSTS"),
+    }
+    return Surroundings("LSF", values if len(hosts) > 1 else {})
+
+
+def _mpi(rank: str, size: str, local_size: str) -> Callable[[Variables, str], Surroundings | None]:
+    def read(environ: Variables, host: str) -> Surroundings | None:
+        if any(name not in environ for name in (rank, size, local_size)):
+            return None
+        launchers = _number(environ, local_size).value
+        if launchers > 1:
+            return Surroundings("MPI", launchers=launchers)
+        return Surroundings("MPI", {"num_machines": _number(environ, size), "machine_rank": _number(environ, rank)})
+
+    return read
+
+
+def _number(environ: Variables, name: str) -> Given:
+    if re.fullmatch(r"\s*\d+\s*", environ[name]) is None:
+        raise SettingError(
+            f"The variable {name}={environ[name]!r} was read to find this machine's place in the run.",
+            "It is not a whole number of at least 0.",
+            f"Unset {name}, or give --num_machines and --machine_rank.",
+        )
+    return Given(int(environ[name]), f"${name}")
+
+
+def _text(environ: Variables, **names: str) -> dict[str, Given]:
+    return {setting: Given(environ[name], f"${name}") for setting, name in names.items() if environ.get(name)}
+
+
+SYSTEMS: Final = (
+    _torchrun,
+    _kubernetes,
+    _slurm,
+    _lsf,
+    _mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _mpi("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+"""The readers, the more particular ones first: a job of Slurm may have been started by MPI and the other way round."""
