@@ -17,6 +17,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
+from accel_plugins.resolve import choose as choose_backend
 from accel_plugins.testing import Case, Processes, Session, fresh
 from accel_plugins.testing.backend_tasks import clipped_plain
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
@@ -374,3 +375,21 @@ def test_settings_that_do_not_exist_are_refused(options: dict[str, Any]) -> None
     with pytest.raises(SettingError):
         Plugin(2, **options)
     assert issubclass(NotOffered, NotImplementedError)
+
+
+def chosen() -> tuple[str, str]:
+    PartialState(cpu=True)
+    manifest = choose_backend()
+    return manifest.name, str(manifest.label)
+
+
+def test_a_launcher_asks_for_it_by_its_variable(two: Group) -> None:
+    assert two.run(chosen, environment={"ACCELERATE_USE_FSDP": "true"}) == [("fsdp2", "FSDP")] * 2
+    assert two.run(chosen, environment={"ACCELERATE_USE_FSDP": "false"}) == [("ddp", "None")] * 2
+
+
+def test_version_1_is_refused_and_not_replaced(two: Group) -> None:
+    given = Case(FSDP2)
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
+
+    assert set(two.run(refusal, given, "no", "", environment=environment)) == {"NotOffered"}
