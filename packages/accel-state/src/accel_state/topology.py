@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
 from accel_state.settings.schema import Setting, whole
@@ -34,8 +33,7 @@ def _meet_here(world_size: str, local_world_size: str) -> Callable[[Mapping[str,
     return derive
 
 
-@dataclass(frozen=True)
-class Scheme:
+class Scheme(NamedTuple):
     """The variables in which one kind of launcher tells a process its place.
 
     Args:
@@ -117,8 +115,7 @@ SCHEMES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """The place of one process.
 
     Args:

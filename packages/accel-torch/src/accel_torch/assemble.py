@@ -6,7 +6,7 @@ with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
@@ -25,8 +25,7 @@ from accel_torch.options import Options
 __all__ = ("Engine", "assemble")
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(NamedTuple):
     """What does the work of a run; the strategy of `accel_state.current.Run`.
 
     Args:

@@ -6,8 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
@@ -38,8 +37,7 @@ UNSET: Final[Any] = object()
 """Default of keywords that moved into `DataLoaderConfiguration`, so that giving them can be noticed."""
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The arguments of one Accelerator.
 
     Args:
@@ -68,7 +66,7 @@ class Options:
     rng_types: tuple[str, ...]
     log_with: tuple[Any, ...]
     step_scheduler_with_optimizer: bool
-    handlers: tuple[KwargsHandler, ...] = field(default=())
+    handlers: tuple[KwargsHandler, ...] = ()
 
     def handler(self, kind: type[H]) -> H | None:
         """The settings object of a kind, or None when none was given."""

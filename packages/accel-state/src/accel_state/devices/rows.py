@@ -7,17 +7,19 @@ objects in this folder read the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from accel_state.labels import DistributedType
 
 __all__ = ("ROWS", "Row", "generic_row")
 
 
-@dataclass(frozen=True)
-class Row:
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+class Row(NamedTuple):
     """What is known about one family.
 
     Args:
@@ -46,9 +48,9 @@ class Row:
     priority: int = 80
     timeout: timedelta = timedelta(minutes=30)
     pins_memory: bool = True
-    launching: Mapping[str, str] = field(default_factory=dict)
-    sharing: Mapping[str, str] = field(default_factory=dict)
-    probing: Mapping[str, str] = field(default_factory=dict)
+    launching: Mapping[str, str] = _NONE
+    sharing: Mapping[str, str] = _NONE
+    probing: Mapping[str, str] = _NONE
 
 
 _ALL: Final = (

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -55,8 +54,7 @@ _GROUP: Final = "accel.devices"
 _OURS: Final = "accel_state."
 
 
-@dataclass(frozen=True)
-class FailedFamily:
+class FailedFamily(NamedTuple):
     """A family whose entry point could not be loaded, with the reason."""
 
     name: str

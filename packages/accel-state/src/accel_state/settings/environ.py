@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from accel_state.settings.schema import Setting, settings_of
 
@@ -18,8 +17,7 @@ __all__ = ("DEFAULT", "Given", "fill", "from_environment", "publish", "read", "r
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """A value and where it came from, such as `argument`, `$ACCELERATE_USE_CPU`, `run.yaml:12` or `default`."""
 
     value: Any

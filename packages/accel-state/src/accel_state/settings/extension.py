@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ("Extension", "extensions", "forget")
 
 _PREFIX = "[accel."
 
 
-@dataclass(frozen=True)
-class Extension:
+class Extension(NamedTuple):
     """One entry point: `name = target` in a group, offered by a distribution.
 
     Args:

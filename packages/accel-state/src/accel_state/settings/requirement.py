@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from accel_state.errors import Missing
 from accel_state.settings.probe import importable
@@ -11,8 +11,7 @@ from accel_state.settings.versions import installed_version
 __all__ = ("Requirement",)
 
 
-@dataclass(frozen=True)
-class Requirement:
+class Requirement(NamedTuple):
     """A package that a backend, a tracker or a feature needs.
 
     Args:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from accel_state.errors import SettingError
 
@@ -42,8 +41,7 @@ _TRUE: Final = frozenset({"1", "y", "yes", "t", "true", "on"})
 _FALSE: Final = frozenset({"0", "n", "no", "f", "false", "off"})
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """How the values of a setting are read from text and written as text.
 
     Args:
@@ -127,8 +125,7 @@ def listing(item: Kind = TEXT, separator: str = ",") -> Kind:
     )
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Everything that is known about one setting, whoever reads or writes it.
 
     Args:
@@ -207,7 +204,7 @@ def settings_of(settings_class: type) -> Mapping[str, Setting]:
     """Settings of a settings class by attribute name, in order of definition."""
     if settings_class not in _known:
         _known[settings_class] = {
-            field.name: dataclasses.replace(field.metadata[_METADATA_KEY], name=field.name)
+            field.name: field.metadata[_METADATA_KEY]._replace(name=field.name)
             for field in dataclasses.fields(settings_class)
             if _METADATA_KEY in field.metadata
         }

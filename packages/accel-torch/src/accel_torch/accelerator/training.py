@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.precision.config import AutocastKwargs
 from accel_torch.accumulation import MicroBatch, hold_back
 from accel_torch.parts import Parts
 from accel_torch.step import clip_grad_norm, clip_grad_value, unscale_gradients
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.nn import Module
+
+    from accel_plugins.precision.config import AutocastKwargs
 
 __all__ = ("TrainingPage",)
 
@@ -147,6 +148,8 @@ class TrainingPage(Parts):
         if isinstance(autocast_handler, bool):
             autocast_handler, cache_enabled = None, autocast_handler
         if cache_enabled is not None:
+            from accel_plugins.precision.config import AutocastKwargs
+
             known = autocast_handler or self._options.handler(AutocastKwargs) or AutocastKwargs()
             autocast_handler = AutocastKwargs(known.enabled, cache_enabled)
         return self._engine.precision.autocast(autocast_handler)
