@@ -23,6 +23,7 @@ BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
     ("config", "accel_cli.commands.config:COMMAND", "write a config file, by answering questions or without"),
     ("explain", "accel_cli.commands.explain:COMMAND", "show every setting of a launch and where it comes from"),
+    ("completion", "accel_cli.commands.completion:COMMAND", "print what teaches a shell to complete this command"),
     ("env", "accel_cli.commands.env:COMMAND", "show what is installed here, as a bug report needs it"),
 )
 """Name, target and one line of help of each command of this package."""

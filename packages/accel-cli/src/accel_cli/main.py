@@ -15,6 +15,7 @@ from accel_state.errors import AccelError
 __all__ = ("main",)
 
 _TRACEBACK_VARIABLE = "ACCELERATE_DEBUG_MODE"
+_COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
 
 
 def _run(arguments: list[str], prog: str) -> int:
+    if _COMPLETION_VARIABLE in os.environ:
+        from accel_cli.completion import answer
+
+        answer(prog)
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):
         print(_help(prog), end="")

@@ -16,7 +16,7 @@ from accel_state.settings.schema import BOOLEAN, TEXT, Setting, settings_of
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("add_settings", "flag_rows", "flag_values")
+__all__ = ("add_settings", "flag_rows", "flag_values", "setting_of")
 
 _SHORT: Final = {"tee": ("-t",)}
 _PREFIX: Final = "setting:"
@@ -57,6 +57,11 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
         if text is not None:
             values[known.name] = Given(known.parse(text, str(known.flag)), str(known.flag))
     return values
+
+
+def setting_of(destination: str, classes: Iterable[type]) -> Setting | None:
+    """The setting that a parser's destination belongs to."""
+    return next((known for known in _flagged(classes) if _PREFIX + known.name == destination), None)
 
 
 def _flagged(classes: Iterable[type]) -> Iterator[Setting]:

@@ -1,0 +1,68 @@
+"""What the shell's Tab key offers: commands, and the options and choices of the command on the line.
+
+The library argcomplete speaks with the shell. It starts `accel` again with a variable set, and only then is this module
+loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import ArgumentParser
+from typing import Any, Final
+
+from accel_cli.command import find_command, offers
+from accel_cli.parser import Parser
+from accel_state.errors import AccelError
+from accel_state.settings.requirement import Requirement
+
+__all__ = ("REQUIREMENT", "answer", "whole_parser")
+
+REQUIREMENT: Final = Requirement("argcomplete", extra="accel-cli[completion]")
+
+
+def answer(prog: str) -> None:
+    """Tell the shell what could stand at the cursor, and leave."""
+    import argcomplete
+
+    argcomplete.autocomplete(whole_parser(prog, _command_of_line(os.environ.get("COMP_LINE", ""))))
+
+
+def whole_parser(prog: str, loaded: str | None) -> ArgumentParser:
+    """A parser that knows all commands by name and one of them with its arguments."""
+    parser = Parser(prog)
+    commands = parser.add_subparsers()
+    for name in offers():
+        known = commands.add_parser(name)
+        if name == loaded:
+            _add_arguments(name, known)
+    return parser
+
+
+def _add_arguments(name: str, parser: ArgumentParser) -> None:
+    try:
+        find_command(name).add_arguments(parser)
+    except AccelError:
+        # A command that cannot be loaded says so when it is run.
+        return
+    for action in parser._actions:
+        choices = _choices(action.dest)
+        if choices:
+            # Not as argparse's own choices: those would take the refusal of a wrong value out of the setting's hands.
+            action.completer = lambda found=choices, **_: found  # type: ignore[attr-defined]
+
+
+def _choices(destination: str) -> tuple[str, ...]:
+    from accel_cli.launch.flags import setting_of
+    from accel_cli.launch.options import launch_classes
+
+    known: Any = setting_of(destination, launch_classes())
+    return () if known is None else tuple(known.kind.choices)
+
+
+def _command_of_line(line: str) -> str | None:
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = line.split()
+    return words[1] if len(words) > 1 else None
