@@ -84,7 +84,7 @@ def test_names_that_the_table_lacks_are_listed(table: ModuleType, tmp_path: Path
         """{"modules": {
             "accelerate.state": {"tier": "core", "names": {"PartialState": {}, "NeverSeen": {}, "AlsoNever": {}}},
             "accelerate.nowhere": {"tier": "core", "names": {}},
-            "accelerate.logging": {"tier": "core", "names": {"get_logger": {}}},
+            "accelerate.logging": {"tier": "core", "names": {"get_logger": {}}, "incidental": ["gather", "os"]},
             "accelerate.test_utils": {"tier": "test_utils", "names": {"anything": {}}}
         }}""",
         encoding="utf-8",
@@ -93,6 +93,8 @@ def test_names_that_the_table_lacks_are_listed(table: ModuleType, tmp_path: Path
     owner.parent.mkdir(parents=True)
     owner.write_text("def NeverSeen(): ...\n", encoding="utf-8")
     assert gen_alias.missing(table, facts, tmp_path) == [
+        "accelerate.logging:",
+        "    could borrow: gather",
         "accelerate.nowhere: the module itself",
         "accelerate.state:",
         "    AlsoNever",

@@ -168,15 +168,19 @@ def missing(table: ModuleType, facts: Path = FACTS, packages: Path = ROOT / "pac
     """
     described = json.loads(facts.read_text(encoding="utf-8"))["modules"]
     homes = definitions(packages)
+    everywhere = {name for address in table.NAMES for name in table.owners(address)}
     lines = []
     for address, module in sorted(described.items()):
         if module["tier"] == "test_utils":
             continue
         known = table.served(address) if address in table.NAMES else {}
         absent = sorted(set(module["names"]) - set(known))
-        if absent or address not in table.NAMES:
-            lines.append(f"{address}: {'the module itself' if not absent else ''}".rstrip())
+        imported = module.get("incidental", ()) if known and module["tier"] == "core" else ()
+        lendable = sorted(everywhere.intersection(imported) - set(known))
+        if absent or lendable or address not in table.NAMES:
+            lines.append(f"{address}:{'' if absent or lendable else ' the module itself'}")
             lines += [f"    {name}  {' '.join(homes.get(name, ()))}".rstrip() for name in absent]
+            lines += [f"    could borrow: {' '.join(lendable)}"] if lendable else []
     return lines
 
 

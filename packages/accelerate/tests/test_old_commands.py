@@ -11,7 +11,10 @@ import pytest
 
 import accelerate
 from accel_state.testing.processes import run_command
+from accelerate.commands.config import default_config_file, get_config_parser
+from accelerate.commands.config.config import config_command
 from accelerate.commands.env import env_command, env_command_parser
+from accelerate.commands.estimate import estimate_command, estimate_command_parser
 from accelerate.commands.launch import launch_command, launch_command_parser
 
 # One write for each line: the processes share what they write to.
@@ -40,6 +43,8 @@ def test_the_console_scripts_of_the_original() -> None:
         if point.dist is not None and point.dist.name == "accelerate"
     }
     assert found["accelerate"] == "accelerate.commands.accelerate_cli:main"
+    assert found["accelerate-config"] == "accelerate.commands.config:main"
+    assert found["accelerate-estimate-memory"] == "accelerate.commands.estimate:main"
     assert found["accelerate-launch"] == "accelerate.commands.launch:main"
 
 
@@ -84,6 +89,24 @@ def test_the_parser_of_launch_inside_another_one() -> None:
     env_command_parser(subparsers)
     assert program.parse_args(["launch", "--cpu", "train.py"]).func is launch_command
     assert program.parse_args(["env"]).func is env_command
+
+
+def test_writing_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    config_command(get_config_parser().parse_args(["--config_file", str(path), "default"]))
+    assert "num_processes:" in path.read_text(encoding="utf-8")
+    assert str(path) in capsys.readouterr().out
+
+
+def test_where_the_config_file_lies() -> None:
+    assert Path(default_config_file).name == "default_config.yaml"
+    assert Path(default_config_file).parent.name == "accelerate"
+
+
+def test_estimating_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--arguments", '{"in_features": 256, "out_features": 256, "bias": false}', "--dtypes", "float32"]
+    estimate_command(estimate_command_parser().parse_args(["torch.nn:Linear", *options]))
+    assert "256.0 KB" in capsys.readouterr().out
 
 
 def test_showing_the_environment(capsys: pytest.CaptureFixture[str]) -> None:

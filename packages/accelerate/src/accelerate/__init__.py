@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_state.availability import is_rich_available
     from accel_state.gradient import GradientAccumulationPlugin
     from accel_state.kwargs import InitProcessGroupKwargs
     from accel_state.labels import DistributedType
+    from accel_state.memory import find_executable_batch_size
     from accel_state.mesh import ParallelismConfig
     from accel_state.process import PartialState
     from accel_torch.accelerator import Accelerator
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from accelerate import data_loader as data_loader
     from accelerate import hooks as hooks
     from accelerate import logging as logging
+    from accelerate import memory_utils as memory_utils
     from accelerate import optimizer as optimizer
     from accelerate import parallelism_config as parallelism_config
     from accelerate import scheduler as scheduler
@@ -64,9 +67,11 @@ __all__ = (
     "cpu_offload_with_hook",
     "disk_offload",
     "dispatch_model",
+    "find_executable_batch_size",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "is_rich_available",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "skip_first_batches",

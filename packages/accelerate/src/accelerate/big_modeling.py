@@ -32,6 +32,16 @@ if TYPE_CHECKING:
     from accel_bigmodel.offload import offload_state_dict as offload_state_dict
     from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
     from accel_bigmodel.tied import retie_parameters as retie_parameters
+    from accel_state.availability import is_bnb_available as is_bnb_available
+    from accel_state.availability import is_mlu_available as is_mlu_available
+    from accel_state.availability import is_musa_available as is_musa_available
+    from accel_state.availability import is_neuron_available as is_neuron_available
+    from accel_state.availability import is_npu_available as is_npu_available
+    from accel_state.availability import is_sdaa_available as is_sdaa_available
+    from accel_state.availability import is_xpu_available as is_xpu_available
+    from accel_state.devices.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+    from accel_state.environment import parse_flag_from_env as parse_flag_from_env
+    from accel_state.objects import recursive_getattr as recursive_getattr
 
 __all__ = (
     "attach_layerwise_casting_hooks",

@@ -27,11 +27,17 @@ if TYPE_CHECKING:
     from accel_ops.rng import synchronize_rng_states as synchronize_rng_states
     from accel_ops.shape import concatenate as concatenate
     from accel_ops.shape import slice_tensors as slice_tensors
+    from accel_state.availability import is_datasets_available as is_datasets_available
+    from accel_state.availability import is_torch_xla_available as is_torch_xla_available
+    from accel_state.availability import (
+        is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
+    )
     from accel_state.gradient import GradientState as GradientState
     from accel_state.labels import DistributedType as DistributedType
     from accel_state.labels import RNGType as RNGType
     from accel_state.logging import get_logger as get_logger
     from accel_state.process import PartialState as PartialState
+    from accel_state.settings.versions import compare_versions as compare_versions
     from accel_state.settings.versions import is_torch_version as is_torch_version
 
 __all__ = (

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from accel_bigmodel.sizes import named_module_tensors as named_module_tensors
     from accel_ops.measure import find_device as find_device
     from accel_ops.move import send_to_device as send_to_device
+    from accel_state.availability import is_mlu_available as is_mlu_available
+    from accel_state.availability import is_musa_available as is_musa_available
+    from accel_state.availability import is_npu_available as is_npu_available
+    from accel_state.memory import clear_device_cache as clear_device_cache
+    from accel_state.objects import recursive_getattr as recursive_getattr
     from accel_state.process import PartialState as PartialState
 
 __all__ = (

@@ -11,8 +11,19 @@ from accelerate.address import serve
 
 if TYPE_CHECKING:
     from accel_ops.measure import listify as listify
+    from accel_state.availability import is_aim_available as is_aim_available
+    from accel_state.availability import is_clearml_available as is_clearml_available
+    from accel_state.availability import is_comet_ml_available as is_comet_ml_available
+    from accel_state.availability import is_dvclive_available as is_dvclive_available
+    from accel_state.availability import is_mlflow_available as is_mlflow_available
+    from accel_state.availability import is_swanlab_available as is_swanlab_available
+    from accel_state.availability import is_tensorboard_available as is_tensorboard_available
+    from accel_state.availability import is_trackio_available as is_trackio_available
+    from accel_state.availability import is_wandb_available as is_wandb_available
+    from accel_state.environment import str_to_bool as str_to_bool
     from accel_state.logging import get_logger as get_logger
     from accel_state.process import PartialState as PartialState
+    from accel_state.settings.versions import compare_versions as compare_versions
     from accel_tracking.base import GeneralTracker, on_main_process
     from accel_tracking.registry import LoggerType as LoggerType
     from accel_tracking.registry import filter_trackers, get_available_trackers, register_tracker_class

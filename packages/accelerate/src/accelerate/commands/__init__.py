@@ -11,7 +11,9 @@ from accelerate.address import serve
 
 if TYPE_CHECKING:
     from accelerate.commands import accelerate_cli as accelerate_cli
+    from accelerate.commands import config as config
     from accelerate.commands import env as env
+    from accelerate.commands import estimate as estimate
     from accelerate.commands import launch as launch
 
 __all__ = ()

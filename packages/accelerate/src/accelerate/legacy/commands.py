@@ -15,9 +15,15 @@ from accel_cli.command import find_command
 from accel_cli.parser import Parser
 
 __all__ = (
+    "config_command",
+    "config_command_parser",
+    "config_main",
     "env_command",
     "env_command_parser",
     "env_main",
+    "estimate_command",
+    "estimate_command_parser",
+    "estimate_main",
     "launch_command",
     "launch_command_parser",
     "launch_main",
@@ -28,21 +34,6 @@ __all__ = (
 def main() -> int:
     """What the console script `accelerate` runs; returns the exit code."""
     return command_line.main(prog="accelerate")
-
-
-def env_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """The parser of `accelerate env`; see `launch_command_parser`."""
-    return _parser("env", subparsers, env_command)
-
-
-def env_command(args: Namespace) -> None:
-    """Show what is installed here."""
-    _run("env", args)
-
-
-def env_main() -> int:
-    """What `python -m accelerate.commands.env` runs; returns the exit code."""
-    return _main("env")
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -66,6 +57,51 @@ def launch_command(args: Namespace) -> None:
 def launch_main() -> int:
     """What the console script `accelerate-launch` runs; returns the exit code."""
     return _main("launch")
+
+
+def config_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate config`; see `launch_command_parser`."""
+    return _parser("config", subparsers, config_command)
+
+
+def config_command(args: Namespace) -> None:
+    """Write a config file."""
+    _run("config", args)
+
+
+def config_main() -> int:
+    """What the console script `accelerate-config` runs; returns the exit code."""
+    return _main("config")
+
+
+def env_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate env`; see `launch_command_parser`."""
+    return _parser("env", subparsers, env_command)
+
+
+def env_command(args: Namespace) -> None:
+    """Show what is installed here."""
+    _run("env", args)
+
+
+def env_main() -> int:
+    """What `python -m accelerate.commands.env` runs; returns the exit code."""
+    return _main("env")
+
+
+def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate estimate-memory`; see `launch_command_parser`."""
+    return _parser("estimate-memory", subparsers, estimate_command)
+
+
+def estimate_command(args: Namespace) -> None:
+    """Show how much memory a model takes."""
+    _run("estimate-memory", args)
+
+
+def estimate_main() -> int:
+    """What the console script `accelerate-estimate-memory` runs; returns the exit code."""
+    return _main("estimate-memory")
 
 
 def _parser(name: str, subparsers: Any, function: Callable[[Namespace], None]) -> ArgumentParser:

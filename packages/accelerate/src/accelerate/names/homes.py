@@ -19,8 +19,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils": """
             AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
             DistributedType FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
-            InitProcessGroupKwargs ParallelismConfig ProjectConfiguration TorchDynamoPlugin infer_auto_device_map
-            load_checkpoint_in_model synchronize_rng_states
+            InitProcessGroupKwargs ParallelismConfig ProjectConfiguration TorchDynamoPlugin
+            find_executable_batch_size infer_auto_device_map is_rich_available load_checkpoint_in_model
+            synchronize_rng_states
         """,
     },
     "accelerate.accelerator": {"accel_torch.accelerator": "Accelerator"},
@@ -33,7 +34,22 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
+    "accelerate.commands.config": {
+        "accelerate.legacy.commands": "config_command_parser get_config_parser=config_command_parser main=config_main",
+        "accelerate.legacy.config_files": "default_config_file",
+    },
+    "accelerate.commands.config.config": {
+        "accelerate.legacy.commands": "config_command config_command_parser main=config_main",
+    },
+    "accelerate.commands.config.config_args": {
+        "accelerate.legacy.config_files": """
+            cache_dir default_config_file default_json_config_file default_yaml_config_file hf_cache_home
+        """,
+    },
     "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
+    "accelerate.commands.estimate": {
+        "accelerate.legacy.commands": "estimate_command estimate_command_parser main=estimate_main",
+    },
     "accelerate.commands.launch": {
         "accelerate.legacy.commands": "launch_command launch_command_parser main=launch_main"
     },
@@ -59,6 +75,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
+    "accelerate.memory_utils": {},
     "accelerate.optimizer": {"accel_plugins.wrapped.optimizer": "AcceleratedOptimizer"},
     "accelerate.parallelism_config": {"accel_state.mesh": "ParallelismConfig"},
     "accelerate.scheduler": {"accel_plugins.wrapped.scheduler": "AcceleratedScheduler"},
@@ -87,6 +104,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.environment": "*",
+        "accelerate.utils.imports": "*",
+        "accelerate.utils.memory": "*",
         "accelerate.utils.modeling": "*",
         "accelerate.utils.offload": "*",
         "accelerate.utils.operations": "*",
@@ -104,6 +123,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.checkpoint.files": """
             FSDP_MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
         """,
+        "accel_state.labels": "CUDA_DISTRIBUTED_TYPES TORCH_DISTRIBUTED_OPERATION_TYPES",
         "accel_state.mesh_handlers": """
             BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
             BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
@@ -122,8 +142,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_state.gradient": "GradientAccumulationPlugin",
         "accel_state.kwargs": "InitProcessGroupKwargs KwargsHandler",
         "accel_state.labels": """
-            BaseEnum ComputeEnvironment CustomDtype DistributedType DynamoBackend EnumWithContains PrecisionType RNGType
-            SageMakerDistributedType
+            Backend BaseEnum ComputeEnvironment CustomDtype DistributedType DynamoBackend EnumWithContains
+            PrecisionType RNGType SageMakerDistributedType
         """,
         "accel_state.mesh_handlers": """
             DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
@@ -133,6 +153,36 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils.environment": {
         "accel_state.affinity": "override_numa_affinity set_numa_affinity",
         "accel_state.devices.cuda": "check_cuda_fp8_capability",
+        "accel_state.devices.nvidia": "check_cuda_p2p_ib_support get_driver_version get_gpu_info",
+        "accel_state.devices.select": "get_current_device_type",
+        "accel_state.environment": """
+            CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables
+            get_cpu_distributed_information get_int_from_env parse_choice_from_env parse_flag_from_env
+            patch_environment purge_accelerate_environment str_to_bool
+        """,
+    },
+    "accelerate.utils.imports": {
+        "accel_state.availability": """
+            USE_TORCH_XLA is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
+            is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available
+            is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available
+            is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available
+            is_import_timer_available is_lomo_available is_matplotlib_available is_megatron_lm_available
+            is_mlflow_available is_mlu_available is_mps_available is_msamp_available is_musa_available
+            is_neuron_available is_npu_available is_numpy_available is_pandas_available is_peft_available
+            is_pippy_available is_pynvml_available is_pytest_available is_rich_available is_rocm_available
+            is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available
+            is_tensorboard_available is_timm_available is_torch_distributed_available is_torch_xla_available
+            is_torchao_available is_torchdata_available is_torchdata_stateful_dataloader_available
+            is_torchvision_available is_tqdm_available is_trackio_available is_transformer_engine_available
+            is_transformer_engine_mxfp8_available is_transformers_available is_triton_available is_wandb_available
+            is_weights_only_available is_xccl_available is_xpu_available torchao_required
+        """,
+    },
+    "accelerate.utils.memory": {
+        "accel_state.memory": """
+            clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size
+        """,
     },
     "accelerate.utils.modeling": {
         "accel_bigmodel.align": "align_module_device has_offloaded_params",
@@ -140,7 +190,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.byte_counts": "convert_file_size_to_int",
         "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map infer_auto_device_map",
         "accel_bigmodel.export": "get_state_dict_from_offload get_state_dict_offloaded_model",
-        "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights",
+        "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights load_state_dict",
         "accel_bigmodel.place": "set_module_tensor_to_device",
         "accel_bigmodel.sizes": """
             calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size dtype_byte_size
@@ -181,11 +231,14 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.blocks": "has_repeated_blocks is_repeated_blocks",
         "accel_plugins.transforms.compile": "compile_regions has_compiled_regions",
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
+        "accel_state.environment": "check_os_kernel",
+        "accel_state.network": "get_free_port is_port_in_use",
+        "accel_state.objects": "get_pretty_name merge_dicts recursive_getattr",
         "accel_state.process": "wait_for_everyone",
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
-    "accelerate.utils.versions": {"accel_state.settings.versions": "is_torch_version"},
+    "accelerate.utils.versions": {"accel_state.settings.versions": "compare_versions is_torch_version"},
 }
 """Old module -> source -> names; `old=ours` where ours is called otherwise.
 

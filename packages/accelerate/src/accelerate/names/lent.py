@@ -8,88 +8,147 @@ from typing import Final
 __all__ = ("BORROWED",)
 
 BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
+    "accelerate.accelerator": {
+        "accelerate.data_loader": "DataLoaderDispatcher prepare_data_loader skip_first_batches",
+        "accelerate.logging": "get_logger",
+        "accelerate.optimizer": "AcceleratedOptimizer",
+        "accelerate.parallelism_config": "ParallelismConfig",
+        "accelerate.scheduler": "AcceleratedScheduler",
+        "accelerate.state": "AcceleratorState GradientState PartialState",
+        "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
+        "accelerate.utils": """
+            AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs DistributedType DynamoBackend
+            FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs
+            KwargsHandler LoggerType MODEL_NAME PrecisionType ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME
+            SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME TorchDynamoPlugin WEIGHTS_INDEX_NAME WEIGHTS_NAME
+            WEIGHTS_PATTERN_NAME check_os_kernel compare_versions compile_regions convert_outputs_to_fp32
+            extract_model_from_parallel gather gather_object get_pretty_name get_state_dict_offloaded_model
+            has_offloaded_params is_bf16_available is_bitsandbytes_multi_backend_available is_compiled_module
+            is_deepspeed_available is_lomo_available is_megatron_lm_available is_mlu_available is_msamp_available
+            is_musa_available is_npu_available is_torch_version is_torch_xla_available is_torchao_available
+            is_transformer_engine_available is_xpu_available pad_across_processes parse_choice_from_env
+            recursively_apply reduce release_memory wait_for_everyone
+        """,
+    },
     "accelerate.big_modeling": {
         "accelerate.hooks": """
             AlignDevicesHook CpuOffload LayerwiseCastingHook UserCpuOffloadHook add_hook_to_module
             attach_align_device_hook attach_align_device_hook_on_blocks
         """,
         "accelerate.utils": """
-            OffloadedWeightsLoader SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING check_device_map extract_submodules_state_dict
-            find_tied_parameters get_balanced_memory infer_auto_device_map load_checkpoint_in_model offload_state_dict
+            OffloadedWeightsLoader SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING check_cuda_p2p_ib_support check_device_map
+            extract_submodules_state_dict find_tied_parameters get_balanced_memory infer_auto_device_map
+            is_bnb_available is_mlu_available is_musa_available is_neuron_available is_npu_available is_sdaa_available
+            is_xpu_available load_checkpoint_in_model offload_state_dict parse_flag_from_env recursive_getattr
             retie_parameters
-        """,
-    },
-    "accelerate.accelerator": {
-        "accelerate.data_loader": "DataLoaderDispatcher prepare_data_loader skip_first_batches",
-        "accelerate.logging": "get_logger",
-        "accelerate.optimizer": "AcceleratedOptimizer",
-        "accelerate.scheduler": "AcceleratedScheduler",
-        "accelerate.state": "AcceleratorState GradientState PartialState",
-        "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
-        "accelerate.utils": """
-            AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs DistributedType
-            DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
-            InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME ParallelismConfig PrecisionType
-            ProjectConfiguration RNGType SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME
-            SCALER_NAME TorchDynamoPlugin WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
-            compile_regions extract_model_from_parallel gather gather_object get_state_dict_offloaded_model
-            has_offloaded_params is_compiled_module is_torch_version pad_across_processes recursively_apply
-            reduce wait_for_everyone
         """,
     },
     "accelerate.data_loader": {
         "accelerate.logging": "get_logger",
         "accelerate.state": "GradientState PartialState",
         "accelerate.utils": """
-            DistributedType RNGType broadcast broadcast_object_list concatenate find_batch_size get_data_structure
-            initialize_tensors is_torch_version send_to_device slice_tensors synchronize_rng_states
+            DistributedType RNGType broadcast broadcast_object_list compare_versions concatenate find_batch_size
+            get_data_structure initialize_tensors is_datasets_available is_torch_version is_torch_xla_available
+            is_torchdata_stateful_dataloader_available send_to_device slice_tensors synchronize_rng_states
         """,
     },
     "accelerate.hooks": {
         "accelerate.state": "PartialState",
         "accelerate.utils": """
-            PrefixedDataset find_device get_non_persistent_buffers named_module_tensors send_to_device
+            PrefixedDataset clear_device_cache find_device get_non_persistent_buffers is_mlu_available
+            is_musa_available is_npu_available named_module_tensors recursive_getattr send_to_device
             set_module_tensor_to_device
         """,
     },
-    "accelerate.logging": {"accelerate.state": "PartialState"},
+    "accelerate.logging": {
+        "accelerate.state": "PartialState",
+    },
+    "accelerate.memory_utils": {
+        "accelerate.utils": "find_executable_batch_size",
+    },
     "accelerate.optimizer": {
         "accelerate.state": "AcceleratorState GradientState",
-        "accelerate.utils": "DistributedType honor_type",
+        "accelerate.utils": "DistributedType honor_type is_lomo_available is_torch_xla_available",
     },
     "accelerate.parallelism_config": {
-        "accelerate.utils.dataclasses": """
+        "accelerate.utils": """
             DeepSpeedSequenceParallelConfig DistributedType TorchContextParallelConfig TorchTensorParallelConfig
+            is_torch_version
         """,
-        "accelerate.utils.versions": "is_torch_version",
     },
-    "accelerate.scheduler": {"accelerate.state": "AcceleratorState GradientState"},
+    "accelerate.scheduler": {
+        "accelerate.state": "AcceleratorState GradientState",
+    },
     "accelerate.state": {
-        "accelerate.utils": "DistributedType DynamoBackend GradientAccumulationPlugin SageMakerDistributedType",
+        "accelerate.utils": """
+            DistributedType DynamoBackend GradientAccumulationPlugin SageMakerDistributedType
+            check_cuda_fp8_capability check_cuda_p2p_ib_support get_cpu_distributed_information get_int_from_env
+            is_datasets_available is_deepspeed_available is_fp8_available is_habana_gaudi1 is_hpu_available
+            is_mlu_available is_mps_available is_musa_available is_neuron_available is_npu_available is_sdaa_available
+            is_torch_xla_available is_xccl_available is_xpu_available parse_choice_from_env parse_flag_from_env
+            set_numa_affinity
+        """,
     },
     "accelerate.tracking": {
         "accelerate.logging": "get_logger",
         "accelerate.state": "PartialState",
-        "accelerate.utils": "LoggerType listify",
+        "accelerate.utils": """
+            LoggerType compare_versions is_aim_available is_clearml_available is_comet_ml_available
+            is_dvclive_available is_mlflow_available is_swanlab_available is_tensorboard_available
+            is_trackio_available is_wandb_available listify str_to_bool
+        """,
+    },
+    "accelerate.utils.dataclasses": {
+        "accelerate.utils": """
+            BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+            compare_versions is_cuda_available is_hpu_available is_mlu_available is_msamp_available is_musa_available
+            is_neuron_available is_npu_available is_rocm_available is_torch_version is_torchao_available
+            is_transformer_engine_available is_xpu_available parse_flag_from_env str_to_bool
+        """,
+    },
+    "accelerate.utils.imports": {
+        "accelerate.utils": "compare_versions is_torch_version parse_flag_from_env patch_environment str_to_bool",
+    },
+    "accelerate.utils.memory": {
+        "accelerate.utils": """
+            is_cuda_available is_hpu_available is_mlu_available is_mps_available is_musa_available is_neuron_available
+            is_npu_available is_sdaa_available is_xpu_available
+        """,
     },
     "accelerate.utils.modeling": {
         "accelerate.state": "AcceleratorState",
-        "accelerate.utils.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",
-        "accelerate.utils.dataclasses": "AutocastKwargs CustomDtype DistributedType",
-        "accelerate.utils.offload": "load_offloaded_weight offload_weight save_offload_index",
-        "accelerate.utils.tqdm": "tqdm",
-        "accelerate.utils.versions": "is_torch_version",
+        "accelerate.utils": """
+            AutocastKwargs CustomDtype DistributedType SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME
+            clear_device_cache is_hpu_available is_mlu_available is_mps_available is_musa_available is_npu_available
+            is_peft_available is_sdaa_available is_torch_version is_torch_xla_available is_tqdm_available
+            is_xpu_available load_offloaded_weight offload_weight save_offload_index tqdm
+        """,
     },
     "accelerate.utils.operations": {
         "accelerate.state": "AcceleratorState PartialState",
-        "accelerate.utils.dataclasses": "DistributedType TensorInformation",
-        "accelerate.utils.versions": "is_torch_version",
+        "accelerate.utils": """
+            DistributedType TORCH_DISTRIBUTED_OPERATION_TYPES TensorInformation is_npu_available
+            is_torch_distributed_available is_torch_version is_torch_xla_available
+        """,
     },
     "accelerate.utils.other": {
+        "accelerate.logging": "get_logger",
         "accelerate.state": "PartialState",
-        "accelerate.utils.dataclasses": "DistributedType",
-        "accelerate.utils.modeling": "id_tensor_storage",
-        "accelerate.utils.versions": "is_torch_version",
+        "accelerate.utils": """
+            DistributedType id_tensor_storage is_deepspeed_available is_numpy_available is_torch_distributed_available
+            is_torch_version is_torch_xla_available is_weights_only_available
+        """,
+    },
+    "accelerate.utils.random": {
+        "accelerate.state": "AcceleratorState",
+        "accelerate.utils": """
+            CUDA_DISTRIBUTED_TYPES DistributedType RNGType is_hpu_available is_mlu_available is_musa_available
+            is_neuron_available is_npu_available is_sdaa_available is_torch_xla_available is_xpu_available
+        """,
+    },
+    "accelerate.utils.tqdm": {
+        "accelerate.state": "PartialState",
+        "accelerate.utils": "is_tqdm_available",
     },
 }
 """Names that an old module merely imports, and scripts import from there although their home is another one."""

@@ -19,9 +19,23 @@ if TYPE_CHECKING:
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_state.availability import is_cuda_available as is_cuda_available
+    from accel_state.availability import is_hpu_available as is_hpu_available
+    from accel_state.availability import is_mlu_available as is_mlu_available
+    from accel_state.availability import is_msamp_available as is_msamp_available
+    from accel_state.availability import is_musa_available as is_musa_available
+    from accel_state.availability import is_neuron_available as is_neuron_available
+    from accel_state.availability import is_npu_available as is_npu_available
+    from accel_state.availability import is_rocm_available as is_rocm_available
+    from accel_state.availability import is_torchao_available as is_torchao_available
+    from accel_state.availability import is_transformer_engine_available as is_transformer_engine_available
+    from accel_state.availability import is_xpu_available as is_xpu_available
+    from accel_state.environment import parse_flag_from_env as parse_flag_from_env
+    from accel_state.environment import str_to_bool as str_to_bool
     from accel_state.gradient import GradientAccumulationPlugin
     from accel_state.kwargs import InitProcessGroupKwargs, KwargsHandler
     from accel_state.labels import (
+        Backend,
         BaseEnum,
         ComputeEnvironment,
         CustomDtype,
@@ -32,15 +46,23 @@ if TYPE_CHECKING:
         RNGType,
         SageMakerDistributedType,
     )
+    from accel_state.mesh_handlers import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
+    from accel_state.mesh_handlers import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION
+    from accel_state.mesh_handlers import (
+        BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
+    )
     from accel_state.mesh_handlers import (
         DeepSpeedSequenceParallelConfig,
         TorchContextParallelConfig,
         TorchTensorParallelConfig,
     )
+    from accel_state.settings.versions import compare_versions as compare_versions
+    from accel_state.settings.versions import is_torch_version as is_torch_version
     from accel_tracking.registry import LoggerType
 
 __all__ = (
     "AutocastKwargs",
+    "Backend",
     "BaseEnum",
     "ComputeEnvironment",
     "CustomDtype",

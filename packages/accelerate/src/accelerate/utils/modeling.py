@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.byte_counts import convert_file_size_to_int
     from accel_bigmodel.device_map import check_device_map, check_device_same, clean_device_map, infer_auto_device_map
     from accel_bigmodel.export import get_state_dict_from_offload, get_state_dict_offloaded_model
-    from accel_bigmodel.load import load_checkpoint_in_model, load_offloaded_weights
+    from accel_bigmodel.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
     from accel_bigmodel.offload import load_offloaded_weight as load_offloaded_weight
     from accel_bigmodel.offload import offload_weight as offload_weight
     from accel_bigmodel.offload_index import save_offload_index as save_offload_index
@@ -41,9 +41,20 @@ if TYPE_CHECKING:
     from accel_bigmodel.weight_files.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
     from accel_bigmodel.weight_files.names import WEIGHTS_NAME as WEIGHTS_NAME
     from accel_plugins.precision.config import AutocastKwargs as AutocastKwargs
+    from accel_state.availability import is_hpu_available as is_hpu_available
+    from accel_state.availability import is_mlu_available as is_mlu_available
+    from accel_state.availability import is_mps_available as is_mps_available
+    from accel_state.availability import is_musa_available as is_musa_available
+    from accel_state.availability import is_npu_available as is_npu_available
+    from accel_state.availability import is_peft_available as is_peft_available
+    from accel_state.availability import is_sdaa_available as is_sdaa_available
+    from accel_state.availability import is_torch_xla_available as is_torch_xla_available
+    from accel_state.availability import is_tqdm_available as is_tqdm_available
+    from accel_state.availability import is_xpu_available as is_xpu_available
     from accel_state.console import tqdm as tqdm
     from accel_state.labels import CustomDtype as CustomDtype
     from accel_state.labels import DistributedType as DistributedType
+    from accel_state.memory import clear_device_cache as clear_device_cache
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
 
@@ -72,6 +83,7 @@ __all__ = (
     "infer_auto_device_map",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
+    "load_state_dict",
     "named_module_tensors",
     "retie_parameters",
     "set_module_tensor_to_device",

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     )
     from accel_ops.tree import TensorInformation as TensorInformation
     from accel_ops.tree import honor_type, is_namedtuple, is_tensor_information, is_torch_tensor, recursively_apply
+    from accel_state.availability import is_npu_available as is_npu_available
+    from accel_state.availability import is_torch_distributed_available as is_torch_distributed_available
+    from accel_state.availability import is_torch_xla_available as is_torch_xla_available
+    from accel_state.labels import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
     from accel_state.labels import DistributedType as DistributedType
     from accel_state.process import PartialState as PartialState
     from accel_state.run_state import AcceleratorState as AcceleratorState

@@ -15,19 +15,34 @@ if TYPE_CHECKING:
     from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks
     from accel_plugins.transforms.compile import compile_regions, has_compiled_regions
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
+    from accel_state.availability import is_deepspeed_available as is_deepspeed_available
+    from accel_state.availability import is_numpy_available as is_numpy_available
+    from accel_state.availability import is_torch_distributed_available as is_torch_distributed_available
+    from accel_state.availability import is_torch_xla_available as is_torch_xla_available
+    from accel_state.availability import is_weights_only_available as is_weights_only_available
+    from accel_state.environment import check_os_kernel
     from accel_state.labels import DistributedType as DistributedType
+    from accel_state.logging import get_logger as get_logger
+    from accel_state.network import get_free_port, is_port_in_use
+    from accel_state.objects import get_pretty_name, merge_dicts, recursive_getattr
     from accel_state.process import PartialState as PartialState
     from accel_state.process import wait_for_everyone
     from accel_state.settings.versions import is_torch_version as is_torch_version
 
 __all__ = (
+    "check_os_kernel",
     "compile_regions",
     "convert_bytes",
     "extract_model_from_parallel",
+    "get_free_port",
+    "get_pretty_name",
     "has_compiled_regions",
     "has_repeated_blocks",
     "is_compiled_module",
+    "is_port_in_use",
     "is_repeated_blocks",
+    "merge_dicts",
+    "recursive_getattr",
     "wait_for_everyone",
 )
 

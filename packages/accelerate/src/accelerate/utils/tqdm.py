@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_state.availability import is_tqdm_available as is_tqdm_available
     from accel_state.console import tqdm
+    from accel_state.process import PartialState as PartialState
 
 __all__ = ("tqdm",)
 

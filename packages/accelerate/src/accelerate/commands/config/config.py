@@ -1,0 +1,23 @@
+"""What is found at the old address `accelerate.commands.config.config`.
+
+Written by tools/gen_alias.py from accelerate/names: change that table, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate.address import serve
+
+if TYPE_CHECKING:
+    from accelerate.legacy.commands import config_command, config_command_parser
+    from accelerate.legacy.commands import config_main as main
+
+__all__ = ("config_command", "config_command_parser", "main")
+
+if __name__ == "__main__":
+    from accelerate.legacy.commands import config_main
+
+    raise SystemExit(config_main())
+
+serve(__name__)
