@@ -10,15 +10,15 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Final
 
-__all__ = ("Call", "CallLog", "Location", "location_of_thread")
+__all__ = ("Call", "CallLog", "Location", "locate")
 
-_OURS: Final = frozenset(
+OURS: Final = frozenset(
     {"accel_ops", "accel_state", "accel_data", "accel_bigmodel", "accel_plugins", "accel_torch", "accelerate"}
 )
-_LIBRARIES: Final = _OURS | {"torch", "contextlib", "functools", "threading", "typing_extensions", "concurrent"}
+"""Packages whose lines are not the user's."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,10 @@ class Location:
     Args:
         path: the file, relative to the working directory where it lies below it.
         line: number of the line.
-        function: the function of the user's code.
-        inside: the function it has called, where that belongs to a library; else empty.
     """
 
     path: str
     line: int
-    function: str
-    inside: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}"
@@ -74,7 +70,7 @@ class CallLog:
     def enter(self, operation: str) -> None:
         """Begin a call."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
             frame = frame.f_back
         self._operation, self._code, self._line = operation, frame.f_code, frame.f_lineno
         self.fingerprint = 0
@@ -92,7 +88,7 @@ class CallLog:
         """The call that is going on, or else the last one."""
         if not self.active:
             return self.recent(1)[0] if self._ring else None
-        location = _location(self._code, self._line)
+        location = locate(self._code.co_filename, self._line)
         seconds = time.monotonic() - self._begun
         return Call(self.number, self._operation, self.fingerprint, location, seconds)
 
@@ -100,25 +96,15 @@ class CallLog:
         """The newest completed calls, the newest last."""
         kept = tuple(self._ring)
         return tuple(
-            Call(number, operation, fingerprint, _location(code, line), seconds)
+            Call(number, operation, fingerprint, locate(code.co_filename, line), seconds)
             for number, operation, fingerprint, code, line, seconds in kept[-count if count else 0 :]
         )
 
 
-def location_of_thread(thread_id: int) -> Location | None:
-    """Where a thread of this process is now: the innermost line of the user's code."""
-    frame: FrameType | None = sys._current_frames().get(thread_id)
-    inside = ""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        inside = frame.f_code.co_name
-        frame = frame.f_back
-    return None if frame is None else _location(frame.f_code, frame.f_lineno, inside)
-
-
-def _location(code: CodeType, line: int, inside: str = "") -> Location:
-    path = code.co_filename
+def locate(path: str, line: int) -> Location:
+    """A line of a file, named as a person in the working directory would."""
     try:
         here = os.getcwd() + os.sep
     except FileNotFoundError:
-        return Location(path, line, code.co_name, inside)
-    return Location(path.removeprefix(here), line, code.co_name, inside)
+        return Location(path, line)
+    return Location(path.removeprefix(here), line)

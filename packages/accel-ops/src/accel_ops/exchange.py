@@ -149,8 +149,9 @@ class CheckedCall:
         return plan, leaves
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the small leaves travel in the slot itself, which lies on the CPU."""
-        return plan.packing.nbytes <= self._exchange.slot.capacity and self._transport.device == _HOST
+        """Whether the small leaves, if there are any, travel in the slot itself, which lies on the CPU."""
+        nbytes = plan.packing.nbytes
+        return not nbytes or (nbytes <= self._exchange.slot.capacity and self._transport.device == _HOST)
 
     def agree(self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None) -> torch.Tensor | None:
         """Meet the other processes and check that all have the same plan.

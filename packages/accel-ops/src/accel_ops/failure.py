@@ -37,9 +37,9 @@ def explain(error: BaseException, call: Call | None, rank: int, world_size: int,
         world_size: number of processes.
         watch: what reads where the others are.
     """
-    watch.publish()
+    watch.ask()
     with _termination_put_off() as ended:
-        ended.wait(TICK * 1.2)
+        ended.wait(TICK * 1.5)
         report = _report(error, call, rank, world_size, watch)
         if ended.is_set():
             sys.stderr.write(f"{report}\n")

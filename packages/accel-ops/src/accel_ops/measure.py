@@ -79,7 +79,7 @@ def get_data_structure(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """Nested data with an uninitialised tensor on the CPU in place of each `TensorInformation`."""
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping, MutableSequence
 from itertools import chain
 from typing import Any
 
 from accel_ops.exchange import CheckedCall
+from accel_ops.pickling import dumps, loads
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 
@@ -35,7 +35,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
         return object
     with CheckedCall(transport, "gather_object") as call:
         rows = call.swap_bytes(_pickled("gather_object", _items(object)))
-    return list(chain.from_iterable(pickle.loads(row) for row in rows))
+    return list(chain.from_iterable(loads(row) for row in rows))
 
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
@@ -74,7 +74,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
         data = _pickled("broadcast_object_list", list(object_list)) if sends else None
         received = call.bytes_of(data, from_process)
     if not sends:
-        object_list[:] = pickle.loads(received)
+        object_list[:] = loads(received)
     return object_list
 
 
@@ -90,7 +90,7 @@ def _items(given: Any) -> list[Any]:
 
 def _pickled(operation: str, items: list[Any]) -> bytes:
     try:
-        return pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL)
+        return dumps(items)
     except Exception as error:
         position = next((index for index, item in enumerate(items) if not _can_be_pickled(item)), None)
         where = "An item" if position is None else f"The item {position}, of type {type(items[position]).__name__},"
@@ -103,7 +103,7 @@ def _pickled(operation: str, items: list[Any]) -> bytes:
 
 def _can_be_pickled(item: Any) -> bool:
     try:
-        pickle.dumps(item)
+        dumps(item)
     except Exception:
         return False
     return True

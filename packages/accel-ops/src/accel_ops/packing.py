@@ -70,7 +70,8 @@ class Packing:
             segments.append(Segment(dtype, tuple(position for position, _ in members), sizes, start, stop))
             start = -(-stop // ALIGNMENT) * ALIGNMENT
         self.segments = tuple(segments)
-        self.nbytes = start
+        # Rows of no length could not be read as another dtype.
+        self.nbytes = max(start, ALIGNMENT) if segments else 0
         """Length of the buffer, a multiple of `ALIGNMENT`."""
 
     def write(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:

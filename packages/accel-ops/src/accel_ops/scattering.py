@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
 
 from accel_ops.exchange import CheckedCall
 from accel_ops.packing import Packing
+from accel_ops.pickling import dumps, loads
 from accel_ops.plan import check_leaf
 from accel_ops.tree import (
     TensorInformation,
@@ -56,8 +56,8 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
         inputs = announcement = None
         if transport.rank == from_process:
             skeleton, inputs = _parts(tensor, transport.world_size, transport.device)
-            announcement = pickle.dumps(skeleton)
-        skeleton = pickle.loads(call.bytes_of(announcement, from_process))
+            announcement = dumps(skeleton)
+        skeleton = loads(call.bytes_of(announcement, from_process))
         found = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
         packing = Packing((info.shape.numel(), info.dtype) for info in found)
         output = torch.empty(packing.nbytes, dtype=torch.uint8, device=transport.device)

@@ -9,13 +9,13 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from accel_ops.call_log import CallLog, location_of_thread
+from accel_ops.call_log import CallLog
+from accel_ops.main_thread import main_thread_place
 
 __all__ = ("Sighting", "describe", "look", "ranks")
 
@@ -35,7 +35,7 @@ class Sighting:
         operation: name of that collective.
         called_at: line of the user's code that called it.
         active: whether it is still in that collective.
-        now_at: line of the user's code where the main thread is.
+        now_at: line of the user's code where the main thread is; empty when it was not looked up.
         now_in: the library function that was called there; empty when there is none.
         pid: its process id.
         host: its machine and process-id namespace.
@@ -65,23 +65,28 @@ class Sighting:
         """Where the process is, to be put after "rank 3 is"."""
         if self.active:
             return f"in {self.operation}() at {self.called_at} (call {self.number})"
-        inside = f"in {self.now_in}() at {self.now_at}" if self.now_in else f"at {self.now_at or 'an unknown line'}"
-        before = (
-            f"after {self.operation}() at {self.called_at} (call {self.number})" if self.number else "before any call"
-        )
-        return f"{inside}, {before}"
+        inside = f"in {self.now_in}() at {self.now_at}" if self.now_in else f"at {self.now_at}"
+        before = "before any collective"
+        if self.number:
+            before = f"after {self.operation}() at {self.called_at} (call {self.number})"
+        return f"{inside}, {before}" if self.now_at else before
 
 
-def look(log: CallLog) -> Sighting:
-    """Where this process is now."""
+def look(log: CallLog, closely: bool = False) -> Sighting:
+    """Where this process is now.
+
+    Args:
+        log: its calls.
+        closely: look up the line as well where the main thread is.
+    """
     call = log.last()
-    now = location_of_thread(threading.main_thread().ident or 0)
+    now = main_thread_place() if closely else None
     return Sighting(
         number=call.number if call else 0,
         operation=call.operation if call else "",
         called_at=str(call.location) if call else "",
         active=log.active,
-        now_at=str(now) if now else "",
+        now_at=str(now.location) if now else "",
         now_in=now.inside if now else "",
     )
 

@@ -22,6 +22,7 @@ TICK: Final = 0.5
 _PATIENCE: Final = timedelta(seconds=2)
 _RANKS_READ_PER_TICK: Final = 16
 _GIVE_UP_AFTER: Final = 3
+_ASKED: Final = "accel_ops/asked"
 
 
 class Picture:
@@ -56,9 +57,12 @@ class Watch:
         self._rank = rank
         self._keys = [f"accel_ops/sighting/{other}" for other in range(world_size)]
         self._read_every = max(1, world_size // _RANKS_READ_PER_TICK)
+        self._asked_before = 0
         self._store = _connection(store)
         self._last = Picture({}, time.monotonic(), fresh=False)
         self._stopped = threading.Event()
+        # Held while the connection is used, by the thread and by the one that has to explain a failure.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         if self._store is not None:
             self._thread = threading.Thread(target=self._run, name="accel_ops.watch", daemon=True)
@@ -70,37 +74,55 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_PATIENCE.total_seconds())
 
+    def ask(self) -> None:
+        """Ask all processes to look closely where they are; within a tick they have answered."""
+        with self._lock:
+            try:
+                if self._store is not None:
+                    self._store.add(_ASKED, 1)
+            except RuntimeError:
+                return
+
     def picture(self) -> Picture:
         """Where all processes are, with a fresh sighting of this one."""
-        if self._store is None or not self._publish():
-            last = self._last
-            return Picture({**last.sightings, self._rank: look(self._log)}, last.taken, fresh=False)
-        return self._read()
-
-    def publish(self) -> None:
-        """Tell the others now where this process is."""
-        if self._store is not None:
-            self._publish()
+        mine = look(self._log, closely=True)
+        with self._lock:
+            if self._publish(mine):
+                return self._read()
+            return Picture({**self._last.sightings, self._rank: mine}, self._last.taken, fresh=False)
 
     def _run(self) -> None:
         ticks = failures = 0
         while not self._stopped.wait(TICK if ticks else 0.0):
-            failures = 0 if self._publish() else failures + 1
-            if failures == _GIVE_UP_AFTER:
-                return
-            if not failures and ticks % self._read_every == 0:
-                self._read()
+            with self._lock:
+                failures = 0 if self._publish(look(self._log, closely=self._asked())) else failures + 1
+                if failures == _GIVE_UP_AFTER:
+                    return
+                if not failures and ticks % self._read_every == 0:
+                    self._read()
             ticks += 1
 
-    def _publish(self) -> bool:
+    def _asked(self) -> bool:
+        """Whether another process has asked since this was called last."""
+        store: Any = self._store
         try:
-            self._connected.set(self._keys[self._rank], look(self._log).to_json())
+            asked = int(store.add(_ASKED, 0))
+        except RuntimeError:
+            return False
+        before, self._asked_before = self._asked_before, asked
+        return asked != before
+
+    def _publish(self, sighting: Sighting) -> bool:
+        if self._store is None:
+            return False
+        try:
+            self._store.set(self._keys[self._rank], sighting.to_json())
         except RuntimeError:
             return False
         return True
 
     def _read(self) -> Picture:
-        store = self._connected
+        store: Any = self._store
         try:
             if store.check(self._keys):
                 texts = dict(enumerate(store.multi_get(self._keys)))
@@ -111,11 +133,6 @@ class Watch:
         sightings = {rank: Sighting.from_json(text) for rank, text in texts.items()}
         self._last = Picture(sightings, time.monotonic())
         return self._last
-
-    @property
-    def _connected(self) -> Any:
-        assert self._store is not None
-        return self._store
 
 
 def _connection(store: Any | None) -> Any | None:

@@ -1,0 +1,270 @@
+"""Processes that do not call the same: the same named error on every one, and the next call works."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ops import (
+    broadcast,
+    broadcast_object_list,
+    chained_operation,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    scatter,
+    verify_operation,
+)
+from accel_state import PartialState
+from accel_state.errors import AccelError, SettingError, ShapeMismatch, UnknownKind
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def group(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    with Processes(request.param, timeout=90) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2, timeout=90) as group:
+        yield group
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+CALLS: dict[str, tuple[Any, Any]] = {
+    "shape": (lambda: gather({"a": tensor(2, 3)}), lambda: gather({"a": tensor(3, 3)})),
+    "shape of a large tensor": (lambda: gather([tensor(600, 600)]), lambda: gather([tensor(300, 600)])),
+    "shape across the limit of packing": (lambda: gather(tensor(600, 600)), lambda: gather(tensor(6))),
+    "dtype": (lambda: gather(tensor(2)), lambda: gather(tensor(2, dtype=torch.float64))),
+    "dtype of the same size": (lambda: gather(tensor(2)), lambda: gather(tensor(2, dtype=torch.int32))),
+    "structure": (lambda: gather({"a": tensor(2)}), lambda: gather({"a": tensor(2), "b": tensor(1)})),
+    "depth": (lambda: gather([tensor(2)]), lambda: gather([[tensor(2)]])),
+    "operation": (lambda: gather([tensor(2)]), lambda: reduce([tensor(2)])),
+    "operation on objects": (lambda: gather_object(["a"]), lambda: broadcast_object_list(["a"])),
+    "tensors and objects": (lambda: gather_object(["a"]), lambda: gather(tensor(2))),
+    "objects too long for the slot": (lambda: gather_object(["a" * 200_000]), lambda: gather(tensor(2))),
+    "source": (lambda: broadcast(tensor(2), from_process=0), lambda: broadcast(tensor(2), from_process=1)),
+    "reduction": (lambda: reduce(tensor(2), "sum"), lambda: reduce(tensor(2), "mean")),
+    "length": (lambda: broadcast_object_list([1]), lambda: broadcast_object_list([1, 2])),
+    "dim": (lambda: pad_across_processes(tensor(2, 2), dim=0), lambda: pad_across_processes(tensor(2, 2), dim=1)),
+    "dimensions": (lambda: pad_across_processes(tensor(2)), lambda: pad_across_processes(tensor(2, 2))),
+    "scatter": (lambda: scatter(tensor(4)), lambda: gather(tensor(4))),
+}
+
+WORDS = {
+    "shape": ["['a']: (2, 3) torch.float32 on rank", "(3, 3) torch.float32 on rank", "pad_across_processes"],
+    "dtype": ["torch.float32 on rank", "torch.float64 on rank", "Convert"],
+    "structure": ["['b']: absent on rank", "(1,) torch.float32 on rank", "same structure"],
+    "operation": ["gather() at ", "reduce() at ", "on rank", "test_mismatched_calls.py:"],
+    "source": ["from_process is 0 on rank", "1 on rank"],
+    "reduction": ["reduction is sum on rank", "mean on rank"],
+    "length": ["length is 1 on rank", "2 on rank"],
+    "dim": ["dim is 0 on rank"],
+}
+
+
+def differ(name: str, known: bool) -> str:
+    """The last process calls differently; afterwards all call the same."""
+    state = PartialState(cpu=True)
+    usual, other = CALLS[name]
+    if known:
+        for call in (usual, other):
+            call()
+    with pytest.raises(ShapeMismatch) as caught:
+        (other if state.is_last_process else usual)()
+    assert gather(torch.tensor(state.process_index)).tolist() == list(range(state.num_processes))
+    assert isinstance(caught.value, ValueError)
+    assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_rank_gets_the_same_error_and_the_group_goes_on(group: Processes, name: str) -> None:
+    for messages in (group.run(differ, name, True), group.run(differ, name, False)):
+        assert len(set(messages)) == 1, messages
+        for words in WORDS.get(name, []):
+            assert words in messages[0], messages[0]
+
+
+def known_against_unknown() -> str:
+    state = PartialState(cpu=True)
+    for _ in range(3):
+        gather({"a": tensor(2)})
+    with pytest.raises(ShapeMismatch) as caught:
+        gather({"a": tensor(2)} if state.process_index else {"z": [tensor(5), tensor(1)]})
+    assert gather({"a": tensor(2)})["a"].numel() == 2 * state.num_processes
+    return str(caught.value)
+
+
+def test_a_known_structure_against_an_unknown_one(group: Processes) -> None:
+    messages = group.run(known_against_unknown)
+    assert len(set(messages)) == 1
+    assert "['z'][0]: (5,) torch.float32 on rank" in messages[0]
+
+
+def many_leaves_differ() -> str:
+    state = PartialState(cpu=True)
+    with pytest.raises(ShapeMismatch) as caught:
+        gather([tensor(1 + state.process_index) for _ in range(5000)])
+    return str(caught.value)
+
+
+def test_of_many_differing_leaves_some_are_told_and_the_rest_counted(group: Processes) -> None:
+    (message,) = set(group.run(many_leaves_differ))
+    assert "and 4995 more leaves" in message
+    assert len(message) < 2000
+
+
+BAD: dict[str, tuple[Any, type[AccelError], str]] = {
+    "an int": (lambda: gather({"a": [tensor(1), 3]}), UnknownKind, "['a'][1]"),
+    "None": (lambda: gather(None), UnknownKind, "NoneType"),
+    "text to reduce": (lambda: reduce(["text"]), UnknownKind, "[0]"),
+    "a sparse tensor": (lambda: gather([tensor(2, 2).to_sparse()]), UnknownKind, "sparse"),
+    "a meta tensor": (lambda: gather([torch.ones(2, device="meta")]), UnknownKind, "meta"),
+    "fp8 to add up": (lambda: reduce([tensor(2).to(torch.float8_e5m2)]), UnknownKind, "float8_e5m2"),
+    "a mean of whole numbers": (lambda: reduce({"n": torch.tensor([1, 2])}), UnknownKind, "['n']"),
+    "a fraction of whole numbers": (lambda: reduce(torch.tensor([1, 2]), "sum", 0.5), UnknownKind, "int64"),
+    "text to join": (lambda: gather_object("text"), UnknownKind, "str"),
+    "a dict to join": (lambda: gather_object({"a": 1}), UnknownKind, "[object]"),
+    "a number to join": (lambda: gather_object(3), UnknownKind, "int"),
+    "what cannot be pickled": (lambda: gather_object([1, threading.Lock()]), UnknownKind, "item 1, of type lock"),
+    "a tuple to overwrite": (lambda: broadcast_object_list((1, 2)), UnknownKind, "tuple"),
+    "no such source": (lambda: broadcast(tensor(2), from_process=9), SettingError, "from_process=9"),
+    "no such source of objects": (lambda: broadcast_object_list([2], from_process=-1), SettingError, "from_process=-1"),
+    "no such destination": (lambda: gather(tensor(2), dst=9), SettingError, "dst=9"),
+    "a value a dtype cannot hold": (
+        lambda: pad_across_processes(torch.tensor([1]), pad_index=2.5),
+        SettingError,
+        "2.5",
+    ),
+    "a value too large": (
+        lambda: pad_across_processes(torch.tensor([1], dtype=torch.uint8), pad_index=-100),
+        SettingError,
+        "uint8",
+    ),
+    "a split that is uneven": (lambda: scatter({"a": tensor(7)}), SettingError, "['a']"),
+    "a split of nothing": (lambda: scatter(torch.tensor(1.0)), SettingError, "no dimension"),
+}
+
+
+def all_bad(name: str) -> str:
+    state = PartialState(cpu=True)
+    call, error, words = BAD[name]
+    with pytest.raises(AccelError) as caught:
+        call()
+    assert gather(torch.tensor(state.process_index)).tolist() == list(range(state.num_processes))
+    if isinstance(caught.value, error):
+        assert words in str(caught.value), str(caught.value)
+    return type(caught.value).__name__
+
+
+def one_bad(name: str) -> tuple[str, str]:
+    """Process 0 gives what cannot be used, the others something that can."""
+    state = PartialState(cpu=True)
+    call, _, _ = BAD[name]
+    with pytest.raises(AccelError) as caught:
+        call() if state.is_main_process else gather(tensor(3))
+    assert gather(torch.tensor(state.process_index)).tolist() == list(range(state.num_processes))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_a_named_error_on_the_rank_that_gave_it_and_on_the_others(two: Processes, name: str) -> None:
+    _, error, words = BAD[name]
+    assert two.run(all_bad, name)[0] == error.__name__
+    (mine, text), (theirs, told) = two.run(one_bad, name)
+    assert mine == error.__name__
+    assert words in text
+    assert theirs == "ShapeMismatch"
+    assert "rank 0" in told
+    assert words in told
+
+
+def unknown_reduction() -> None:
+    PartialState(cpu=True)
+    with pytest.raises(SettingError, match="median"):
+        reduce(tensor(2), "median")
+
+
+def test_an_unknown_reduction_is_refused(two: Processes) -> None:
+    two.run(unknown_reduction)
+
+
+class FailsToPickle:
+    def __reduce__(self) -> Any:
+        raise MemoryError("not enough")
+
+
+def fails_on_one() -> tuple[str, str]:
+    state = PartialState(cpu=True)
+    with pytest.raises((AccelError, MemoryError)) as caught:
+        gather_object([FailsToPickle() if state.is_main_process else 1])
+    assert gather_object([state.process_index]) == [0, 1]
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_any_failure_before_the_meeting_is_told_to_the_others(two: Processes) -> None:
+    (_, mine), (theirs, told) = two.run(fails_on_one)
+    assert "not enough" in mine
+    assert theirs == "ShapeMismatch"
+    assert "not enough" in told
+
+
+@verify_operation
+def third_party(tensor: Any) -> str:
+    return "ran"
+
+
+@chained_operation
+def two_steps(tensor: Any) -> Any:
+    return gather(tensor)
+
+
+def decorated() -> None:
+    state = PartialState(cpu=True)
+    mine = tensor(1 + state.process_index)
+    with pytest.raises(ShapeMismatch, match=r"third_party\(\)"):
+        third_party(mine)
+    assert third_party(tensor=tensor(1)) == "ran"
+    with pytest.raises(ShapeMismatch, match=r"two_steps\(\): gather\(\)"):
+        two_steps(mine)
+
+
+def undecorated() -> None:
+    state = PartialState(cpu=True)
+    assert third_party(tensor(1 + state.process_index)) == "ran"
+
+
+def test_collectives_of_others_are_checked_in_debug_mode(two: Processes) -> None:
+    two.run(decorated, environment={"ACCELERATE_DEBUG_MODE": "1"})
+    two.run(undecorated)
+
+
+def nested_tensors() -> None:
+    state = PartialState(cpu=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ragged = torch.nested.nested_tensor([tensor(2), tensor(3)])
+        with pytest.raises(UnknownKind, match="nested"):
+            gather([ragged])
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            padded = pad_across_processes([ragged, tensor(1 + state.process_index)])
+    assert [warning.category.__name__ for warning in given] == ["CannotPadNestedTensorWarning"]
+    assert padded[0] is ragged
+    assert padded[1].shape == (2,)
+
+
+def test_nested_tensors_are_refused_or_left_alone(two: Processes) -> None:
+    two.run(nested_tensors)
