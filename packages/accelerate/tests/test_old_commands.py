@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 # One write for each line: the processes share what they write to.
 SCRIPT = """
 import os, sys
-os.write(1, f"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n".encode())
+os.write(1, f"{os.environ.get('RANK', '0')} {os.environ.get('WORLD_SIZE', '1')} {sys.argv[1:]}\\n".encode())
 sys.exit(3 if "fail" in sys.argv else 0)
 """
 
