@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -231,7 +232,7 @@ def save_together(target: str, failing: int | None = None, absent: int | None = 
     store = current.process().transport.store()
     assert store is not None
     if rank == absent:
-        store.get("the other one has ended")
+        store.get(f"ended {1 - rank}")
         return "absent"
     try:
         with staging(target, deadline=1.0 if absent is not None else 30.0) as folder:
@@ -241,7 +242,10 @@ def save_together(target: str, failing: int | None = None, absent: int | None = 
     except (CheckpointError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        store.set("the other one has ended", "")
+        # The store goes with the process that serves it: nobody leaves before the other has heard everything.
+        store.set(f"ended {rank}", "")
+        if absent is None:
+            store.get(f"ended {1 - rank}")
     assert Path(target, "random_states_0.pkl").exists()
     return "saved"
 
@@ -282,9 +286,7 @@ def save_on_own_disk(target: str) -> bool:
     """As on nodes that share no file system: each process sees a folder of its own."""
     PartialState(cpu=True)
     process = current.process()
-    import dataclasses
-
-    node = dataclasses.replace(process.topology, local_rank=0, node_rank=process.rank)
+    node = process.topology._replace(local_rank=0, node_rank=process.rank)
     own = Path(target, f"disk_{process.rank}", "a")
     real = Path(own).parent
     real.mkdir(parents=True)

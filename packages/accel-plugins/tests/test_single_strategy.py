@@ -66,7 +66,7 @@ def test_it_refuses_a_run_of_several_processes(strategy: Strategy) -> None:
         world_size = 2
 
     process = dataclasses.replace(strategy.context.process, transport=Crowded(torch.device("cpu")))
-    crowded = SingleStrategy(dataclasses.replace(strategy.context, process=process))
+    crowded = SingleStrategy(strategy.context._replace(process=process))
 
     with pytest.raises(Conflict, match="2 processes"):
         crowded.check(Bundle())
