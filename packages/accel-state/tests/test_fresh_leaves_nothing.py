@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import Finished, run_command
+from accel_state.testing.processes import run_command
 
 pytest.importorskip("pytest_randomly")
 
@@ -68,20 +68,19 @@ def test_a_failure_inside_is_no_leak():
 """
 
 
-def run_leaky(folder: Path, *arguments: str, apart: bool) -> Finished:
-    (folder / "test_leaky.py").write_text(LEAKY)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "test_leaky.py"]
-    return run_command(command, cwd=folder, env={"KEPT_APART": "1"} if apart else {})
+PROGRAM = """
+import os, pytest
+options = ["-q", "-p", "no:cacheprovider", "-p", "randomly", "test_leaky.py"]
+print("with it", [int(pytest.main([*options, f"--randomly-seed={seed}"])) for seed in (1, 2, 3)])
+del os.environ["KEPT_APART"]
+print("without it", int(pytest.main([*options, "-k", "test_leaks"])))
+"""
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_tests_that_leak_pass_in_any_order(seed: int, tmp_path: Path) -> None:
-    done = run_leaky(tmp_path, "-p", "randomly", f"--randomly-seed={seed}", apart=True)
-    assert done.returncode == 0, done.stdout
-    assert "6 passed" in done.stdout
-
-
-def test_without_it_they_are_found_out(tmp_path: Path) -> None:
-    done = run_leaky(tmp_path, "-k", "test_leaks", apart=False)
-    assert done.returncode == 1
+def test_tests_that_leak_pass_in_any_order_and_are_found_out_without_it(tmp_path: Path) -> None:
+    (tmp_path / "test_leaky.py").write_text(LEAKY)
+    done = run_command([sys.executable, "-c", PROGRAM], cwd=tmp_path, env={"KEPT_APART": "1"})
+    assert "with it [0, 0, 0]" in done.stdout, done.stdout
+    assert done.stdout.count("6 passed") == 3
+    assert "without it 1" in done.stdout
     assert "3 failed, 1 passed" in done.stdout

@@ -93,7 +93,12 @@ def leave_a_key(old: str | None) -> tuple[bool, str]:
     total = torch.ones(1)
     state._process.transport.all_reduce(total).wait()
     assert total.item() == 2.0
+    part = dist.new_group([0, 1])
+    state.destroy_process_group(part)
+    assert state.initialized
     state.destroy_process_group()
+    assert not state.initialized
+    assert not dist.is_initialized()
     return bool(seen), os.environ["RANK"]
 
 

@@ -252,7 +252,8 @@ def test_splitting(inputs: Any, parts: list[Any]) -> None:
 def test_splitting_with_padding() -> None:
     assert [split_inputs([1, 2, 3], 2, index, apply_padding=True) for index in range(2)] == [[1, 2], [3, 3]]
     parts = [split_inputs(torch.arange(5), 4, index, apply_padding=True).tolist() for index in range(4)]
-    assert parts == [[0, 1], [2, 2], [3, 3], [4, 4]]
+    assert parts == [[0, 1], [2, 4], [3, 4], [4, 4]]
+    assert [split_inputs((1, 2, 3, 4, 5), 4, index, apply_padding=True) for index in range(2)] == [(1, 2), (3, 5)]
     assert [split_inputs([1], 3, index, apply_padding=True) for index in range(3)] == [[1], [1], [1]]
 
 

@@ -30,7 +30,7 @@ def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = Fals
         inputs: a list, tuple, tensor, or a dict of such with equal lengths; a data set with `select` works too.
         count: number of processes.
         index: the process whose part is wanted.
-        apply_padding: repeat the last item until all processes have equally many, so that results can be gathered.
+        apply_padding: add the last of all items until every process has equally many, so that results can be gathered.
 
     Raises:
         UnknownKind: `inputs` cannot be split.
@@ -59,7 +59,7 @@ def _indices(length: int, count: int, index: int, padded: bool) -> list[int]:
     indices = list(range(start, end))
     if padded and length:
         longest = -(-length // count)
-        indices += [indices[-1] if indices else length - 1] * (longest - len(indices))
+        indices += [length - 1] * (longest - len(indices))
     return indices
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.devices.base import DeviceFamily
+from accel_state.errors import CollectiveError
 from accel_state.topology import Topology
 from accel_state.transport.base import Transport
 from accel_state.transport.local import LocalTransport
@@ -45,7 +46,7 @@ def start_transport(
     Raises:
         SettingError: no address is known at which the processes could meet, or two have the same rank.
         NotOffered: no backend is known that moves the tensors of the device.
-        CollectiveError: they did not meet in time.
+        CollectiveError: they did not meet in time, or could not connect to each other.
     """
     limit = timeout or family.timeout
     if dist.is_available() and dist.is_initialized():
@@ -55,7 +56,19 @@ def start_transport(
         return LocalTransport(device), None
     chosen = backend_of(family, backend)
     store = meet(topology, init_method, limit)
-    dist.init_process_group(
-        backend=chosen, store=store, rank=topology.rank, world_size=topology.world_size, timeout=limit
-    )
-    return TorchDistTransport(device, limit, store), chosen
+    try:
+        dist.init_process_group(
+            backend=chosen, store=store, rank=topology.rank, world_size=topology.world_size, timeout=limit
+        )
+        transport = TorchDistTransport(device, limit, store)
+        # A process that ended now would cut those off that are still connecting.
+        transport.barrier()
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise CollectiveError(
+            f"Process {topology.rank} of {topology.world_size} met the others and wanted to connect to them.",
+            f"The backend {chosen!r} could not: {str(error).splitlines()[0]}.",
+            "Look at the output of the other processes, and at the network between the machines.",
+        ) from error
+    return transport, chosen
