@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
@@ -32,14 +31,15 @@ class Explain:
     def run(self, arguments: Namespace) -> int:
         """Print the table."""
         from accel_cli.config import explain
+        from accel_cli.launch.request import request_of
 
         words = arguments.launch[arguments.launch[:1] == ["--"] :]
-        request = _request(words, arguments.config_file)
+        request = request_of(words, os.environ, arguments.config_file)
         if arguments.diff is None:
             rows: list[dict[str, Any]] = explain.as_data(request.settings)
             lines = explain.table(request.settings)
         else:
-            other = _request(words, arguments.diff)
+            other = request_of(words, os.environ, arguments.diff)
             names = (request.config.path if request.config else "no file", arguments.diff)
             rows = explain.difference(request.settings, other.settings)
             lines = explain.difference_table(request.settings, other.settings, names)
@@ -51,24 +51,6 @@ class Explain:
             print("\n".join(lines))
             _print_notes(request)
         return 0
-
-
-def _request(words: Sequence[str], config_file: str | None) -> Request:
-    """The settings of a launch with these arguments; a file named to `accel explain` itself comes first."""
-    from argparse import Namespace
-
-    from accel_cli.launch.options import add_launch_arguments
-    from accel_cli.launch.request import read_request
-    from accel_cli.parser import Parser
-
-    parsed = Namespace(config_file=None)
-    if words:
-        parser = Parser("accel launch")
-        add_launch_arguments(parser)
-        parser.parse_args(list(words), parsed)
-    if config_file is not None:
-        parsed.config_file = config_file
-    return read_request(parsed, os.environ)
 
 
 def _print_notes(request: Request) -> None:

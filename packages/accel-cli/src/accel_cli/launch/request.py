@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from accel_cli.config.effective import Effective, effective
 from accel_cli.config.file import ConfigFile, read_config
@@ -13,10 +13,13 @@ from accel_cli.config.location import default_path
 from accel_cli.launch.backends import backend_for, check_backend, failures
 from accel_cli.launch.flags import flag_values
 from accel_cli.launch.nested import without_outer
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.options import add_launch_arguments, launch_classes
 from accel_cli.launch.surroundings import Surroundings, read_surroundings
 
-__all__ = ("Request", "notes", "read_request")
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+__all__ = ("Request", "notes", "read_request", "request_of")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,26 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
         check_backend(backend.value, backend.origin)
     implied = backend_for(kind.value, kind.origin) if kind.value and backend.value is None else None
     return Request(settings, own, config, arguments.config_file is None, implied, around)
+
+
+def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:
+    """What `accel launch` would be asked for with these arguments; a file that is named here comes first.
+
+    Raises:
+        SettingError: as for `read_request`.
+    """
+    from argparse import Namespace
+
+    from accel_cli.parser import Parser
+
+    parsed = Namespace(config_file=None)
+    if words:
+        parser = Parser("accel launch")
+        add_launch_arguments(parser)
+        parser.parse_args(list(words), parsed)
+    if config_file is not None:
+        parsed.config_file = config_file
+    return read_request(parsed, environ)
 
 
 def _config(given: str | None, environ: Mapping[str, str], classes: tuple[type, ...]) -> ConfigFile | None:

@@ -134,7 +134,8 @@ def _prepare_streams() -> None:
     import io
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        # torch.distributed.run starts Python unbuffered, so that a line would be written in pieces.
+        sys.stdout.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
     try:
         faulthandler.enable()
     except (OSError, RuntimeError, ValueError, AttributeError):

@@ -1,0 +1,1 @@
+"""Looking at machines before a run: each by itself, and all of them together."""

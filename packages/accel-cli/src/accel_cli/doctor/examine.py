@@ -1,0 +1,141 @@
+"""Looking at one machine before a run: what would go wrong later, with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, Finding
+from accel_cli.launch.backends import failures
+from accel_cli.launch.devices import ask_torch
+from accel_cli.launch.ports import Port
+from accel_cli.launch.request import Request
+from accel_state.errors import AccelError
+
+__all__ = ("EXAMINATIONS", "examine")
+
+_OLDEST_PYTHON: Final = (3, 10)
+_SHARED_MEMORY: Final = "/dev/shm"
+_LEAST_SHARED_MEMORY: Final = 512 * 2**20
+_LEAST_OPEN_FILES: Final = 1024
+_LEAST_DISK: Final = 2**30
+
+
+def examine(request: Request) -> Iterator[Finding]:
+    """Every examination of this machine, one after the other."""
+    for examination in EXAMINATIONS:
+        yield from examination(request)
+
+
+def _python(request: Request) -> Iterator[Finding]:
+    version = sys.version.split()[0]
+    old = sys.version_info[:2] < _OLDEST_PYTHON
+    remedy = f"Use Python {'.'.join(map(str, _OLDEST_PYTHON))} or later." if old else ""
+    yield Finding("Python", TROUBLE if old else FINE, f"{version} at {sys.executable}", remedy)
+
+
+def _torch_and_devices(request: Request) -> Iterator[Finding]:
+    try:
+        answer = ask_torch("torch was to be examined.")
+    except AccelError as error:
+        yield Finding("torch", TROUBLE, error.obstacle, "Repair the installation of torch.")
+        return
+    yield Finding("torch", FINE, answer["torch"])
+    counts = ", ".join(f"{count} {name}" for name, count in answer["families"].items())
+    yield Finding("devices", FINE, counts)
+    for name, reason in answer["failed"].items():
+        yield Finding("devices", WORRY, f"The family {name} could not be loaded: {reason}", "Repair or remove it.")
+
+
+def _backends(request: Request) -> Iterator[Finding]:
+    broken = failures()
+    for backend in broken:
+        extension = backend.extension
+        told = f"{extension.name} of {extension.origin} could not be loaded: {backend.error!r}"
+        yield Finding("backends", WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
+    if not broken:
+        yield Finding("backends", FINE, "all can be loaded")
+
+
+def _config(request: Request) -> Iterator[Finding]:
+    if request.config is None:
+        yield Finding("config file", FINE, "none is used")
+        return
+    unread = ", ".join(entry.key for entry in request.config.unread)
+    if unread:
+        told = f"Nothing that is installed reads {unread} of {request.config.path}."
+        yield Finding("config file", WORRY, told, "Remove those lines, or install what reads them.")
+    else:
+        yield Finding("config file", FINE, request.config.path)
+
+
+def _port(request: Request) -> Iterator[Finding]:
+    wanted = request.settings["main_process_port"]
+    if request.settings["machine_rank"].value != 0:
+        return
+    try:
+        with Port(wanted.value or None, wanted.origin) as port:
+            yield Finding("port", FINE, f"{port.number} is free" if wanted.value else "a free one can be had")
+    except AccelError as error:
+        yield Finding("port", TROUBLE, error.obstacle, error.remedy)
+
+
+def _name(request: Request) -> Iterator[Finding]:
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        remedy = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME to the name of a network interface."
+        yield Finding("host name", WORRY, f"{name} has no address: {error}", remedy)
+        return
+    yield Finding("host name", FINE, f"{name} is {address}")
+
+
+def _shared_memory(request: Request) -> Iterator[Finding]:
+    if not os.path.isdir(_SHARED_MEMORY):
+        return
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    remedy = "Give the container more, as with docker run --shm-size=8g: workers of data loaders need it."
+    little = free < _LEAST_SHARED_MEMORY
+    yield Finding("shared memory", WORRY if little else FINE, f"{_size(free)} free", remedy if little else "")
+
+
+def _open_files(request: Request) -> Iterator[Finding]:
+    try:
+        import resource
+    except ImportError:
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    little = 0 <= limit < _LEAST_OPEN_FILES
+    remedy = f"Raise the limit, as with ulimit -n {_LEAST_OPEN_FILES}." if little else ""
+    told = "no limit" if limit < 0 else f"at most {limit}"
+    yield Finding("open files", WORRY if little else FINE, told, remedy)
+
+
+def _disk(request: Request) -> Iterator[Finding]:
+    free = shutil.disk_usage(os.getcwd()).free
+    little = free < _LEAST_DISK
+    remedy = "Make room, or start from another folder: checkpoints go here by default." if little else ""
+    yield Finding("disk", WORRY if little else FINE, f"{_size(free)} free in {os.getcwd()}", remedy)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
+    _python,
+    _torch_and_devices,
+    _backends,
+    _config,
+    _port,
+    _name,
+    _shared_memory,
+    _open_files,
+    _disk,
+)
+"""What is looked at, in this order."""

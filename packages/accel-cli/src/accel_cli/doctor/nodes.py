@@ -1,0 +1,190 @@
+"""The machines of a run meet before it: the main one collects what all say and tells everybody the verdict.
+
+main machine                              every other machine
+listens on the port of the run     <--    hello: rank, host, versions, settings, port of its own
+its time                           -->    how far the clocks are apart
+who is where, token of the folder  -->    connects to all others, looks into the shared folder
+                                   <--    what it found
+findings                           -->    the same report everywhere
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from accel_cli.doctor.compare import Member, compare
+from accel_cli.doctor.finding import Finding
+from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
+from accel_state.errors import LaunchError
+
+__all__ = ("Meeting", "meet")
+
+# How long machines have for each other once all are there.
+_PATIENCE: Final = 20.0
+_ONE_CONNECTION: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how the machines meet.
+
+    Args:
+        host: address of the main machine.
+        port: port of the run.
+        machines: how many machines take part.
+        timeout: seconds to wait for them.
+        folder: a folder that all should share, or None.
+    """
+
+    host: str
+    port: int
+    machines: int
+    timeout: float
+    folder: str | None = None
+
+
+def meet(meeting: Meeting, me: Member) -> list[Finding]:
+    """Meet the other machines and return what is wrong between them.
+
+    Raises:
+        LaunchError: this machine could not take part: the port is in use, or the main machine was not reached.
+    """
+    with listen(0) as door:
+        # A second machine that takes itself for the main one comes as a guest, so that both are named.
+        if me.rank == 0 and is_own_address(meeting.host):
+            return _host(meeting, me, door)
+        return _visit(meeting, me, door)
+
+
+@dataclass
+class _Guest:
+    line: Line
+    member: Member
+    address: tuple[str, int]
+
+
+def _host(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
+    try:
+        hall = listen(meeting.port)
+    except OSError as error:
+        asked = f"The machines were to meet on port {meeting.port}."
+        raise LaunchError(asked, f"It cannot be used: {error}.", "Give another --main_process_port.") from None
+    with hall, _token(meeting.folder) as token:
+        guests = _welcome(hall, meeting)
+        me = _look_around(me, meeting, _roster(meeting, me, door, guests), token)
+        members = [me, *_results(guests, _roster(meeting, me, door, guests), token)]
+        findings = compare(members, meeting.machines, meeting.timeout)
+        for guest in guests:
+            with contextlib.suppress(Unreachable):
+                guest.line.send([asdict(finding) for finding in findings])
+            guest.line.close()
+    return findings
+
+
+def _welcome(hall: socket.socket, meeting: Meeting) -> list[_Guest]:
+    """Those who came before the deadline; everybody is there when as many came as should."""
+    deadline = time.monotonic() + meeting.timeout
+    guests: list[_Guest] = []
+    while len(guests) < meeting.machines - 1 and (left := deadline - time.monotonic()) > 0:
+        hall.settimeout(left)
+        try:
+            line = Line(hall.accept()[0])
+        except OSError:
+            continue
+        try:
+            hello = line.receive(min(deadline, time.monotonic() + _ONE_CONNECTION))
+            line.send(time.time())
+            guests.append(_Guest(line, Member(**hello["member"]), (line.peer, int(hello["door"]))))
+        except (OSError, Unreachable, KeyError, TypeError, ValueError):
+            # Somebody who looks at open ports is no machine of the run.
+            line.close()
+    return guests
+
+
+def _roster(meeting: Meeting, me: Member, door: socket.socket, guests: list[_Guest]) -> list[list[Any]]:
+    """Rank, address and port of everybody's door."""
+    own = [me.rank, meeting.host, door.getsockname()[1]]
+    return [own, *([guest.member.rank, *guest.address] for guest in guests)]
+
+
+def _results(guests: list[_Guest], roster: list[list[Any]], token: str) -> Iterator[Member]:
+    """What each guest found when it looked around; one that went away meanwhile is as it was."""
+    for guest in guests:
+        with contextlib.suppress(Unreachable):
+            guest.line.send({"roster": roster, "token": token})
+    deadline = time.monotonic() + _PATIENCE + _ONE_CONNECTION * len(roster)
+    for guest in guests:
+        try:
+            answer = guest.line.receive(deadline)
+            unreachable = {int(rank): str(reason) for rank, reason in answer["unreachable"].items()}
+            yield replace(
+                guest.member, unreachable=unreachable, clock=float(answer["clock"]), shares_folder=answer["shares"]
+            )
+        except (Unreachable, KeyError, TypeError, ValueError, AttributeError) as error:
+            yield replace(guest.member, unreachable={0: f"it went away ({error})"})
+
+
+def _visit(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
+    asked = f"This machine was to meet the main one at {meeting.host}:{meeting.port}."
+    deadline = time.monotonic() + meeting.timeout
+    try:
+        with connect(meeting.host, meeting.port, deadline) as line:
+            findings = _be_a_guest(line, meeting, me, door.getsockname()[1], deadline)
+    except (Unreachable, KeyError, TypeError, ValueError) as error:
+        remedy = "Check the address, that nothing blocks the port, and that `accel doctor --nodes` runs there."
+        raise LaunchError(asked, f"That failed: {error}.", remedy) from None
+    return findings
+
+
+def _be_a_guest(line: Line, meeting: Meeting, me: Member, door: int, deadline: float) -> list[Finding]:
+    sent = time.time()
+    line.send({"member": asdict(me), "door": door})
+    main_time = float(line.receive(deadline))
+    clock = (sent + time.time()) / 2 - main_time
+    plan = line.receive(deadline + _PATIENCE)
+    looked = _look_around(me, meeting, plan["roster"], plan["token"])
+    line.send({"unreachable": looked.unreachable, "clock": clock, "shares": looked.shares_folder})
+    patience = _PATIENCE + _ONE_CONNECTION * (len(plan["roster"]) + 1)
+    return [Finding(**finding) for finding in line.receive(time.monotonic() + patience)]
+
+
+def _look_around(me: Member, meeting: Meeting, roster: list[list[Any]], token: str) -> Member:
+    """This machine, with whom it cannot reach and whether it shares the folder."""
+    unreachable: dict[int, str] = {}
+    for rank, host, port in roster:
+        if rank == me.rank:
+            continue
+        try:
+            connect(host, port, time.monotonic() + _ONE_CONNECTION).close()
+        except Unreachable as error:
+            unreachable[rank] = str(error)
+    shares = os.path.exists(os.path.join(meeting.folder, token)) if meeting.folder and token else None
+    return replace(me, unreachable=unreachable, shares_folder=shares)
+
+
+@contextlib.contextmanager
+def _token(folder: str | None) -> Iterator[str]:
+    """Name of a file in the shared folder that only this meeting knows; empty without a folder."""
+    if folder is None:
+        yield ""
+        return
+    name = f".accel-doctor-{uuid.uuid4().hex}"
+    path = os.path.join(folder, name)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("written by accel doctor; may be removed\n")
+    except OSError as error:
+        asked = f"The folder {folder} was to be shared by all machines."
+        raise LaunchError(asked, f"It cannot be written: {error}.", "Give a folder that can.") from None
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)

@@ -1,0 +1,264 @@
+"""`accel doctor`: one machine, and the machines of a run (network namespaces with a cable between them)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from dataclasses import replace
+
+import pytest
+
+from accel_cli.doctor.compare import Member, compare
+from accel_cli.doctor.examine import EXAMINATIONS
+from accel_cli.doctor.finding import FINE, TROUBLE, WORRY
+from accel_cli.doctor.nodes import Meeting, meet
+from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
+from accel_state.errors import LaunchError
+from accel_state.testing.processes import free_port
+
+MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
+SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})
+
+
+def told(*members, machines=2):
+    return [(finding.subject, finding.verdict, finding.told) for finding in compare(members, machines, 60)]
+
+
+def test_machines_that_agree():
+    assert told(MAIN, SECOND) == [("machines", FINE, "all 2 are there, agree and reach each other")]
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ([MAIN], [("machine ranks", TROUBLE, "Machine 1 did not come within 60 s.")]),
+        (
+            [MAIN, replace(SECOND, rank=0)],
+            [
+                ("machine ranks", TROUBLE, "alpha and beta all say that they are machine 0."),
+                ("machine ranks", TROUBLE, "Machine 1 did not come within 60 s."),
+            ],
+        ),
+        (
+            [MAIN, SECOND, replace(SECOND, rank=5, host="gamma")],
+            [("machine ranks", TROUBLE, "gamma says that it is machine 5 of 2.")],
+        ),
+        (
+            [MAIN, replace(SECOND, versions={"torch": "2.9.0", "accel-ops": "0.1"})],
+            [
+                ("versions", WORRY, "accel-ops is absent on alpha and 0.1 on beta."),
+                ("versions", WORRY, "torch is 2.13.0 on alpha and 2.9.0 on beta."),
+            ],
+        ),
+        (
+            [MAIN, replace(SECOND, settings={"num_processes": "8"})],
+            [("settings", TROUBLE, "num_processes is 4 on alpha and 8 on beta.")],
+        ),
+        (
+            [MAIN, replace(SECOND, clock=-7.25)],
+            [("clocks", WORRY, "The clock of beta differs from that of alpha by -7.2 s.")],
+        ),
+        (
+            [MAIN, replace(SECOND, unreachable={0: "timed out"})],
+            [("network", TROUBLE, "beta cannot connect to alpha: timed out.")],
+        ),
+        (
+            [replace(MAIN, shares_folder=True), replace(SECOND, shares_folder=False)],
+            [("shared folder", TROUBLE, "beta do not see what alpha writes into the shared folder.")],
+        ),
+    ],
+)
+def test_what_is_wrong_between_machines(members, expected):
+    assert told(*members) == expected
+
+
+def both(meetings, members):
+    """What each of two machines finds, or the error it ends with."""
+    results = [None, None]
+
+    def take_part(index):
+        try:
+            results[index] = meet(meetings[index], members[index])
+        except LaunchError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=take_part, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def test_two_machines_get_the_same_report(tmp_path):
+    meeting = Meeting("127.0.0.1", free_port(), 2, 30.0, str(tmp_path))
+    first, second = both([meeting, meeting], [MAIN, SECOND])
+    assert first == second
+    assert [finding.verdict for finding in first] == [FINE]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_shared_is_noticed(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    meeting = Meeting("127.0.0.1", free_port(), 2, 30.0, str(tmp_path / "a"))
+    first, _ = both([meeting, replace(meeting, folder=str(tmp_path / "b"))], [MAIN, SECOND])
+    assert [finding.subject for finding in first] == ["shared folder"]
+
+
+def test_strangers_at_the_door_are_no_machines():
+    port = free_port()
+    meeting = Meeting("127.0.0.1", port, 2, 30.0)
+    results = []
+    host = threading.Thread(target=lambda: results.append(meet(meeting, MAIN)))
+    host.start()
+    connect("127.0.0.1", port, time.monotonic() + 20).close()
+    for message in (5, {"member": {"rank": 0}}, {"member": {"rank": 1, "host": "x"}, "door": "none"}):
+        stranger = connect("127.0.0.1", port, time.monotonic() + 20)
+        stranger.send(message)
+        stranger.close()
+    meet(meeting, SECOND)
+    host.join(60)
+    assert [finding.verdict for finding in results[0]] == [FINE]
+
+
+def test_a_machine_that_does_not_come_is_named_when_time_is_up():
+    findings = meet(Meeting("127.0.0.1", free_port(), 2, 0.3), MAIN)
+    assert [finding.told for finding in findings] == ["Machine 1 did not come within 0 s."]
+
+
+def test_a_main_machine_that_is_not_there():
+    with pytest.raises(LaunchError, match="was to meet the main one at 127"):
+        meet(Meeting("127.0.0.1", free_port(), 2, 0.3), SECOND)
+
+
+def test_a_port_that_is_in_use():
+    with listen(0) as taken, pytest.raises(LaunchError, match="It cannot be used"):
+        meet(Meeting("127.0.0.1", taken.getsockname()[1], 2, 1.0), MAIN)
+
+
+def test_messages_are_bounded():
+    one, other = socket.socketpair()
+    line = Line(one)
+    other.sendall(b"no json\n" + b"x" * 10)
+    with pytest.raises(Unreachable, match="no message"):
+        line.receive(time.monotonic() + 5)
+    with pytest.raises(Unreachable, match="no answer in time"):
+        line.receive(time.monotonic() + 0.1)
+    other.close()
+    with pytest.raises(Unreachable, match="closed"):
+        line.receive(time.monotonic() + 5)
+    line.close()
+
+
+def test_own_addresses():
+    assert is_own_address("127.0.0.1")
+    assert is_own_address("localhost")
+    assert not is_own_address("192.0.2.1")
+    assert not is_own_address("no-such-host.invalid")
+
+
+def test_a_healthy_machine(accel):
+    finished = accel("doctor", "--json")
+    findings = json.loads(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+    assert {"Python", "torch", "devices", "backends", "port"} <= {finding["subject"] for finding in findings}
+    assert len(findings) >= len(EXAMINATIONS) - 2
+
+
+def test_a_broken_machine(accel, tmp_path):
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "torch.py").write_text("raise ImportError('libcudart.so.99 is missing')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["doctor", "--", "--main_process_port", port]
+        finished = accel(*arguments, env={"PYTHONPATH": str(tmp_path / "shadow")})
+    assert finished.returncode == 1
+    assert "libcudart.so.99 is missing" in finished.stdout
+    assert f"(pid {os.getpid()})" in finished.stdout
+    assert "-> Give another port" in finished.stdout
+
+
+def test_nodes_need_a_launch_on_several_machines(accel):
+    finished = accel("doctor", "--nodes")
+    assert finished.returncode == 2
+    assert "takes place on one machine" in finished.stderr
+
+
+@pytest.fixture
+def cable():
+    """Two network namespaces with a cable between them: names, and addresses."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need the program ip and root")
+    tag = uuid.uuid4().hex[:8]
+    names = [f"accel-{tag}-{side}" for side in "ab"]
+    made = []
+    try:
+        for name in names:
+            if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+                pytest.skip("network namespaces are not permitted here")
+            made.append(name)
+        ends = [f"v{tag}{side}" for side in "ab"]
+        run_ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for index, (name, end) in enumerate(zip(names, ends, strict=True)):
+            run_ip("link", "set", end, "netns", name)
+            run_ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", end)
+            run_ip("-n", name, "link", "set", end, "up")
+            run_ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def run_ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def on_each(names, command, rank, more=(), timeout=100):
+    """Run `accel` on both nodes at once; exit codes and outputs."""
+    started = []
+    for index, name in enumerate(names):
+        place = ["--num_machines", "2", "--machine_rank", rank(index), "--main_process_ip", "10.77.0.1"]
+        argv = ["ip", "netns", "exec", name, sys.executable, "-m", "accel_cli.main", *command, *place, *more]
+        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=timeout) for process in started]
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+
+def test_two_nodes_that_are_well(cable):
+    for code, stdout, stderr in on_each(cable, ["doctor", "--nodes", "--"], str):
+        assert (code, stderr) == (0, "")
+        assert stdout == "fine     machines  all 2 are there, agree and reach each other\n"
+
+
+def test_two_nodes_with_the_same_rank(cable):
+    for code, stdout, _ in on_each(cable, ["doctor", "--nodes", "--timeout", "8", "--"], lambda index: "0"):
+        assert code == 1
+        assert "all say that they are machine 0." in stdout
+
+
+def test_two_nodes_without_a_cable(cable):
+    end = subprocess.run(["ip", "-n", cable[1], "-o", "link"], capture_output=True, text=True, check=True).stdout
+    run_ip("-n", cable[1], "link", "set", end.splitlines()[-1].split(":")[1].split("@")[0].strip(), "down")
+    first, second = on_each(cable, ["doctor", "--nodes", "--timeout", "3", "--"], str)
+    assert first[0] == 1
+    assert "Machine 1 did not come within 3 s." in first[1]
+    assert second[0] == 2
+    assert "This machine was to meet the main one at 10.77.0.1:29500." in second[2]
+
+
+@pytest.mark.slow
+def test_a_launch_on_two_nodes(cable, script):
+    body = script("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])")
+    results = on_each(cable, ["launch", "--cpu", "--num_processes", "4"], str, [str(body)])
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert sorted(results[0][1].splitlines()) == ["0 4 0", "1 4 1"]
+    assert sorted(results[1][1].splitlines()) == ["2 4 0", "3 4 1"]
