@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import PartialState
+from accel_state import AcceleratorState, PartialState
 from accel_state.errors import Conflict, SettingError
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
@@ -231,3 +231,27 @@ def test_processes_reach_their_neighbours_along_each_axis(four: Processes) -> No
     assert [rank["tp"] for rank in sums] == [1.0, 1.0, 5.0, 5.0]
     assert [rank["dp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
     assert [rank["dp_cp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
+
+
+def run_of_four() -> list[Any]:
+    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    state = AcceleratorState(cpu=True, parallelism_config=config)
+    state.wait_for_everyone()
+    assert state.parallelism_config is config
+    assert AcceleratorState().device_mesh is state.device_mesh
+    with pytest.raises(Conflict, match="parallelism_config"):
+        AcceleratorState(parallelism_config=ParallelismConfig(tp_size=4))
+    return list(state.device_mesh.mesh.shape)
+
+
+def test_a_run_keeps_its_mesh(four: Processes) -> None:
+    assert four.run(run_of_four) == [[2, 2]] * 4
+
+
+def test_a_run_with_too_few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(Conflict, match=r"tp=2 was asked for, which takes 2 processes"):
+        AcceleratorState(cpu=True)
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
+    assert AcceleratorState(cpu=True).device_mesh is None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from accel_state.devices.base import DeviceFamily
+    from accel_state.mesh import ParallelismConfig
     from accel_state.topology import Topology
     from accel_state.transport.base import Transport
 
@@ -67,6 +68,7 @@ class Run:
         strategy: the object that owns the run; opaque to this layer.
         given: options that were given by argument, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
+        parallelism_config: how the processes are arranged along the axes of the mesh, or None.
     """
 
     mixed_precision: str
@@ -74,3 +76,4 @@ class Run:
     strategy: Any = None
     given: Mapping[str, Any] = field(default_factory=dict)
     mesh: Any = None
+    parallelism_config: ParallelismConfig | None = None

@@ -8,6 +8,7 @@ from accel_state import current
 from accel_state.current import Run
 from accel_state.errors import Conflict
 from accel_state.labels import DistributedType, PrecisionType
+from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
@@ -56,8 +57,18 @@ def _facts() -> dict[str, Any]:
     run = current.run_or_none()
     if run is None:
         return {}
-    mine = {"distributed_type": run.distributed_type, "mixed_precision": run.mixed_precision, "device_mesh": run.mesh}
-    return {**PartialState._shared_state, **mine}
+    return {
+        **PartialState._shared_state,
+        "distributed_type": run.distributed_type,
+        "mixed_precision": run.mixed_precision,
+        "parallelism_config": run.parallelism_config,
+        "device_mesh": run.mesh,
+    }
+
+
+def _mesh(arranged: ParallelismConfig, world_size: int, device_type: str) -> Any:
+    arranged.check_world(world_size)
+    return arranged.get_device_mesh(device_type)
 
 
 class AcceleratorState(PartialState):
@@ -68,21 +79,33 @@ class AcceleratorState(PartialState):
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8"; from the environment when None.
         cpu: work on the CPU even if another device is present.
+        parallelism_config: how the processes are arranged; from the environment when None.
         kwargs: fields of `InitProcessGroupKwargs`.
 
     Raises:
-        Conflict: the run was made with another precision.
+        Conflict: the run was made with another precision or arrangement, or the processes are too few or too many.
         SettingError: there is no such precision mode.
     """
 
     _shared_state = SharedState(_facts)
 
-    def __init__(self, mixed_precision: PrecisionType | str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        mixed_precision: PrecisionType | str | None = None,
+        cpu: bool = False,
+        *,
+        parallelism_config: ParallelismConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(cpu, **kwargs)
         asked = None if mixed_precision is None else precision_name(mixed_precision)
         if current.run_or_none() is None:
-            current.set_run(Run(precision_name(mixed_precision), super().distributed_type))
-        check_given({"mixed_precision": asked})
+            arranged = parallelism_config or ParallelismConfig.of_environment()
+            mesh = None if arranged is None else _mesh(arranged, self.num_processes, self.device.type)
+            label = super().distributed_type
+            run = Run(precision_name(mixed_precision), label, mesh=mesh, parallelism_config=arranged)
+            current.set_run(run)
+        check_given({"mixed_precision": asked, "parallelism_config": parallelism_config})
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
@@ -101,6 +124,11 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """Precision mode of the run."""
         return current.run().mixed_precision
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How the processes of the run are arranged, or None."""
+        return current.run().parallelism_config
 
     @property
     def device_mesh(self) -> Any:
