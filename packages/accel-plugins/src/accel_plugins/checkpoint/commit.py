@@ -84,12 +84,24 @@ def staging(
             if owns:
                 _put_in_place(path, target, fsync)
         except BaseException as error:
+            # A process that fails takes the folder away under the hands of the others: theirs is not the first failure.
+            first = _failure_of_another(meeting, phase) if isinstance(error, (OSError, CheckpointError)) else None
             meeting.fail(phase, f"{type(error).__name__}: {error}")
+            if first is not None:
+                raise first from error
             raise
         meeting.exchange(phase)
     finally:
         if owns:
             discard(path)
+
+
+def _failure_of_another(meeting: Meeting, phase: str) -> CheckpointError | None:
+    try:
+        meeting.look_for_failures(phase)
+    except CheckpointError as first:
+        return first
+    return None
 
 
 def _open(target: Path, process: Process, meeting: Meeting) -> tuple[Path, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state import current
@@ -53,14 +53,32 @@ class Meeting:
             return [value]
         self._tell(phase, "+" + value)
         answers = self._everyones(phase)
-        failed = {rank: answer[1:] for rank, answer in enumerate(answers) if answer.startswith("-")}
+        self._refuse_failures(phase, dict(enumerate(answers)))
+        return [answer[1:] for answer in answers]
+
+    def look_for_failures(self, phase: str) -> None:
+        """Raise what `exchange` would if another process has failed in this phase already; does not wait.
+
+        Raises:
+            CheckpointError: one has failed.
+        """
+        others = [rank for rank in range(self._process.world_size) if rank != self._process.rank]
+        try:
+            told = [rank for rank in others if self._store().check([self._key(phase, rank)])]
+            answers = {rank: self._store().get(self._key(phase, rank)).decode() for rank in told}
+        except RuntimeError:
+            # The store went with the process that served it; nothing can be learnt any more.
+            return
+        self._refuse_failures(phase, answers)
+
+    def _refuse_failures(self, phase: str, answers: Mapping[int, str]) -> None:
+        failed = {rank: answer[1:] for rank, answer in answers.items() if answer.startswith("-")}
         if failed:
             raise CheckpointError(
                 f"{self._asked} ({phase})",
                 " ".join(f"Process {rank} failed: {reason}" for rank, reason in failed.items()),
                 "Older checkpoints are untouched; see the error of that process.",
             )
-        return [answer[1:] for answer in answers]
 
     def fail(self, phase: str, reason: str) -> None:
         """Tell the others, who wait in `exchange` of this phase, that this process failed; returns at once."""
