@@ -77,7 +77,8 @@ def test_launching_from_a_library(script: str) -> None:
     )
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == 3
-    assert sorted(done.stdout.splitlines()) == ["0 2 ['fail']", "1 2 ['fail']"]
+    # The first that fails ends the other, which may not have come to its line.
+    assert set(done.stdout.splitlines()) & {"0 2 ['fail']", "1 2 ['fail']"}
 
 
 def test_the_parser_of_launch_inside_another_one() -> None:
