@@ -172,7 +172,6 @@ ERRORS = {
     "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e\n",
     "syntax": "x = 1\ny = = 2\n",
     "import": "import no_such_module_here\n",
-    "badly printed": "class E(Exception):\n    def __str__(self): raise TypeError\nraise E\n",
     "base": "raise BaseException('base')\n",
     "recursion": "def f(): f()\nf()\n",
 }
@@ -193,6 +192,14 @@ def test_errors_are_recorded_as_python_prints_them_and_left_to_the_launcher(scri
     assert message["message"].splitlines()[-1] == plain.stderr.splitlines()[-1]
     assert extra["timestamp"].isdigit()
     assert list(tmp_path.glob("error.json.*")) == []
+
+
+def test_an_error_that_cannot_be_printed_is_recorded_as_well(script, tmp_path):
+    script("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd\n")
+    record = tmp_path / "error.json"
+    ours = python(RUNNER, "script", "job.py", cwd=tmp_path, env={"TORCHELASTIC_ERROR_FILE": str(record)})
+    assert (ours.returncode, ours.stderr) == (1, "")
+    assert "Odd" in json.loads(record.read_text())["message"]["message"]
 
 
 def test_an_error_in_a_modules_package_has_only_its_own_frames(script, tmp_path):

@@ -207,9 +207,10 @@ def _execute(code: CodeType, names: dict[str, object]) -> None:
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """A traceback from the script's first frame on."""
+    importlib = os.path.join(os.path.dirname(os.__file__), "importlib", "")
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
-        if filename != __file__ and not filename.startswith("<frozen importlib") and filename != "<frozen zipimport>":
+        if filename != __file__ and not filename.startswith(("<frozen importlib", "<frozen zipimport", importlib)):
             return trace
         trace = trace.tb_next
     return None
