@@ -173,8 +173,9 @@ def convert_bytes(size: float) -> str:
     """
     if size < 1024:
         return f"{size} bytes"
-    for unit in _UNITS:
-        size = size / 1024
-        if size < 1024 or unit == _UNITS[-1]:
-            break
+    unit, *larger = _UNITS
+    size /= 1024
+    while size >= 1024 and larger:
+        unit, *larger = larger
+        size /= 1024
     return f"{round(size, 2)} {unit}"

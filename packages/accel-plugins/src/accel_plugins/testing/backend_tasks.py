@@ -225,7 +225,7 @@ def clipped_plain(case: Case) -> Answer:
 def overflow(case: Case) -> Answer:
     """Whether a step is made when the loss of the last process is infinite, and when none is."""
     session = Session(case)
-    before, stepped = session.weights(), []
+    before, stepped, unchanged = session.weights(), [], []
     for bad in (True, False):
         inputs, targets = session.slice(next(iter(batches(case))))
         last = session.process.rank == session.process.world_size - 1
@@ -233,9 +233,8 @@ def overflow(case: Case) -> Answer:
         session.gradient.sync_gradients = True
         session.strategy.backward(loss_of(session.model, inputs, targets) * factor)
         stepped.append(session.step())
-        if bad:
-            unchanged = session.weights() == before
-    return {"stepped": stepped, "unchanged": unchanged}
+        unchanged.append(session.weights() == before)
+    return {"stepped": stepped, "unchanged": unchanged[0]}
 
 
 # ------------------------------------------------------------------------ checkpoints
