@@ -7,7 +7,7 @@ from its beginning, all of them marked as added, until the last process has run 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -105,6 +105,11 @@ class AgreedSource:
         steps = inner.skipped()[0] if at is None else at.steps
         head = first_batch(inner) if steps else None
         return in_step(inner.open(own), transport, self.drop_last, self.base.batch_sampler is None, head)
+
+    @property
+    def padded(self) -> Collection[int]:
+        """None of them: see `padding`."""
+        return ()
 
     def padding(self, number: int) -> Padding | None:
         """None: batches that were filled up carry their own marks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -104,6 +104,11 @@ class DispatchedSource:
         steps = self.inner.skipped()[0] if at is None else at.steps
         first = first_batch(self.inner) if steps and not self.drop_last else None
         return rounds(self.inner.open(where), self.processes, self.split, self.drop_last, self.slice_fn, first)
+
+    @property
+    def padded(self) -> Collection[int]:
+        """None of them: see `padding`."""
+        return ()
 
     def padding(self, number: int) -> Padding | None:
         """None: the steps carry their own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -133,6 +133,11 @@ class MapSource:
         position = None if at is None else at.steps if self.shard.walked else at.samples
         self.shard.start_once_at(position)
         return iter(self.base)
+
+    @property
+    def padded(self) -> Collection[int]:
+        """See `Source`."""
+        return self.shard.padded
 
     def padding(self, number: int) -> Padding | None:
         """See `Source`."""

@@ -78,20 +78,21 @@ class DataLoaderShard(PreparedLoader):
         )
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
-        progress, padding_of, has_state = self.progress, self.source.padding, self.source.base_state() is not None
-        device, non_blocking = self.device, self._non_blocking
+        progress, source = self.progress, self.source
+        padded, has_state = source.padded, source.base_state() is not None
+        device, non_blocking, fetch = self.device, self._non_blocking, self._next
         current, number = first, 0
         while current is not END:
-            padding = padding_of(number)
+            padding = source.padding(number) if padded else None
             if type(current) is Marked:
                 current, padding = current.batch, current.padding
             # Moved before the next one is read, so that a copy to the device overlaps with reading.
             batch = current if device is None else send_to_device(current, device, non_blocking)
-            base = self.source.base_state() if has_state else None
-            current = self._next(batches)
+            base = source.base_state() if has_state else None
+            current = fetch(batches)
             number += 1
-            progress.base = base
             progress.steps += 1
+            progress.base = base
             progress.padding = padding
             if current is END:
                 progress.end_of_dataloader = True

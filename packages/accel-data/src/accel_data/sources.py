@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final, Protocol
 
 from torch.utils.data import DataLoader
@@ -73,6 +73,10 @@ class Source(Protocol):
 
     def open(self, at: Position | None) -> Iterator[Any]:
         """Begin an epoch, at a position if one is given."""
+
+    @property
+    def padded(self) -> Collection[int]:
+        """Numbers of the batches whose padding `padding` knows; grows while the epoch is read."""
 
     def padding(self, number: int) -> Padding | None:
         """Padding of the batch that came as number `number` since the epoch was opened."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -144,6 +144,11 @@ class StreamSource:
             self.draws.last = Draw("fixed")
             return
         self.draws.last = restore_generator(generator, again)
+
+    @property
+    def padded(self) -> Collection[int]:
+        """None of them: see `padding`."""
+        return ()
 
     def padding(self, number: int) -> Padding | None:
         """None: the batches of a stream carry their own marks."""
