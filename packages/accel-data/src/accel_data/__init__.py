@@ -8,8 +8,8 @@ from accel_state.settings.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
-    from accel_data.audit import Audit as Audit
-    from accel_data.audit import audit as audit
+    from accel_data.auditing import Audit as Audit
+    from accel_data.auditing import audit as audit
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "accel_data.adapter": ("DataLoaderAdapter",),
-        "accel_data.audit": ("Audit", "audit"),
+        "accel_data.auditing": ("Audit", "audit"),
         "accel_data.config": ("DataLoaderConfiguration",),
         "accel_data.dispatcher": ("DataLoaderDispatcher",),
         "accel_data.iterable": ("IterableDatasetShard",),
