@@ -120,8 +120,8 @@ def test_settings_of_a_backend_are_read_once_it_is_there(config):
     text = "deepspeed_config:\n  zero_stage: 3\nfsdp_config:\n  names: [a, b]\nextra_options: [1, x]\n"
     read = config(text, classes=(Extra,))
     assert {name: given.value for name, given in read.values.items()} == {
-        "stage": 3,
-        "names": ("a", "b"),
+        "deepspeed_config.zero_stage": 3,
+        "fsdp_config.fsdp_names": ("a", "b"),
         "free": ["1", "x"],
     }
     assert read.unread == ()

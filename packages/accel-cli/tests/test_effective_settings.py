@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from accel_cli.config.effective import effective
@@ -12,7 +14,7 @@ from accel_cli.parser import Parser
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given, from_environment
 from accel_state.settings.run import ProcessSettings, RunSettings
-from accel_state.settings.schema import settings_of
+from accel_state.settings.schema import BOOLEAN, INTEGER, setting, settings_of
 
 FLAG = {"mixed_precision": Given("fp8", "--mixed_precision")}
 FILE = {"mixed_precision": Given("fp16", "run.yaml:3")}
@@ -76,6 +78,40 @@ def test_switches_have_opposites():
 
 def test_what_was_not_given_is_absent():
     assert parse() == {}
+
+
+@dataclass
+class Backend:
+    """Settings of a backend, some of which look like those of the launcher."""
+
+    sharded: bool | None = setting(
+        None, kind=BOOLEAN, flag="--sharded", key="rocket.sharded", variable="ROCKET_SHARDED"
+    )
+    gradient_accumulation_steps: int = setting(
+        5, kind=INTEGER, flag="--gradient_accumulation_steps", key="rocket.steps", variable="ROCKET_STEPS"
+    )
+    debug: str = setting("own")
+
+
+def test_an_open_boolean_takes_a_value():
+    assert parse("--sharded", "true", classes=(Backend,)) == {"rocket.sharded": True}
+    assert parse("--sharded=no", classes=(Backend,)) == {"rocket.sharded": False}
+    with pytest.raises(SettingError, match="sharded='maybe'"):
+        parse("--sharded", "maybe", classes=(Backend,))
+
+
+def test_settings_of_backends_do_not_take_the_place_of_the_launchers():
+    classes = (*LAUNCH_CLASSES, Backend)
+    assert parse("--gradient_accumulation_steps", "3", classes=classes) == {
+        "gradient_accumulation_steps": 3,
+        "rocket.steps": 3,
+    }
+    settings = effective(classes, {}, {"ROCKET_STEPS": "7", "ACCELERATE_DEBUG_MODE": "1"}, {})
+    assert settings.instance(RunSettings).gradient_accumulation_steps == 1
+    assert settings.instance(Backend).gradient_accumulation_steps == 7
+    assert settings.variables(Backend) == {"ROCKET_STEPS": "7"}
+    assert settings.instance(ProcessSettings).debug is True
+    assert settings.instance(Backend).debug == "own"
 
 
 def test_short_spellings_of_torchrun():

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel_cli.config.document import Entry, read_document
+from accel_cli.config.effective import label
 from accel_cli.config.file import modern, read_config
 from accel_state.labels import ComputeEnvironment, DistributedType
 from accel_state.settings.schema import settings_of
@@ -39,7 +40,7 @@ def modernised(path: str, classes: Iterable[type]) -> dict[str, Any]:
     classes = tuple(classes)
     given = read_config(path, classes).values
     settings = [known for settings_class in classes for known in settings_of(settings_class).values()]
-    values = {str(known.key): given[known.name].value for known in settings if known.name in given}
+    values = {str(known.key): given[label(known)].value for known in settings if label(known) in given}
     owned = {known.key for known in settings}
     root = _load(path)
     for entry in read_document(path):

@@ -9,9 +9,14 @@ from typing import Any, TypeVar
 from accel_state.settings.environ import DEFAULT, Given, read
 from accel_state.settings.schema import Setting, settings_of
 
-__all__ = ("Effect", "Effective", "effective")
+__all__ = ("Effect", "Effective", "effective", "label")
 
 S = TypeVar("S")
+
+
+def label(known: Setting) -> str:
+    """Name of a setting among those of all classes; one of a backend goes by its key in the file."""
+    return known.key if known.key is not None and "." in known.key else known.name
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,14 @@ class Effect:
 
 
 class Effective(Mapping[str, Effect]):
-    """The effect of every setting of some classes, by setting name."""
+    """The effect of every setting of some classes, by its label; of two with one label the first is shown."""
 
-    def __init__(self, effects: Mapping[str, Effect]) -> None:
-        self._effects = dict(effects)
+    def __init__(self, by_class: Mapping[type, Mapping[str, Effect]]) -> None:
+        self._by_class = by_class
+        self._effects: dict[str, Effect] = {}
+        for effects in by_class.values():
+            for effect in effects.values():
+                self._effects.setdefault(label(effect.setting), effect)
 
     def __getitem__(self, name: str) -> Effect:
         return self._effects[name]
@@ -64,11 +73,11 @@ class Effective(Mapping[str, Effect]):
 
     def instance(self, settings_class: type[S]) -> S:
         """An instance of one of the classes, with the values that count."""
-        return settings_class(**{name: self[name].value for name in settings_of(settings_class)})
+        return settings_class(**{name: self[label(known)].value for name, known in settings_of(settings_class).items()})
 
     def variables(self, settings_class: type) -> dict[str, str]:
         """Variables that carry what was given for a class; what is only a default is not passed on as if asked for."""
-        effects = [self[name] for name in settings_of(settings_class)]
+        effects = self._by_class[settings_class].values()
         return {
             effect.setting.variable: effect.setting.kind.format(effect.value)
             for effect in effects
@@ -86,20 +95,20 @@ def effective(
     """Put the sources together.
 
     Args:
-        classes: settings classes; no two of them share a setting's name.
-        flags: values of the command line by setting name.
+        classes: settings classes.
+        flags: values of the command line by label.
         environ: variables to read.
-        file: values of the config file by setting name.
+        file: values of the config file by label.
         surroundings: values that variables of a batch system imply; after the variables that name a setting.
 
     Raises:
         SettingError: a variable holds something that is not of its setting's kind.
     """
-    effects = {}
-    for settings_class in classes:
-        for name, known in settings_of(settings_class).items():
-            implied = (surroundings or {}).get(name)
-            sources = (flags.get(name), read(known, environ), implied, file.get(name))
-            said = tuple(given for given in sources if given is not None)
-            effects[name] = Effect(known, (*said, Given(known.default, DEFAULT)))
-    return Effective(effects)
+
+    def effect(known: Setting) -> Effect:
+        name = label(known)
+        sources = (flags.get(name), read(known, environ), (surroundings or {}).get(name), file.get(name))
+        said = tuple(given for given in sources if given is not None)
+        return Effect(known, (*said, Given(known.default, DEFAULT)))
+
+    return Effective({one: {name: effect(known) for name, known in settings_of(one).items()} for one in classes})

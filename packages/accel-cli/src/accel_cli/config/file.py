@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_cli.config.document import Entry, read_document
+from accel_cli.config.effective import label
 from accel_cli.config.known import KNOWN, is_known, says_nothing, with_prefix
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
@@ -21,7 +22,7 @@ class ConfigFile:
 
     Args:
         path: where it lies.
-        values: values by setting name, with file and line as origin.
+        values: values by the label of their setting, with file and line as origin.
         unread: entries that no installed part reads and that ask for something.
     """
 
@@ -45,9 +46,10 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
     unread = []
     for entry in map(modern, read_document(path)):
         if entry.key in keys:
-            given = _given(keys[entry.key], entry, path)
-            if given is not None:
-                values[keys[entry.key].name] = given
+            for known in keys[entry.key]:
+                given = _given(known, entry, path)
+                if given is not None:
+                    values[label(known)] = given
         elif not is_known(entry.key):
             raise _unknown(entry, path, keys)
         elif not says_nothing(entry.key, entry.value):
@@ -55,9 +57,14 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
     return ConfigFile(path, values, tuple(unread))
 
 
-def _keys(classes: Iterable[type]) -> dict[str, Setting]:
-    settings = [known for settings_class in classes for known in settings_of(settings_class).values()]
-    return {known.key: known for known in settings if known.key is not None}
+def _keys(classes: Iterable[type]) -> dict[str, list[Setting]]:
+    """Settings by key; a key that two of them share is read by both."""
+    keys: dict[str, list[Setting]] = {}
+    for settings_class in classes:
+        for known in settings_of(settings_class).values():
+            if known.key is not None:
+                keys.setdefault(known.key, []).append(known)
+    return keys
 
 
 def modern(entry: Entry) -> Entry:

@@ -1,7 +1,8 @@
 """Command-line flags grown from the definitions of settings, in both spellings: `--num_processes`, `--num-processes`.
 
-A setting that is true or false becomes a switch with its opposite, `--cpu` and `--no_cpu`, so that a flag can undo what
-a file says. Opposites and spellings with dashes are understood without a line of help of their own.
+A setting that is off by default becomes a switch with its opposite, `--cpu` and `--no_cpu`, so that a flag can undo
+what a file says; one whose default is open takes `true` or `false`. Opposites and spellings with dashes are understood
+without a line of help of their own. Where two settings have one flag, it sets both.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
+from accel_cli.config.effective import label
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import BOOLEAN, TEXT, Setting, settings_of
 
@@ -18,50 +20,62 @@ if TYPE_CHECKING:
 
 __all__ = ("add_settings", "flag_rows", "flag_values", "setting_of")
 
-_SHORT: Final = {"tee": ("-t",)}
+_SHORT: Final = {"--tee": ("-t",)}
 _PREFIX: Final = "setting:"
 
 
 def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
     """Add the flags of every setting of some classes."""
-    for known in _flagged(classes):
+    for flag, known in _by_flag(classes).items():
         names = _names(known)
-        destination = _PREFIX + known.name
-        if known.kind is not BOOLEAN:
+        destination = _PREFIX + flag
+        if not _is_switch(known):
             parser.add_argument(*names, dest=destination)
             continue
         parser.add_argument(*names, dest=destination, action="store_const", const="true")
-        opposites = spelled(f"--no_{str(known.flag).removeprefix('--')}")
+        opposites = spelled(f"--no_{flag.removeprefix('--')}")
         parser.add_argument(*opposites, dest=destination, action="store_const", const="false")
 
 
 def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
     """What a help text says about each flag, under the headings the settings name."""
     rows: dict[str, list[tuple[str, str]]] = {}
-    for known in _flagged(classes):
-        value = "" if known.kind is BOOLEAN else f" {_metavar(known)}"
-        names = ", ".join((*_SHORT.get(known.name, ()), str(known.flag)))
+    for flag, known in _by_flag(classes).items():
+        value = "" if _is_switch(known) else f" {_metavar(known)}"
+        names = ", ".join((*_SHORT.get(flag, ()), flag))
         rows.setdefault(known.group or "General", []).append((names + value, _meaning(known)))
     return rows
 
 
 def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Given]:
-    """Values of the flags that were given, by setting name.
+    """Values of the flags that were given, by the label of their setting.
 
     Raises:
         SettingError: a flag's text is not of its setting's kind.
     """
     values = {}
     for known in _flagged(classes):
-        text = getattr(parsed, _PREFIX + known.name, None)
+        text = getattr(parsed, f"{_PREFIX}{known.flag}", None)
         if text is not None:
-            values[known.name] = Given(known.parse(text, str(known.flag)), str(known.flag))
+            values[label(known)] = Given(known.parse(text, str(known.flag)), str(known.flag))
     return values
 
 
 def setting_of(destination: str, classes: Iterable[type]) -> Setting | None:
     """The setting that a parser's destination belongs to."""
-    return next((known for known in _flagged(classes) if _PREFIX + known.name == destination), None)
+    return _by_flag(classes).get(destination.removeprefix(_PREFIX))
+
+
+def _by_flag(classes: Iterable[type]) -> dict[str, Setting]:
+    """The first setting of each flag."""
+    found: dict[str, Setting] = {}
+    for known in _flagged(classes):
+        found.setdefault(str(known.flag), known)
+    return found
+
+
+def _is_switch(known: Setting) -> bool:
+    return known.kind is BOOLEAN and known.default is False
 
 
 def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
@@ -70,10 +84,12 @@ def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
 
 
 def _names(known: Setting) -> tuple[str, ...]:
-    return (*spelled(str(known.flag)), *_SHORT.get(known.name, ()))
+    return (*spelled(str(known.flag)), *_SHORT.get(str(known.flag), ()))
 
 
 def _metavar(known: Setting) -> str:
+    if known.kind is BOOLEAN:
+        return "{true,false}"
     if known.kind.choices:
         return "{" + ",".join(known.kind.choices) + "}"
     return "TEXT" if known.kind is TEXT else "N"
