@@ -11,7 +11,7 @@ from accel_ops.exchange import CheckedCall
 from accel_ops.packing import as_bytes
 from accel_ops.plan import Plan, check_leaf
 from accel_ops.tree import flatten, rebuild, recursively_apply
-from accel_ops.whole import is_dtensor, write_whole
+from accel_ops.whole import check_writable, is_dtensor, write_whole
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.base import Transport, Work
@@ -126,10 +126,14 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     with CheckedCall(transport, "broadcast", from_process=from_process) as call:
         _check_rank("broadcast", "from_process", from_process, transport)
+        targets, _ = flatten(tensor, "broadcast")
+        for target in targets:
+            if is_dtensor(target):
+                check_writable(target)
         plan, leaves = call.plan(tensor)
         received = _broadcast(call, transport, plan, leaves, from_process)
         if transport.rank != from_process:
-            _overwrite(flatten(tensor, "broadcast")[0], leaves, received)
+            _overwrite(targets, leaves, received)
         return tensor
 
 
@@ -138,7 +142,10 @@ def _gather(
 ) -> list[torch.Tensor]:
     """The gathered leaves; nothing where they are not wanted."""
     wanted = dst is None or dst == transport.rank
-    outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
+    outputs = [
+        torch.empty(plan.gathered[position], dtype=leaves[position].dtype, device=transport.device) if wanted else None
+        for position in plan.large
+    ]
     inputs = [as_bytes(_contiguous(leaves[position])) for position in plan.large]
     packed = None if call.fits(plan) else plan.pack(leaves)
     rows = call.agree(plan, leaves)
@@ -155,7 +162,7 @@ def _gather(
     assert rows is not None
     results: list[Any] = [None] * len(leaves)
     for position, part in zip(plan.small, plan.packing.read(rows), strict=True):
-        results[position] = part.view(_gathered_shape(leaves[position], transport.world_size))
+        results[position] = part.view(plan.gathered[position])
     for position, output in zip(plan.large, outputs, strict=True):
         results[position] = output
     return results
@@ -167,14 +174,6 @@ def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tenso
         assert rows is not None
         return transport.all_gather(rows.view(-1), given)
     return transport.gather(None if rows is None else list(rows), given, dst)
-
-
-def _gathered_shape(leaf: torch.Tensor, world_size: int) -> tuple[int, ...]:
-    return (world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.dim() else (world_size,)
-
-
-def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
-    return torch.empty(_gathered_shape(leaf, world_size), dtype=leaf.dtype, device=leaf.device)
 
 
 def _reduce(

@@ -143,7 +143,7 @@ class CheckedCall:
         leaves, structure = flatten(data, self._operation)
         if any(is_dtensor(leaf) for leaf in leaves if type(leaf) is not torch.Tensor):
             leaves = self._whole(data, leaves)
-        plan = self._plan(data, leaves, structure, shape_of or _shape, check)
+        plan = self._plan(data, leaves, structure, shape_of, check)
         if move and plan.devices:
             leaves = [leaf.to(self._transport.device) for leaf in leaves]
         return plan, leaves
@@ -233,11 +233,11 @@ class CheckedCall:
         data: Any,
         leaves: Sequence[torch.Tensor],
         structure: Any,
-        shape_of: Callable[[torch.Tensor], Any],
+        shape_of: Callable[[torch.Tensor], Any] | None,
         check: Callable[[str, torch.Tensor, str], None],
     ) -> Plan:
         try:
-            shapes = tuple([shape_of(leaf) for leaf in leaves])
+            shapes = tuple([leaf.shape if shape_of is None else shape_of(leaf) for leaf in leaves])
         except RuntimeError:
             for path, leaf in leaves_with_paths(data):
                 check_leaf(path, leaf, self._operation)
@@ -259,7 +259,7 @@ class CheckedCall:
                 plans.clear()
             paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
             plan = plans[key] = plan_for(
-                self._operation, self._arguments, paths, leaves, shapes, self._transport.device, check
+                self._operation, self._arguments, paths, leaves, shapes, self._transport, check
             )
         return plan
 
@@ -321,7 +321,3 @@ class CheckedCall:
         exchange, transport = self._exchange, self._transport
         exchange.slot.renew()
         return explain(error, exchange.log.last(), transport.rank, transport.world_size, exchange.watch)
-
-
-def _shape(leaf: torch.Tensor) -> torch.Size:
-    return leaf.shape

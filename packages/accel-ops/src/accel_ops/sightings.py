@@ -37,6 +37,7 @@ class Sighting:
         active: whether it is still in that collective.
         now_at: line of the user's code where the main thread is; empty when it was not looked up.
         now_in: the library function that was called there; empty when there is none.
+        left: whether it takes no part any more, because its state was given up or it ends.
         pid: its process id.
         host: its machine and process-id namespace.
         time: when it looked, seconds since the epoch.
@@ -48,6 +49,7 @@ class Sighting:
     active: bool
     now_at: str
     now_in: str
+    left: bool = False
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=lambda: _host())
     time: float = field(default_factory=time.time)
@@ -63,13 +65,15 @@ class Sighting:
 
     def where(self) -> str:
         """Where the process is, to be put after "rank 3 is"."""
-        if self.active:
+        if self.active and not self.left:
             return f"in {self.operation}() at {self.called_at} (call {self.number})"
         inside = f"in {self.now_in}() at {self.now_at}" if self.now_in else f"at {self.now_at}"
+        if self.left:
+            inside = "no longer taking part"
         before = "before any collective"
         if self.number:
             before = f"after {self.operation}() at {self.called_at} (call {self.number})"
-        return f"{inside}, {before}" if self.now_at else before
+        return f"{inside}, {before}" if self.now_at or self.left else before
 
 
 def look(log: CallLog, closely: bool = False) -> Sighting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 Structure = Any
 """A hashable picture of the containers around the leaves: equal for data that differ in their leaves alone."""
-
-_LEAF: Final = None
 
 
 @dataclasses.dataclass
@@ -118,16 +116,18 @@ def _with_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def rebuild(data: Any, leaves: Iterator[Any]) -> Any:
     """`data` with its leaves, in the order of `flatten`, replaced by those of `leaves`; other values are kept."""
 
+    following, usual = leaves.__next__, torch.Tensor
+
     def walk(value: Any) -> Any:
         kind = type(value)
         if kind is dict:
-            return {key: walk(item) for key, item in value.items()}
+            return {key: following() if type(item) is usual else walk(item) for key, item in value.items()}
         if kind is list:
-            return [walk(item) for item in value]
+            return [following() if type(item) is usual else walk(item) for item in value]
         if kind is tuple:
-            return tuple([walk(item) for item in value])
+            return tuple([following() if type(item) is usual else walk(item) for item in value])
         if isinstance(value, torch.Tensor):
-            return next(leaves)
+            return following()
         return map_children(value, walk)
 
     return walk(data)
@@ -140,20 +140,18 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Structure]:
         UnknownKind: a leaf is no tensor; its path and `operation` are named.
     """
     leaves: list[torch.Tensor] = []
-    found = leaves.append
+    # Appending returns None, which is what a leaf looks like in the structure.
+    leaf, usual = leaves.append, torch.Tensor
 
     def walk(value: Any) -> Structure:
         kind = type(value)
-        if kind is torch.Tensor:
-            found(value)
-            return _LEAF
         if kind is dict:
-            return dict, tuple(value), tuple([walk(item) for item in value.values()])
+            parts = [leaf(item) if type(item) is usual else walk(item) for item in value.values()]
+            return dict, tuple(value), tuple(parts)
         if kind is list or kind is tuple:
-            return kind, tuple([walk(item) for item in value])
+            return kind, tuple([leaf(item) if type(item) is usual else walk(item) for item in value])
         if isinstance(value, torch.Tensor):
-            found(value)
-            return _LEAF
+            return leaf(value)
         named = _children(value)
         if named is None:
             raise _unsupported(data, value, is_torch_tensor, operation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -73,6 +74,9 @@ class Watch:
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_PATIENCE.total_seconds())
+        with self._lock:
+            self._publish(replace(look(self._log), left=True))
+            self._store = None
 
     def ask(self) -> None:
         """Ask all processes to look closely where they are; within a tick they have answered."""

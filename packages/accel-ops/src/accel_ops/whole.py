@@ -9,7 +9,7 @@ import torch
 
 from accel_state.errors import UnknownKind
 
-__all__ = ("is_dtensor", "placement_of", "whole", "write_whole")
+__all__ = ("check_writable", "is_dtensor", "placement_of", "whole", "write_whole")
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -29,13 +29,13 @@ def whole(tensor: Any) -> torch.Tensor:
     return full
 
 
-def write_whole(tensor: Any, value: torch.Tensor) -> None:
-    """Overwrite the local part of a DTensor with its part of `value`.
+def check_writable(tensor: Any) -> None:
+    """Let a DTensor pass whose processes each hold a part of its value.
 
     Raises:
-        UnknownKind: its processes hold partial sums, so that no part of a value is theirs.
+        UnknownKind: they hold partial sums, so that no part of a value is theirs.
     """
-    from torch.distributed.tensor import Partial, distribute_tensor
+    from torch.distributed.tensor import Partial
 
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise UnknownKind(
@@ -43,5 +43,11 @@ def write_whole(tensor: Any, value: torch.Tensor) -> None:
             f"Its placements are {tensor.placements}: each process holds a partial sum.",
             "Redistribute it to Shard or Replicate first.",
         )
+
+
+def write_whole(tensor: Any, value: torch.Tensor) -> None:
+    """Overwrite the local part of a DTensor, one that is writable, with its part of `value`."""
+    from torch.distributed.tensor import distribute_tensor
+
     parts = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.to_local().copy_(parts.to_local())

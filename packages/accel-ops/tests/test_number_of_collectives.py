@@ -1,0 +1,172 @@
+"""How many collectives one call starts, and how many bytes they carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ops import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    scatter,
+    synchronize_rng_states,
+)
+from accel_ops.plan import LARGE
+from accel_ops.slot import HEADER, slot_size
+from accel_ops.testing.recording_transport import recording
+from accel_state import PartialState
+from accel_state.testing.processes import Processes
+
+SLOT = ("all_gather", slot_size(2))
+MANY_SMALL = 3 * 48_000
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def small() -> dict[str, torch.Tensor]:
+    return {f"leaf{index}": torch.ones(8, 16) for index in range(64)}
+
+
+def beyond_the_slot() -> list[torch.Tensor]:
+    return [torch.ones(12_000) for _ in range(3)]
+
+
+def large(count: int) -> list[torch.Tensor]:
+    return [torch.ones(LARGE // 4 + 1) for _ in range(count)]
+
+
+def mixed() -> dict[str, Any]:
+    return {
+        "small": small(),
+        "beyond": beyond_the_slot(),
+        "large": large(2),
+        "numbers": torch.ones(2, dtype=torch.int64),
+    }
+
+
+def records_of(name: str) -> list[tuple[str, int]]:
+    PartialState(cpu=True)
+    with recording() as records:
+        CALLS[name]()
+    return [tuple(record) for record in records]
+
+
+PACKED = 64 * 512 + MANY_SMALL
+CALLS: dict[str, Any] = {
+    "gather small": lambda: gather(small()),
+    "gather four dtypes": lambda: gather([torch.ones(3, dtype=d) for d in (torch.bool, torch.half, torch.int64)]),
+    "gather nothing": lambda: gather({}),
+    "gather beyond the slot": lambda: gather(beyond_the_slot()),
+    "gather large": lambda: gather(large(3)),
+    "gather at the limit": lambda: gather(torch.ones(LARGE // 4)),
+    "gather mixed": lambda: gather(mixed()),
+    "gather to one": lambda: gather(mixed(), dst=1),
+    "reduce small": lambda: reduce(small()),
+    "reduce beyond the slot": lambda: reduce(beyond_the_slot()),
+    "reduce mixed": lambda: reduce(mixed(), "sum"),
+    "broadcast small": lambda: broadcast(small()),
+    "broadcast mixed": lambda: broadcast(mixed()),
+    "pad": lambda: pad_across_processes(mixed()),
+    "gather objects": lambda: gather_object(["x" * 10_000]),
+    "gather long objects": lambda: gather_object(["x" * 100_000]),
+    "broadcast objects": lambda: broadcast_object_list(["x" * 10_000]),
+    "broadcast long objects": lambda: broadcast_object_list(["x" * 100_000]),
+    "scatter": lambda: scatter(mixed()["small"]),
+    "synchronise generators": lambda: synchronize_rng_states(["torch", "numpy", "python"]),
+}
+
+EXPECTED = {
+    "gather small": ["all_gather"],
+    "gather four dtypes": ["all_gather"],
+    "gather nothing": ["all_gather"],
+    "gather beyond the slot": ["all_gather"] * 2,
+    "gather large": ["all_gather"] * 4,
+    "gather at the limit": ["all_gather"] * 2,
+    "gather mixed": ["all_gather"] * 4,
+    "gather to one": ["all_gather", "gather", "gather", "gather"],
+    "reduce small": ["all_gather"],
+    "reduce beyond the slot": ["all_gather", "all_reduce"],
+    # One packed part for each dtype, because numbers can be added up in their own dtype alone.
+    "reduce mixed": ["all_gather"] + ["all_reduce"] * 4,
+    "broadcast small": ["all_gather"],
+    "broadcast mixed": ["all_gather"] + ["broadcast"] * 3,
+    "pad": ["all_gather"],
+    "gather objects": ["all_gather"],
+    "gather long objects": ["all_gather"] * 2,
+    "broadcast objects": ["all_gather"],
+    "broadcast long objects": ["all_gather", "broadcast"],
+    "scatter": ["all_gather", "scatter"],
+    "synchronise generators": ["all_gather"],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_starts_no_more_collectives_than_it_needs(two: Processes, name: str) -> None:
+    for records in two.run(records_of, name):
+        assert [operation for operation, _ in records] == EXPECTED[name]
+        assert records[0] == SLOT
+
+
+def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
+    for records in two.run(records_of, "gather mixed"):
+        packed, *each = [nbytes for _, nbytes in records[1:]]
+        assert each == [LARGE + 4] * 2
+        assert PACKED + 16 <= packed <= PACKED + 2 * 16
+    for records in two.run(records_of, "gather beyond the slot"):
+        assert records[1][1] == MANY_SMALL
+
+
+def test_the_first_call_and_the_next_are_alike(two: Processes) -> None:
+    for first, second in two.run(first_and_second):
+        assert first == second == [SLOT]
+
+
+def first_and_second() -> tuple[Any, Any]:
+    PartialState(cpu=True)
+    found = []
+    for _ in range(2):
+        with recording() as records:
+            gather(small())
+        found.append([tuple(record) for record in records])
+    return found[0], found[1]
+
+
+def fits_exactly(extra: int) -> int:
+    PartialState(cpu=True)
+    with recording() as records:
+        gather(torch.ones(slot_size(2) - HEADER + extra, dtype=torch.uint8))
+    return len(records)
+
+
+def test_the_slot_is_used_to_its_last_byte(two: Processes) -> None:
+    assert two.run(fits_exactly, 0) == [1, 1]
+    assert two.run(fits_exactly, 1) == [2, 2]
+
+
+def alone() -> int:
+    PartialState(cpu=True)
+    with recording() as records:
+        data = small()
+        assert gather(data) is data
+        assert broadcast(data) is data
+        assert reduce(data) is data
+        assert scatter(data) is data
+        assert gather_object([1]) == [1]
+        pad_across_processes(data)
+    return len(records)
+
+
+def test_one_process_starts_none_and_copies_nothing() -> None:
+    with Processes(1) as one:
+        assert one.run(alone) == [0]
