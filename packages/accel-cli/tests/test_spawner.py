@@ -266,13 +266,16 @@ def test_no_program_outlives_a_killed_launcher(start, gone):
     assert gone(pid)
 
 
-def test_what_a_failed_process_had_started_is_ended(start, script, gone):
+def test_what_a_failed_process_had_started_is_ended(start, script, gone, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
     body = """
         import os, subprocess, sys
         helper = subprocess.Popen(["sleep", "600"])
         print(helper.pid, flush=True)
         if os.environ["RANK"] == "1":
+            open("fifo").close()
             sys.exit(5)
+        open("fifo", "w").close()
         helper.wait()
     """
     background = start("launch", "--num_processes", "2", script(body))

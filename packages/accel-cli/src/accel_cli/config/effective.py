@@ -15,8 +15,10 @@ S = TypeVar("S")
 
 
 def label(known: Setting) -> str:
-    """Name of a setting among those of all classes; one of a backend goes by its key in the file."""
-    return known.key if known.key is not None and "." in known.key else known.name
+    """Name of a setting among those of all classes; one of a backend goes by its key in the file, or by its flag."""
+    if known.key is not None:
+        return known.key if "." in known.key else known.name
+    return known.name if known.flag is None else known.flag.removeprefix("--")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Effective(Mapping[str, Effect]):
 
     def instance(self, settings_class: type[S]) -> S:
         """An instance of one of the classes, with the values that count."""
-        return settings_class(**{name: self[label(known)].value for name, known in settings_of(settings_class).items()})
+        return settings_class(**{name: effect.value for name, effect in self._by_class[settings_class].items()})
 
     def variables(self, settings_class: type) -> dict[str, str]:
         """Variables that carry what was given for a class; what is only a default is not passed on as if asked for."""
