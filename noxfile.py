@@ -150,6 +150,16 @@ def look_through_to_base(session: nox.Session) -> None:
     (here / "base.pth").write_text(f"{there}\n", encoding="utf-8")
 
 
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def trackers(session: nox.Session) -> None:
+    """Run the tests of the trackers offline against the libraries they write with, which `tests` does not install."""
+    look_through_to_base(session)
+    extras = "clearml,comet_ml,dvclive,mlflow,plots,swanlab,tensorboard,trackio,wandb"
+    own = ["-e", "packages/accel-state", "-e", f"packages/accel-tracking[{extras}]"]
+    session.install("-q", "-c", str(CONSTRAINTS), "numpy", *own)
+    session.run("python", "-m", "pytest", "packages/accel-tracking/tests", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, in one run, and write docs/benchmarks.md."""
