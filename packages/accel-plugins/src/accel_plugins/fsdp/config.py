@@ -16,12 +16,18 @@ from accel_state.errors import SettingError
 from accel_state.settings.environ import read
 from accel_state.settings.schema import BOOLEAN, choice, listing, setting, settings_of, whole
 
-__all__ = ("FullyShardedDataParallelPlugin",)
+__all__ = (
+    "BACKWARD_PREFETCHES",
+    "SHARDING_STRATEGIES",
+    "STATE_DICT_TYPES",
+    "WRAP_POLICIES",
+    "FullyShardedDataParallelPlugin",
+)
 
-_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_WRAPS: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_STATES: Final = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+SHARDING_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+BACKWARD_PREFETCHES: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+WRAP_POLICIES: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STATE_DICT_TYPES: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _GROUP: Final = "FSDP"
 _DEFAULTS: Final[dict[str, Any]] = {
     "fsdp_version": 1,
@@ -81,7 +87,7 @@ class FullyShardedDataParallelPlugin:
     )
     sharding_strategy: Any = setting(
         None,
-        kind=_named(*_STRATEGIES),
+        kind=_named(*SHARDING_STRATEGIES),
         variable="FSDP_SHARDING_STRATEGY",
         flag="--fsdp_sharding_strategy",
         key="fsdp_config.fsdp_sharding_strategy",
@@ -99,7 +105,7 @@ class FullyShardedDataParallelPlugin:
     )
     backward_prefetch: Any = setting(
         None,
-        kind=_named(*_PREFETCH),
+        kind=_named(*BACKWARD_PREFETCHES),
         variable="FSDP_BACKWARD_PREFETCH",
         flag="--fsdp_backward_prefetch",
         key="fsdp_config.fsdp_backward_prefetch",
@@ -109,7 +115,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: Any = None
     auto_wrap_policy: str | Callable[..., Any] | None = setting(
         None,
-        kind=_named(*_WRAPS),
+        kind=_named(*WRAP_POLICIES),
         variable="FSDP_AUTO_WRAP_POLICY",
         flag="--fsdp_auto_wrap_policy",
         key="fsdp_config.fsdp_auto_wrap_policy",
@@ -131,7 +137,7 @@ class FullyShardedDataParallelPlugin:
     )
     state_dict_type: Any = setting(
         None,
-        kind=_named(*_STATES),
+        kind=_named(*STATE_DICT_TYPES),
         variable="FSDP_STATE_DICT_TYPE",
         flag="--fsdp_state_dict_type",
         key="fsdp_config.fsdp_state_dict_type",
@@ -216,7 +222,7 @@ class FullyShardedDataParallelPlugin:
     )
 
     def __post_init__(self) -> None:
-        if _name_of(self.fsdp_version) in _STRATEGIES:
+        if _name_of(self.fsdp_version) in SHARDING_STRATEGIES:
             self.fsdp_version, self.sharding_strategy = None, self.fsdp_version  # type: ignore[assignment]
         for name in settings_of(type(self)):
             self._settle(name)

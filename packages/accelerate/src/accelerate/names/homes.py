@@ -115,6 +115,14 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.versions": "*",
     },
     "accelerate.utils.constants": {
+        "accelerate.legacy.constants": """
+            DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
+            FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH
+            FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
+            PROFILE_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
+            SAGEMAKER_TRANSFORMERS_VERSION STR_OPERATION_TO_FUNC TORCH_DYNAMO_MODES TORCH_LAUNCH_PARAMS
+            XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
+        """,
         "accel_bigmodel.casting": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
         "accel_bigmodel.weight_files.names": """
             MODEL_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME
@@ -162,6 +170,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.imports": {
+        "accelerate.legacy.requirements": "deepspeed_required",
         "accel_state.availability": """
             USE_TORCH_XLA is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
             is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available
@@ -238,7 +247,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
-    "accelerate.utils.versions": {"accel_state.settings.versions": "compare_versions is_torch_version"},
+    "accelerate.utils.versions": {"accel_state.settings.versions": "compare_versions is_torch_version torch_version"},
 }
 """Old module -> source -> names; `old=ours` where ours is called otherwise.
 

@@ -78,9 +78,11 @@ if TYPE_CHECKING:
     from accel_state.environment import str_to_bool as str_to_bool
     from accel_state.settings.versions import compare_versions as compare_versions
     from accel_state.settings.versions import is_torch_version as is_torch_version
+    from accelerate.legacy.requirements import deepspeed_required
 
 __all__ = (
     "USE_TORCH_XLA",
+    "deepspeed_required",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
-    from accel_state.settings.versions import compare_versions, is_torch_version
+    from accel_state.settings.versions import compare_versions, is_torch_version, torch_version
 
-__all__ = ("compare_versions", "is_torch_version")
+__all__ = ("compare_versions", "is_torch_version", "torch_version")
 
 serve(__name__)
