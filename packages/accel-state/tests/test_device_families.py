@@ -25,7 +25,9 @@ from accel_state.labels import DistributedType, RNGType
 from accel_state.testing.device_suite import DeviceSuite
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import BACKEND, NAME, simulated_device
+from accel_state.testing.simulated_device import BACKEND, NAME, POSSIBLE, simulated_device
+
+simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 
 DEVICE_NAMES = ("xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron")
 
@@ -46,6 +48,7 @@ class TestCPU(DeviceSuite):
         return CPU()
 
 
+@simulated
 class TestSimulated(DeviceSuite):
     around = simulated_device
 
@@ -188,6 +191,7 @@ def test_errors_of_each_family_that_mean_too_little_memory() -> None:
     assert select.family_of("npu").out_of_memory(RuntimeError("NPU out of memory."))
 
 
+@simulated
 @pytest.mark.usefixtures("alone")
 def test_the_simulated_device_is_taken_and_left() -> None:
     with simulated_device():
@@ -200,6 +204,7 @@ def test_the_simulated_device_is_taken_and_left() -> None:
     assert not select.family_of(NAME).present()
 
 
+@simulated
 def test_the_simulated_device_runs_out_of_memory() -> None:
     family = unlisted_family(NAME)
     with simulated_device(memory=4096):
@@ -212,6 +217,7 @@ def test_the_simulated_device_runs_out_of_memory() -> None:
         assert family.used_memory() == 0
 
 
+@simulated
 def test_the_simulated_device_refuses_tensors_of_the_cpu() -> None:
     with simulated_device():
         with pytest.raises(RuntimeError, match="cpu and simulated:0"):
@@ -233,5 +239,6 @@ def train_with_ddp() -> tuple[str, str, list[float]]:
         return answer
 
 
+@simulated
 def test_gradients_are_averaged_on_a_device_without_code_of_ours(group: Processes) -> None:
     assert group.run(train_with_ddp) == [("MULTI_GPU", BACKEND, [1.5, 1.5])] * 2

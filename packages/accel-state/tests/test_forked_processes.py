@@ -15,7 +15,7 @@ from accel_state import PartialState, current, get_logger
 from accel_state.devices.select import family_of
 from accel_state.errors import NotReady
 from accel_state.testing.processes import Processes
-from accel_state.testing.simulated_device import NAME, simulated_device
+from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -137,6 +137,7 @@ def device_opened_before_the_fork() -> str:
         return str(caught.value)
 
 
+@pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 def test_a_device_that_does_not_survive_the_fork_is_named(one: Processes) -> None:
     (told,) = one.run(device_opened_before_the_fork)
     assert f"'{NAME}'" in told

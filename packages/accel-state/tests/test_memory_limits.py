@@ -20,7 +20,9 @@ from accel_state.memory import (
     should_reduce_batch_size,
 )
 from accel_state.testing.fresh import fresh
-from accel_state.testing.simulated_device import MODULE, NAME, simulated_device
+from accel_state.testing.simulated_device import MODULE, NAME, POSSIBLE, simulated_device
+
+simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +98,7 @@ def test_the_caller_leaves_the_batch_size_out() -> None:
         find_executable_batch_size(lambda: None)()
 
 
+@simulated
 def test_a_smaller_batch_fits_a_real_limit() -> None:
     held: list[int] = []
 
@@ -126,6 +129,7 @@ def test_memory_is_released() -> None:
     assert release_memory() == []
 
 
+@simulated
 def test_the_cache_of_the_device_is_asked_to_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_device():
         cleared: list[bool] = []

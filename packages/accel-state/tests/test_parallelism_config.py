@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import AcceleratorState, PartialState
+from accel_state import AcceleratorState
 from accel_state.errors import Conflict, SettingError
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
@@ -211,11 +211,13 @@ def test_nothing_to_build() -> None:
     assert ParallelismConfig(tp_size=2).submesh("tp") is None
 
 
-def sums_along_axes() -> dict[str, float]:
-    state = PartialState(cpu=True)
+def run_of_four() -> dict[str, float]:
     config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    config.check_world(state.num_processes)
-    config.get_device_mesh(state.device.type)
+    state = AcceleratorState(cpu=True, parallelism_config=config)
+    assert state.parallelism_config is config
+    assert AcceleratorState().device_mesh is state.device_mesh is config.get_device_mesh()
+    with pytest.raises(Conflict, match="parallelism_config"):
+        AcceleratorState(parallelism_config=ParallelismConfig(tp_size=4))
     sums = {}
     for name in ("dp", "tp", "dp_cp"):
         part = config.submesh(name)
@@ -223,29 +225,15 @@ def sums_along_axes() -> dict[str, float]:
         total = torch.tensor(float(state.process_index))
         dist.all_reduce(total, group=part.get_group())
         sums[name] = total.item()
+    state.wait_for_everyone()
     return sums
 
 
-def test_processes_reach_their_neighbours_along_each_axis(four: Processes) -> None:
-    sums = four.run(sums_along_axes)
+def test_a_run_keeps_its_mesh_and_processes_reach_their_neighbours_along_each_axis(four: Processes) -> None:
+    sums = four.run(run_of_four)
     assert [rank["tp"] for rank in sums] == [1.0, 1.0, 5.0, 5.0]
     assert [rank["dp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
     assert [rank["dp_cp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
-
-
-def run_of_four() -> list[Any]:
-    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    state = AcceleratorState(cpu=True, parallelism_config=config)
-    state.wait_for_everyone()
-    assert state.parallelism_config is config
-    assert AcceleratorState().device_mesh is state.device_mesh
-    with pytest.raises(Conflict, match="parallelism_config"):
-        AcceleratorState(parallelism_config=ParallelismConfig(tp_size=4))
-    return list(state.device_mesh.mesh.shape)
-
-
-def test_a_run_keeps_its_mesh(four: Processes) -> None:
-    assert four.run(run_of_four) == [[2, 2]] * 4
 
 
 def test_a_run_with_too_few_processes(monkeypatch: pytest.MonkeyPatch) -> None:

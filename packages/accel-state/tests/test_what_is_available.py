@@ -23,8 +23,10 @@ from accel_state.settings import versions
 from accel_state.settings.probe import _found
 from accel_state.settings.versions import compare_versions, installed_version
 from accel_state.testing.fresh import fresh
-from accel_state.testing.simulated_device import NAME, simulated_device
+from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 from accel_state.topology import Topology
+
+simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
 
 QUESTIONS = {name: getattr(availability, name) for name in availability.__all__ if name.startswith("is_")}
 
@@ -106,6 +108,7 @@ def test_devices_are_asked_of_their_family(monkeypatch: pytest.MonkeyPatch) -> N
     assert availability.is_cuda_available() is torch.cuda.is_available()
 
 
+@simulated
 def test_number_formats_are_asked_of_the_family_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_device():
         assert availability.is_bf16_available()
@@ -142,6 +145,7 @@ def test_a_function_that_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> Non
     assert quantize("m") == "m"
 
 
+@simulated
 def test_the_device_that_is_taken() -> None:
     expected = select.best_family()
     assert get_current_device_type() == (expected.name, expected.label.value)

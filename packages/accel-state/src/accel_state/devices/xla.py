@@ -10,7 +10,7 @@ import torch
 from accel_state.devices.rows import ROWS
 from accel_state.devices.torch_family import TorchFamily
 from accel_state.errors import NotOffered
-from accel_state.settings.environ import read
+from accel_state.settings.environ import publish, read
 from accel_state.settings.probe import importable
 from accel_state.settings.schema import BOOLEAN, TEXT, Setting
 
@@ -39,6 +39,15 @@ class XLA(TorchFamily):
     def kind(self) -> str | None:
         """The kind of device that the runtime uses, such as "TPU"."""
         return _runtime_device()
+
+    def distributed_backend(self) -> str:
+        if self.kind() == "CPU":
+            raise NotOffered(
+                "Several processes on XLA devices were asked for.",
+                "The runtime of torch_xla does not connect processes that it runs on CPUs.",
+                "Start one process, or work on the CPU without torch_xla with --cpu.",
+            )
+        return super().distributed_backend()
 
     @property
     def module(self) -> Any:
@@ -109,11 +118,15 @@ class XLA(TorchFamily):
 
 @functools.cache
 def _runtime_device() -> str | None:
-    """The kind of device that the runtime finds, such as "TPU"; asked before torch_xla writes its own default."""
+    """The kind of device that the runtime finds, such as "TPU"; None when that is the CPU and nobody asked for it."""
     asked = read(_RUNTIME)
     if asked is not None:
         return str(asked.value)
     import torch_xla.runtime as runtime
 
     found: str | None = runtime.device_type()
-    return None if found in (None, "CPU") else found
+    if found not in (None, "CPU"):
+        return found
+    # torch_xla writes its choice into the environment, where child processes would take it for ours.
+    publish({}, remove=_RUNTIME.variables)
+    return None

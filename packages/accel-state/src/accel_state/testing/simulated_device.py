@@ -20,7 +20,7 @@ from accel_state.errors import NotOffered
 from accel_state.testing.simulated_group import BACKEND, SimulatedGroup
 from accel_state.testing.simulated_tensor import MODULE, NAME, SimulatedTensor, run
 
-__all__ = ("BACKEND", "NAME", "SimulatedTensor", "simulated_device")
+__all__ = ("BACKEND", "NAME", "POSSIBLE", "SimulatedTensor", "simulated_device")
 
 _FACTORIES: Final = (
     "empty.memory_format",
@@ -85,9 +85,10 @@ def _register() -> tuple[Any, ...]:
     return kernels, fallback
 
 
-_POSSIBLE: Final = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+POSSIBLE: Final = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""Whether this torch can have a device that is written in Python."""
 
-_kept: Final = _register() if _POSSIBLE else ()
+_kept: Final = _register() if POSSIBLE else ()
 """Registered on import: torch's autograd counts the devices at the first backward pass of a process."""
 
 
@@ -107,7 +108,7 @@ def simulated_device(devices: int = 1, memory: int = 64 * 2**20) -> Iterator[Non
         ...     print(torch.ones(2, device="simulated").add(1).device)
         simulated:0
     """
-    if not _POSSIBLE:
+    if not POSSIBLE:
         raise NotOffered(
             "The simulated device was asked for.",
             f"torch {torch.__version__} cannot have a device that is written in Python.",
