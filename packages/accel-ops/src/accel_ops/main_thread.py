@@ -17,6 +17,8 @@ from accel_ops.call_log import OURS, Location, locate
 __all__ = ("Place", "main_thread_place")
 
 _LIBRARIES: Final = OURS | {"torch", "contextlib", "functools", "threading", "typing_extensions"}
+_DECORATORS: Final = frozenset({"wrapper", "wrapped", "inner", "decorate_context"})
+"""Functions around the one whose name says something."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def main_thread_place() -> Place | None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         inside = ""
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-            inside = frame.f_code.co_name
+            name = frame.f_code.co_name
+            inside = inside if name in _DECORATORS and inside else name
             frame = frame.f_back
         return None if frame is None else Place(locate(frame.f_code.co_filename, frame.f_lineno), inside)
     finally:

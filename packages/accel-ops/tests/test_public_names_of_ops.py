@@ -1,0 +1,57 @@
+"""The package's list of names is the one that type checkers see, and using it costs no more than it must."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import accel_ops
+from accel_ops import collectives, dtype, measure, move, objects, rng, shape, tree
+
+
+def test_names_for_type_checkers_and_at_run_time_are_the_same() -> None:
+    module = ast.parse(Path(accel_ops.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in module.body if isinstance(node, ast.If)]
+    checked = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert checked == set(accel_ops.__all__)
+    for name in accel_ops.__all__:
+        assert getattr(accel_ops, name) is not None
+        assert name in dir(accel_ops)
+
+
+def test_parameters_and_defaults_are_those_that_callers_know() -> None:
+    known = {
+        collectives.broadcast: "(tensor, from_process=0)",
+        collectives.reduce: "(tensor, reduction='mean', scale=1.0)",
+        objects.broadcast_object_list: "(object_list, from_process=0)",
+        objects.gather_object: "(object)",
+        shape.concatenate: "(data, dim=0)",
+        shape.pad_across_processes: "(tensor, dim=0, pad_index=0, pad_first=False)",
+        shape.pad_input_tensors: "(tensor, batch_size, num_processes, dim=0)",
+        shape.slice_tensors: "(data, tensor_slice, process_index=None, num_processes=None)",
+        move.send_to_device: "(tensor, device, non_blocking=False, skip_keys=None)",
+        tree.honor_type: "(obj, generator)",
+        dtype.convert_outputs_to_fp32: "(model_forward)",
+        measure.find_batch_size: "(data)",
+        rng.set_seed: "(seed, device_specific=False, deterministic=False)",
+        rng.synchronize_rng_state: "(rng_type=None, generator=None)",
+        rng.synchronize_rng_states: "(rng_types, generator=None)",
+    }
+    for function, expected in known.items():
+        signature = inspect.signature(function)
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        shown = inspect.Signature(bare)
+        assert str(shown) == expected, function.__name__
+    assert next(iter(inspect.signature(collectives.gather).parameters)) == "tensor"
+
+
+def test_the_package_itself_loads_no_torch_and_walking_data_loads_no_distributed_tensors() -> None:
+    code = (
+        "import sys, accel_ops; assert 'torch' not in sys.modules; "
+        "import torch; from accel_ops import gather; gather(torch.ones(1)); "
+        "assert 'torch.distributed.tensor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

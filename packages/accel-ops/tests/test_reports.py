@@ -1,0 +1,122 @@
+"""How it is told where the processes are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from accel_ops.call_log import CallLog, Location, locate
+from accel_ops.sightings import Sighting, describe, look, ranks
+
+IN_GATHER = Sighting(17, "gather", "eval.py:88", True, "", "")
+IN_REDUCE = Sighting(17, "reduce", "train.py:41", True, "", "")
+BETWEEN = Sighting(16, "gather", "eval.py:88", False, "train.py:5", "")
+IN_TORCH = Sighting(16, "gather", "eval.py:88", False, "train.py:5", "all_reduce")
+NOWHERE = Sighting(0, "", "", False, "train.py:2", "")
+
+
+def told_now(seen: dict[int, Sighting], world_size: int) -> str:
+    """What is told of sightings that were made just now."""
+    return describe({rank: replace(sighting, time=time.time()) for rank, sighting in seen.items()}, world_size)
+
+
+def test_processes_in_one_place_are_told_together_and_the_odd_one_first() -> None:
+    seen = {0: IN_REDUCE, 1: IN_REDUCE, 2: IN_REDUCE, 3: IN_GATHER}
+    assert told_now(seen, 4) == (
+        "rank 3 is in gather() at eval.py:88 (call 17); ranks 0-2 are in reduce() at train.py:41 (call 17)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sighting", "words"),
+    [
+        (BETWEEN, "rank 0 is at train.py:5, after gather() at eval.py:88 (call 16)"),
+        (IN_TORCH, "rank 0 is in all_reduce() at train.py:5, after gather() at eval.py:88 (call 16)"),
+        (NOWHERE, "rank 0 is at train.py:2, before any collective"),
+        (replace(BETWEEN, now_at=""), "rank 0 is after gather() at eval.py:88 (call 16)"),
+        (replace(BETWEEN, left=True), "rank 0 is no longer taking part, after gather() at eval.py:88 (call 16)"),
+        (replace(IN_GATHER, time=time.time() - 60), "rank 0 is in gather() at eval.py:88 (call 17), by the last news"),
+    ],
+)
+def test_each_state_has_its_words(sighting: Sighting, words: str) -> None:
+    assert describe({0: sighting}, 1).startswith(words)
+
+
+def test_a_process_that_never_published_is_unknown() -> None:
+    assert told_now({0: IN_GATHER}, 3) == "rank 0 is in gather() at eval.py:88 (call 17); ranks 1-2 are unknown"
+
+
+def test_a_process_that_has_ended_is_gone_also_when_nobody_took_note() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    try:
+        ended_pid = ended.pid
+        deadline = time.monotonic() + 30
+        while "gone" not in describe({0: replace(IN_GATHER, pid=ended_pid)}, 1):
+            assert time.monotonic() < deadline
+    finally:
+        ended.wait()
+    told = told_now({0: replace(IN_GATHER, pid=ended_pid)}, 1)
+    assert told.startswith(f"rank 0 is gone (process {ended_pid} has ended); it was last seen in gather()")
+
+
+def test_a_process_of_another_machine_is_not_looked_up_here() -> None:
+    assert "gone" not in describe({0: replace(IN_GATHER, pid=2**22 + 1, host="elsewhere")}, 1)
+
+
+def test_of_many_places_the_rest_is_counted() -> None:
+    seen = {rank: replace(IN_GATHER, number=rank + 1) for rank in range(100)}
+    told = told_now(seen, 100)
+    assert told.endswith("and 84 other places")
+    assert told.count(";") == 16
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")],
+)
+def test_ranks_in_words(members: list[int], words: str) -> None:
+    assert ranks(members) == words
+
+
+def test_a_sighting_survives_the_journey() -> None:
+    assert Sighting.from_json(IN_TORCH.to_json()) == IN_TORCH
+
+
+def test_a_look_tells_the_call_that_is_going_on_and_then_the_last_one() -> None:
+    log = CallLog()
+    assert look(log).number == 0
+    log.enter("gather")
+    line = sys._getframe().f_lineno - 1
+    first = look(log, closely=True)
+    assert first.active
+    assert first.called_at.endswith(f"test_reports.py:{line}")
+    assert first.now_at.endswith(f"test_reports.py:{line + 2}")
+    log.leave()
+    second = look(log)
+    assert not second.active
+    assert second.now_at == ""
+    assert (second.number, second.operation) == (1, "gather")
+    assert second.pid == os.getpid()
+
+
+def test_the_log_keeps_the_newest_calls() -> None:
+    log = CallLog(length=3)
+    for number in range(5):
+        log.enter(f"call{number}")
+        log.fingerprint = number
+        log.leave()
+    assert [call.operation for call in log.recent()] == ["call2", "call3", "call4"]
+    assert [call.number for call in log.recent(2)] == [4, 5]
+    assert log.recent(1)[0].fingerprint == 4
+    assert log.recent(1)[0].seconds >= 0
+
+
+def test_lines_are_named_from_the_working_directory(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    assert locate(f"{tmp_path}/sub/eval.py", 3) == Location("sub/eval.py", 3)
+    assert str(locate("/elsewhere/eval.py", 3)) == "/elsewhere/eval.py:3"
