@@ -14,7 +14,6 @@ nothing about a setting is written twice.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -213,4 +212,6 @@ def settings_of(settings_class: type) -> Mapping[str, Setting]:
 
 def closest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed text that is most like `given`, or None when none is near."""
+    import difflib
+
     return next(iter(difflib.get_close_matches(given, list(allowed), n=1)), None)
