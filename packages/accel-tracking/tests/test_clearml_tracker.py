@@ -12,23 +12,10 @@ from accel_tracking.trackers.clearml import ClearMLTracker, _title_and_series
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ClearML's own
 
-FRAMEWORKS = [
-    "matplotlib",
-    "tensorflow",
-    "tensorboard",
-    "pytorch",
-    "xgboost",
-    "scikit",
-    "fastai",
-    "lightgbm",
-    "hydra",
-    "joblib",
-    "megengine",
-    "catboost",
-    "gradio",
-    "jsonargparse",
-    "tfdefines",
-]
+FRAMEWORKS = (
+    *("matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra"),
+    *("joblib", "megengine", "catboost", "gradio", "jsonargparse", "tfdefines"),
+)
 QUIET = {
     # Looking for the repository and its requirements reads every source file below, which can take minutes.
     "auto_connect_frameworks": dict.fromkeys([*FRAMEWORKS, "detect_repository"], False),

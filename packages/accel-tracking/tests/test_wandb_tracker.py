@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ from accel_tracking.trackers.wandb import WandBTracker
 pytestmark = pytest.mark.filterwarnings("ignore")  # wandb's own
 
 
-def records(folder: Path) -> Iterator[Any]:
-    """The records of the offline run in a folder."""
+def records(folder: Path) -> list[Any]:
+    """The records of the offline run in a folder, once wandb's own process, which outlives `finish`, wrote the last."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.rglob("*.wandb")
-    for message in read_records(path):
-        yield wandb_internal_pb2.Record.FromString(message)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [wandb_internal_pb2.Record.FromString(message) for message in read_records(path)]
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{path} was not finished")
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
