@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from accel_state.errors import SettingError
 
@@ -20,8 +19,7 @@ _DEEPEST: Final = 100
 _NULL: Final = "tag:yaml.org,2002:null"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One value of a config file.
 
     Args:

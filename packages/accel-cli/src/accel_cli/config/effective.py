@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from accel_state.settings.environ import DEFAULT, Given, read
 from accel_state.settings.schema import Setting, settings_of
@@ -21,8 +20,7 @@ def label(known: Setting) -> str:
     return known.name if known.flag is None else known.flag.removeprefix("--")
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """One setting with everything that was said about it.
 
     Args:

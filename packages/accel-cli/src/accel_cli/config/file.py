@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_cli.config.document import Entry, read_document
 from accel_cli.config.effective import label
@@ -16,8 +15,7 @@ from accel_state.settings.schema import JSON, Setting, closest, settings_of
 __all__ = ("ConfigFile", "modern", "read_config")
 
 
-@dataclass(frozen=True)
-class ConfigFile:
+class ConfigFile(NamedTuple):
     """What a config file says.
 
     Args:
@@ -71,8 +69,8 @@ def modern(entry: Entry) -> Entry:
     """An entry with its key as files have it today."""
     key = with_prefix(entry.key)
     if key == "fp16":
-        return replace(entry, key="mixed_precision", value="fp16" if str(entry.value).lower() == "true" else None)
-    return replace(entry, key="dynamo_config.dynamo_backend" if key == "dynamo_backend" else key)
+        return entry._replace(key="mixed_precision", value="fp16" if str(entry.value).lower() == "true" else None)
+    return entry._replace(key="dynamo_config.dynamo_backend" if key == "dynamo_backend" else key)
 
 
 def _given(known: Setting, entry: Entry, path: str) -> Given | None:

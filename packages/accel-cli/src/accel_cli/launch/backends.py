@@ -7,9 +7,8 @@ launcher tells of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from accel_state.errors import Missing, SettingError
 from accel_state.settings.extension import Extension, extensions
@@ -24,8 +23,7 @@ _SINGLE: Final = "NO"
 _SEVERAL: Final = "MULTI_"
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):
     """One entry point of the group, loaded as far as it could be.
 
     Args:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings, SupervisionSettings
@@ -27,8 +26,7 @@ RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner
 _USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-@dataclass(frozen=True)
-class Script:
+class Script(NamedTuple):
     """What every process runs.
 
     Args:
@@ -42,8 +40,7 @@ class Script:
     arguments: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What the plan has to know about the machine.
 
     Args:
@@ -59,8 +56,7 @@ class Machine:
     environ: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
+class LaunchPlan(NamedTuple):
     """What is going to be started.
 
     Args:

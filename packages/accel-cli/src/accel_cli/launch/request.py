@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel_cli.config.effective import Effective, effective
 from accel_cli.config.file import ConfigFile, read_config
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 __all__ = ("Request", "notes", "read_request", "request_of")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What was asked for.
 
     Args:

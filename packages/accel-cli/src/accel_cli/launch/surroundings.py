@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
@@ -20,8 +20,7 @@ __all__ = ("SYSTEMS", "Surroundings", "read_surroundings")
 Variables = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Surroundings:
+class Surroundings(NamedTuple):
     """What was found.
 
     Args:
@@ -31,7 +30,7 @@ class Surroundings:
     """
 
     system: str = ""
-    values: Mapping[str, Given] = field(default_factory=dict)
+    values: Mapping[str, Given] = MappingProxyType({})
     launchers: int = 1
 
 
