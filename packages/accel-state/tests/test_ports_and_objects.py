@@ -17,6 +17,7 @@ from accel_state.process import do_nothing, wait_for_everyone
 from accel_state.run_state import is_initialized
 from accel_state.shared import SharedDict, ThreadLocalSharedDict
 from accel_state.testing.fresh import fresh
+from accel_state.testing.ports import ReservedPort
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,27 @@ def test_a_free_port_can_be_listened_on() -> None:
     assert not is_port_in_use(port)
     with socket.socket() as listening:
         listening.bind(("", port))
+
+
+def test_reserved_ports_differ_until_they_are_given_back() -> None:
+    holders = [ReservedPort() for _ in range(20)]
+    ports = [holder.another() for holder in holders]
+    assert len(set(ports)) == 20
+    taken = set(ports)
+    one_more = ReservedPort()
+    assert {one_more.another() for _ in range(50)}.isdisjoint(taken)
+    for holder in (*holders, one_more):
+        holder.give_back()
+
+
+def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        monkeypatch.setattr("accel_state.testing.ports._RANGE", (port, port))
+        with pytest.raises(OSError, match="no free port"):
+            ReservedPort().another()
 
 
 def test_attributes_by_dotted_name() -> None:

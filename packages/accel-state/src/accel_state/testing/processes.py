@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from accel_state.network import get_free_port as free_port
+from accel_state.testing.ports import ReservedPort
 
 __all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "run_command")
 
@@ -99,6 +100,7 @@ class Processes:
         self.count = count
         self.timeout = timeout
         self._members: list[_Member] = []
+        self._port = ReservedPort()
 
     def __enter__(self) -> Processes:
         return self
@@ -142,7 +144,7 @@ class Processes:
         if not self._members:
             self._members = [_Member(rank, self.count) for rank in range(self.count)]
         module = sys.modules[function.__module__]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environment or {})}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.another()), **(environment or {})}
         call = (module.__name__, module.__file__, function.__qualname__, args, place)
         for member in self._members:
             member.send(call)
@@ -159,6 +161,7 @@ class Processes:
         for member in self._members:
             member.end()
         self._members = []
+        self._port.give_back()
 
 
 class _Member:
