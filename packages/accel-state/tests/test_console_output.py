@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel_state import PartialState, tqdm
+from accel_state import PartialState, current, tqdm
 from accel_state.availability import is_rich_available
 from accel_state.console import get_console
 from accel_state.errors import Missing, SettingError
@@ -70,3 +70,12 @@ def test_colours_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         PartialState(cpu=True)
     with pytest.raises(Missing, match=r"accel-state\[console\]"):
         get_console()
+
+
+def test_a_bar_does_not_make_a_process_join_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with tqdm([1, 2]) as bar:
+        assert bar.disable
+    assert current.process_or_none() is None

@@ -9,6 +9,7 @@ from accel_state.errors import SettingError
 from accel_state.settings.environ import from_environment
 from accel_state.settings.requirement import Requirement
 from accel_state.settings.run import OutputSettings
+from accel_state.topology import read_topology
 
 __all__ = ("get_console", "install_tracebacks", "rich_enabled", "tqdm")
 
@@ -38,7 +39,10 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         )
     from tqdm.auto import tqdm as bar
 
-    if main_process_only and not current.process_or_start().topology.is_local_main:
+    # A bar asks for the place alone: it must not make this process join the others.
+    process = current.process_or_none()
+    topology = read_topology() if process is None else process.topology
+    if main_process_only and not topology.is_local_main:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
 
