@@ -27,6 +27,10 @@ def _module(name: str, file: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # pickle imports the outermost package of a module, and that of a test file may exist by name only.
+    package = name.partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        sys.modules[package] = ModuleType(package)
     spec.loader.exec_module(module)
     return module
 
