@@ -25,6 +25,10 @@ ENTRY = (sys.executable, "-m", "accel_cli.main")
 # What says something to a launch, and is not to come from whoever runs the tests.
 TELLING = ("ACCEL", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "OMP_", "TORCHELASTIC_", "SLURM_", "PET_")
 
+# Whoever runs the tests in the background may ignore interrupts, and processes started here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True)
 def own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

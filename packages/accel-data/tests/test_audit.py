@@ -174,7 +174,7 @@ def audited(cases: list[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_pair_of_options_on_real_processes(two: Processes, four: Processes, count: int) -> None:
     cases = pairs()
@@ -182,7 +182,7 @@ def test_every_pair_of_options_on_real_processes(two: Processes, four: Processes
         with fresh():
             results = [audited(cases)]
     else:
-        results = {2: two, 4: four}[count].run(audited, cases, timeout=110)
+        results = {2: two, 4: four}[count].run(audited, cases, timeout=360)
     for number, case in enumerate(cases):
         found = results[0][number][0]
         assert all(process[number][0] == found for process in results), case

@@ -82,4 +82,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from packaging.version import Version
 
-    return Version(installed_version("torch") or "0")
+    found = globals()[name] = Version(installed_version("torch") or "0")
+    return found

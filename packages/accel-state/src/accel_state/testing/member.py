@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import signal
 import sys
 import traceback
 from types import ModuleType
@@ -56,6 +57,8 @@ def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
 def main() -> None:
     """Serve calls until the parent closes the pipe."""
     torch.set_num_threads(1)
+    # Whoever runs the tests in the background may ignore interrupts, which this process would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     calls, answers = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
     while True:
         try:

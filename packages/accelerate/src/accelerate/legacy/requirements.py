@@ -12,7 +12,7 @@ __all__ = ("deepspeed_required",)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_DEEPSPEED: Final = Requirement("deepspeed", extra="accel-plugins[deepspeed]")
+_DEEPSPEED: Final = Requirement("deepspeed")
 
 
 def deepspeed_required(func: F) -> F:
