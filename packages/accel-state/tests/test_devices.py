@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
 import pytest
 import torch
 
+from accel_state import PartialState
 from accel_state.devices import select
 from accel_state.devices.cpu import CPU
-from accel_state.errors import NotOffered, PluginError
+from accel_state.errors import NotOffered, PluginError, SettingError
 from accel_state.settings.extension import Extension
+from accel_state.settings.run import ProcessSettings
+from accel_state.testing.fresh import fresh
 
 
 def test_the_cpu_is_always_there() -> None:
@@ -46,3 +53,60 @@ def test_a_broken_family_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch
             select.family_of("abacus")
     finally:
         select._load.cache_clear()
+
+
+class Own(CPU):
+    """A family of somebody else."""
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Extension]]:
+    """Entry points that other packages seem to have, besides our own."""
+    offers: list[Extension] = []
+    ours = select.extensions("accel.devices")
+    monkeypatch.setattr(select, "extensions", lambda group: (*ours, *offers))
+    select._load.cache_clear()
+    yield offers
+    select._load.cache_clear()
+
+
+def offer(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> Extension:
+    module = ModuleType(distribution)
+    module.Family = type(f"Family{distribution}", (Own,), {"name": name})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, distribution, module)
+    return Extension("accel.devices", name, f"{distribution}:Family", f"{distribution} 1.0")
+
+
+def test_a_stranger_s_family_takes_the_place_of_a_built_in_one(
+    offered: list[Extension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered.append(offer("npu", "better_npu", monkeypatch))
+    assert isinstance(select.family_of("npu:0"), Own)
+    assert [family.name for family in select.families()].count("npu") == 1
+
+
+def test_two_strangers_with_one_name_are_both_told_of(
+    offered: list[Extension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered += [offer("abacus", "first_abacus", monkeypatch), offer("abacus", "second_abacus", monkeypatch)]
+    assert [failed.name for failed in select.failed_families()] == ["abacus"]
+    with pytest.raises(PluginError, match=r"first_abacus 1\.0 and second_abacus 1\.0"):
+        select.family_of("abacus")
+
+
+def test_a_family_is_added_at_run_time(offered: list[Extension]) -> None:
+    class Abacus(CPU):
+        name = "abacus"
+        priority = 1000
+
+    select.register_family(Abacus())
+    assert isinstance(select.best_family(), Abacus)
+    assert isinstance(select.wanted_family(ProcessSettings(cpu=True)), CPU)
+    assert isinstance(select.wanted_family(ProcessSettings(device="abacus:0")), Abacus)
+
+
+def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh():
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:zero")
+        with pytest.raises(SettingError, match="'cpu:zero'"):
+            PartialState()
