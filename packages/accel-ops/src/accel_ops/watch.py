@@ -21,6 +21,10 @@ TICK: Final = 0.5
 """Seconds between two sightings."""
 
 _PATIENCE: Final = timedelta(seconds=2)
+_LAST_PATIENCE: Final = 5 * _PATIENCE
+"""How long the thread may take to end: every call on a store whose host has gone takes `_PATIENCE`, and a thread that is
+still inside of one when the interpreter ends aborts the process."""
+
 _RANKS_READ_PER_TICK: Final = 16
 _GIVE_UP_AFTER: Final = 3
 _ASKED: Final = "accel_ops/asked"
@@ -73,7 +77,7 @@ class Watch:
         """End the thread; called when the transport goes, and before the interpreter does."""
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_PATIENCE.total_seconds())
+            self._thread.join(timeout=_LAST_PATIENCE.total_seconds())
         with self._lock:
             self._publish(replace(look(self._log), left=True))
             self._store = None
