@@ -22,8 +22,8 @@ TICK: Final = 0.5
 
 _PATIENCE: Final = timedelta(seconds=2)
 _LAST_PATIENCE: Final = 5 * _PATIENCE
-"""How long the thread may take to end: every call on a store whose host has gone takes `_PATIENCE`, and a thread that is
-still inside of one when the interpreter ends aborts the process."""
+"""How long the thread may take to end: every call on a store whose host has gone takes `_PATIENCE`, and a thread that
+is still inside of one when the interpreter ends aborts the process."""
 
 _RANKS_READ_PER_TICK: Final = 16
 _GIVE_UP_AFTER: Final = 3
