@@ -22,6 +22,7 @@ from accel_ops.plan import LARGE
 from accel_ops.slot import HEADER, slot_size
 from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
+from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 SLOT = ("all_gather", slot_size(2))
@@ -168,5 +169,5 @@ def alone() -> int:
 
 
 def test_one_process_starts_none_and_copies_nothing() -> None:
-    with Processes(1) as one:
-        assert one.run(alone) == [0]
+    with fresh():
+        assert alone() == 0

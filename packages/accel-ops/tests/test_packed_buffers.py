@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ops.packing import ALIGNMENT, Packing, as_bytes
+from accel_ops.packing import ALIGNMENT, Packing, as_bytes, gathered_shape
 from accel_ops.slot import HEADER, slot_size
 
 DTYPES = [
@@ -28,7 +28,15 @@ DTYPES = [
     torch.complex128,
 ]
 
-kinds = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))
+# Some draws have one dtype and all dimensions but the first in common, which is packed in another way.
+mixed = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=12)
+alike = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 3), max_size=2), st.lists(st.integers(0, 3))).map(
+    lambda drawn: [(drawn[0], [first, *drawn[1]]) for first in drawn[2]]
+)
+same = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 3), max_size=2), st.integers(1, 5)).map(
+    lambda drawn: [(drawn[0], drawn[1])] * drawn[2]
+)
+kinds = mixed | alike | same
 
 
 def tensor_of(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
@@ -36,45 +44,48 @@ def tensor_of(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     return raw.view(dtype).view(shape)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(kinds, max_size=12), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+@given(kinds, st.integers(1, 3))
 def test_what_was_packed_is_unpacked(given_kinds: list[tuple[torch.dtype, list[int]]], rows: int) -> None:
     tensors = [[tensor_of(dtype, shape) for dtype, shape in given_kinds] for _ in range(rows)]
-    packing = Packing((tensor.numel(), tensor.dtype) for tensor in tensors[0])
+    packing = Packing(((tensor.shape, tensor.dtype) for tensor in tensors[0]), rows)
     buffer = torch.full((rows, packing.nbytes), 255, dtype=torch.uint8)
     for row in range(rows):
         packing.write(tensors[row], buffer[row])
-    unpacked = packing.read(buffer)
-    views = packing.views(buffer[0])
-    for position, part in enumerate(unpacked):
-        assert part.shape == (rows, tensors[0][position].numel())
-        assert part.dtype is tensors[0][position].dtype
-        for row in range(rows):
-            assert torch.equal(as_bytes(part[row]), as_bytes(tensors[row][position]))
-        assert torch.equal(as_bytes(views[position].clone()), as_bytes(tensors[0][position]))
+    for position, joined in enumerate(packing.join(buffer)):
+        parts = [row[position] for row in tensors]
+        assert joined.shape == gathered_shape(parts[0].shape, rows)
+        assert joined.dtype is parts[0].dtype
+        assert torch.equal(as_bytes(joined), torch.cat([as_bytes(part) for part in parts]))
+    for copy in (True, False):
+        for position, part in enumerate(packing.split(buffer[0], copy)):
+            assert part.shape == tensors[0][position].shape
+            assert torch.equal(as_bytes(part), as_bytes(tensors[0][position]))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(kinds, min_size=2, max_size=12))
+@given(kinds)
 def test_each_unpacked_tensor_owns_its_memory(given_kinds: list[tuple[torch.dtype, list[int]]]) -> None:
-    packing = Packing((torch.Size(shape).numel(), dtype) for dtype, shape in given_kinds)
-    for part in packing.read(torch.zeros(1, packing.nbytes, dtype=torch.uint8)):
+    packing = Packing(((shape, dtype) for dtype, shape in given_kinds), 2)
+    buffer = torch.zeros(2, packing.nbytes, dtype=torch.uint8)
+    for part in [*packing.join(buffer), *packing.split(buffer[0])]:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
 def test_segments_begin_where_every_dtype_can_be_read() -> None:
-    packing = Packing([(1, torch.bool), (3, torch.complex128), (1, torch.int8), (5, torch.bool)])
+    packing = Packing([((1,), torch.bool), ((3,), torch.complex128), ((), torch.int8), ((5,), torch.bool)])
     assert all(segment.start % ALIGNMENT == 0 for segment in packing.segments)
     assert packing.nbytes % ALIGNMENT == 0
     assert [segment.members for segment in packing.segments] == [(0, 3), (1,), (2,)]
 
 
-def test_tensors_that_are_not_contiguous_are_packed_in_their_order() -> None:
-    tensor = torch.arange(6).reshape(2, 3).t()
-    packing = Packing([(6, torch.int64)])
+@pytest.mark.parametrize("beside", [[], [torch.zeros(2, 7, dtype=torch.int64)]])
+def test_tensors_that_are_not_contiguous_are_packed_in_their_order(beside: list[torch.Tensor]) -> None:
+    tensors = [torch.arange(6).reshape(2, 3).t(), *beside]
+    packing = Packing((tensor.shape, tensor.dtype) for tensor in tensors)
     buffer = torch.empty(packing.nbytes, dtype=torch.uint8)
-    packing.write([tensor], buffer)
-    assert packing.views(buffer)[0].tolist() == [0, 3, 1, 4, 2, 5]
+    packing.write(tensors, buffer)
+    assert packing.split(buffer)[0].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64, 1000, 100_000])

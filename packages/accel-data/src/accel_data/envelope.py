@@ -95,7 +95,7 @@ class Form:
     def packing(self) -> Packing:
         """How its tensors lie in a message."""
         if self._packing is None:
-            self._packing = Packing((shape.numel(), dtype) for shape, dtype in self.tensors)
+            self._packing = Packing(self.tensors)
         return self._packing
 
     def __getstate__(self) -> tuple[Any, Any]:
@@ -165,8 +165,7 @@ def put_together(form: Form, message: torch.Tensor, objects: int) -> Any:
         objects: length of the pickled objects.
     """
     packing = form.packing
-    read = packing.read(message[HEADER : HEADER + packing.nbytes].view(1, -1)) if packing.count else []
-    tensors = iter([tensor.view(shape) for tensor, (shape, _) in zip(read, form.tensors, strict=True)])
+    tensors = iter(packing.split(message[HEADER : HEADER + packing.nbytes]))
     at = HEADER + packing.nbytes
     others = iter(pickle.loads(message[at : at + objects].cpu().numpy().tobytes()) if objects else ())
     return recursively_apply(

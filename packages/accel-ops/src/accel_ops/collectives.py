@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from accel_ops.exchange import CheckedCall
-from accel_ops.packing import as_bytes
+from accel_ops.packing import as_bytes, gathered_shape
 from accel_ops.plan import Plan, check_leaf
 from accel_ops.tree import flatten, rebuild, recursively_apply
 from accel_ops.whole import check_writable, is_dtensor, write_whole
@@ -132,8 +132,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
                 check_writable(target)
         plan, leaves = call.plan(tensor)
         received = _broadcast(call, transport, plan, leaves, from_process)
-        if transport.rank != from_process:
-            _overwrite(targets, leaves, received)
+        _overwrite(targets, received)
         return tensor
 
 
@@ -142,10 +141,7 @@ def _gather(
 ) -> list[torch.Tensor]:
     """The gathered leaves; nothing where they are not wanted."""
     wanted = dst is None or dst == transport.rank
-    outputs = [
-        torch.empty(plan.gathered[position], dtype=leaves[position].dtype, device=transport.device) if wanted else None
-        for position in plan.large
-    ]
+    outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
     inputs = [as_bytes(_contiguous(leaves[position])) for position in plan.large]
     packed = None if call.fits(plan) else plan.pack(leaves)
     rows = call.agree(plan, leaves)
@@ -161,11 +157,15 @@ def _gather(
         return []
     assert rows is not None
     results: list[Any] = [None] * len(leaves)
-    for position, part in zip(plan.small, plan.packing.read(rows), strict=True):
-        results[position] = part.view(plan.gathered[position])
+    for position, joined in zip(plan.small, plan.packing.join(rows), strict=True):
+        results[position] = joined
     for position, output in zip(plan.large, outputs, strict=True):
         results[position] = output
     return results
+
+
+def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
+    return torch.empty(gathered_shape(leaf.shape, world_size), dtype=leaf.dtype, device=leaf.device)
 
 
 def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tensor, dst: int | None) -> Work:
@@ -193,12 +193,11 @@ def _reduce(
         works += [_add(transport, summand) for summand in sums]
     works += [_add(transport, summand) for summand in large]
     call.wait(works)
-    small: list[Any] = [None] * len(plan.small)
-    for segment, total in zip(segments, sums, strict=True):
-        segment.split(_scaled(total, divisor, scale).to(segment.dtype), small)
     results: list[Any] = [None] * len(leaves)
-    for position, part in zip(plan.small, small, strict=True):
-        results[position] = part.view(leaves[position].shape)
+    for segment, total in zip(segments, sums, strict=True):
+        parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
+        for member, part in zip(segment.members, parts, strict=True):
+            results[plan.small[member]] = part
     for position, total in zip(plan.large, large, strict=True):
         results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
     return results
@@ -224,7 +223,7 @@ def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
 def _broadcast(
     call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], source: int
 ) -> dict[int, torch.Tensor]:
-    """What was received, by position of the leaf, as far as it was not received in place."""
+    """What was received from another process, by position of the leaf."""
     sends = transport.rank == source
     large = [_contiguous(leaves[position]) for position in plan.large]
     packed = None
@@ -234,26 +233,31 @@ def _broadcast(
     works = [] if packed is None else [transport.broadcast(packed, source)]
     works += [transport.broadcast(as_bytes(leaf), source) for leaf in large]
     call.wait(works)
+    if sends:
+        return {}
     if packed is None:
         assert rows is not None
         packed = rows[source]
-    received = dict(zip(plan.small, plan.packing.views(packed), strict=True))
+    received = dict(zip(plan.small, plan.packing.split(packed, copy=False), strict=True))
     received.update(zip(plan.large, large, strict=True))
     return received
 
 
-def _overwrite(
-    targets: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], received: dict[int, torch.Tensor]
-) -> None:
-    """Copy what was received into the tensors of the caller, unless it was received in place."""
+def _overwrite(targets: Sequence[torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+    """Copy what was received into the tensors of the caller."""
     # Tensors made in inference mode can be written to in that mode alone; others do not mind.
     with torch.inference_mode():
         for position, value in received.items():
             target = targets[position]
-            if is_dtensor(target):
-                write_whole(target, value.view(leaves[position].shape))
-            elif value.data_ptr() != target.data_ptr() or not target.is_contiguous():
-                target.copy_(value.view(target.shape))
+            if type(target) is not torch.Tensor and is_dtensor(target):
+                write_whole(target, value)
+            elif not _is_same_memory(target, value):
+                target.copy_(value)
+
+
+def _is_same_memory(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a value, which is contiguous, was received in place."""
+    return value.data_ptr() == target.data_ptr() and target.is_contiguous()
 
 
 def _contiguous(leaf: torch.Tensor) -> torch.Tensor:

@@ -249,7 +249,6 @@ class CheckedCall:
             shapes,
             tuple([leaf.dtype for leaf in leaves]),
             tuple([leaf.device for leaf in leaves]),
-            tuple([leaf.layout for leaf in leaves]),
             tuple(map(type, leaves)),
         )
         plans = self._exchange.plans
@@ -258,9 +257,9 @@ class CheckedCall:
             if len(plans) >= _PLANS_KEPT:
                 plans.clear()
             paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
-            plan = plans[key] = plan_for(
-                self._operation, self._arguments, paths, leaves, shapes, self._transport, check
-            )
+            device, world_size = self._transport.device, self._transport.world_size
+            plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
+            plans[key] = plan
         return plan
 
     def _describe(self, leaves: list[tuple[str, str, str]]) -> Description:

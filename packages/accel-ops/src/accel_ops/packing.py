@@ -6,45 +6,16 @@ every tensor gets storage of its own. (Views of one buffer would let one small t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
-__all__ = ("ALIGNMENT", "Packing", "Segment", "as_bytes")
+__all__ = ("ALIGNMENT", "Packing", "Segment", "as_bytes", "gathered_shape")
 
 ALIGNMENT: Final = 16
 """Bytes; the size of complex128, so that every dtype can be read where a segment begins."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The tensors of one dtype in a packed buffer.
-
-    Args:
-        dtype: theirs.
-        members: their positions in the list that is packed.
-        sizes: number of elements of each.
-        start: first byte.
-        stop: byte after the last, without the padding that follows.
-    """
-
-    dtype: torch.dtype
-    members: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    stop: int
-
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This segment of a packed buffer, uint8 of shape (..., nbytes), as (..., sum(sizes)) of its dtype."""
-        return buffer[..., self.start : self.stop].view(self.dtype)
-
-    def split(self, values: torch.Tensor, tensors: list[Any]) -> None:
-        """Put copies of the parts of `values`, of shape (..., sum(sizes)), at the members' places in `tensors`."""
-        parts: Any = torch.split_with_sizes_copy(values, self.sizes, values.dim() - 1)  # type: ignore[func-returns-value]
-        for position, part in zip(self.members, parts, strict=True):
-            tensors[position] = part
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,23 +23,98 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def gathered_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Shape of as many tensors joined along their first dimension; those without dimensions give one element each."""
+    return (rows * shape[0], *shape[1:]) if shape else (rows,)
+
+
+class Segment:
+    """The tensors of one dtype in a packed buffer.
+
+    Args:
+        dtype: theirs.
+        members: their positions in the list that is packed.
+        shapes: theirs.
+        start: first byte.
+
+    Attributes:
+        stop: byte after the last, without the padding that follows.
+    """
+
+    __slots__ = ("_common", "_joined", "_lengths", "_same", "_sizes", "dtype", "members", "shapes", "start", "stop")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        members: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...],
+        start: int,
+        rows: int,
+    ) -> None:
+        self.dtype = dtype
+        self.members = members
+        self.shapes = shapes
+        self.start = start
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self.stop = start + sum(self._sizes) * dtype.itemsize
+        self._joined = [gathered_shape(shape, rows) for shape in shapes]
+        # Tensors that are alike are joined and split as they are, which is quicker than giving each another shape.
+        self._common = _common(shapes)
+        self._lengths = [] if self._common is None else [shape[0] for shape in shapes]
+        self._same = len(set(shapes)) == 1 and self._sizes[0] > 0
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This segment of a packed buffer, uint8 of shape (..., nbytes), as (..., elements) of its dtype."""
+        return buffer[..., self.start : self.stop].view(self.dtype)
+
+    def write(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Copy the members' tensors into a packed buffer."""
+        mine = [tensors[position] for position in self.members]
+        if self._common is not None:
+            torch.cat(mine, out=self.of(buffer).view(-1, *self._common))
+        else:
+            torch.cat([tensor.reshape(-1) for tensor in mine], out=self.of(buffer))
+
+    def split(self, values: torch.Tensor, copy: bool = True) -> list[torch.Tensor]:
+        """The members' tensors in `values`, of shape (elements,); new tensors, or views of it."""
+        split: Any = torch.split_with_sizes_copy if copy else torch.split
+        if self._common is not None:
+            return list(split(values.view(-1, *self._common), self._lengths))
+        parts = split(values, self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def join(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The members' tensors in `rows`, of shape (rows, elements), new and each joined over the rows."""
+        split: Any = torch.split_with_sizes_copy
+        if self._same:
+            shape, count = self._joined[0], len(self.members)
+            by_member = rows.view(-1, count, self._sizes[0]).transpose(0, 1)
+            return list(split(by_member.reshape(count * shape[0], *shape[1:]), [shape[0]] * count))
+        parts = split(rows, self._sizes, 1)
+        return [part.view(shape) for part, shape in zip(parts, self._joined, strict=True)]
+
+
 class Packing:
-    """The layout of a packed buffer for tensors of given numbers of elements and dtypes."""
+    """The layout of a packed buffer.
+
+    Args:
+        tensors: shape and dtype of each tensor.
+        rows: number of buffers that `join` takes.
+    """
 
     __slots__ = ("count", "nbytes", "segments")
 
-    def __init__(self, tensors: Iterable[tuple[int, torch.dtype]]) -> None:
-        by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+    def __init__(self, tensors: Iterable[tuple[Sequence[int], torch.dtype]], rows: int = 1) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[int, tuple[int, ...]]]] = {}
         self.count = 0
-        for position, (numel, dtype) in enumerate(tensors):
-            by_dtype.setdefault(dtype, []).append((position, numel))
+        for position, (shape, dtype) in enumerate(tensors):
+            by_dtype.setdefault(dtype, []).append((position, tuple(shape)))
             self.count += 1
         segments, start = [], 0
-        for dtype, members in by_dtype.items():
-            sizes = tuple(numel for _, numel in members)
-            stop = start + sum(sizes) * dtype.itemsize
-            segments.append(Segment(dtype, tuple(position for position, _ in members), sizes, start, stop))
-            start = -(-stop // ALIGNMENT) * ALIGNMENT
+        for dtype, found in by_dtype.items():
+            members, shapes = zip(*found, strict=True)
+            segments.append(Segment(dtype, members, shapes, start, rows))
+            start = -(-segments[-1].stop // ALIGNMENT) * ALIGNMENT
         self.segments = tuple(segments)
         # Rows of no length could not be read as another dtype.
         self.nbytes = max(start, ALIGNMENT) if segments else 0
@@ -77,21 +123,28 @@ class Packing:
     def write(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Copy the tensors into `buffer`, uint8 of shape (nbytes,)."""
         for segment in self.segments:
-            parts = [tensors[position].reshape(-1) for position in segment.members]
-            torch.cat(parts, out=segment.of(buffer))
+            segment.write(tensors, buffer)
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in `buffer`, uint8 of shape (nbytes,); each of shape (numel,) and sharing its memory."""
+    def split(self, buffer: torch.Tensor, copy: bool = True) -> list[torch.Tensor]:
+        """The tensors in `buffer`, uint8 of shape (nbytes,); new ones, or views of it."""
+        return self._in_order(segment.split(segment.of(buffer), copy) for segment in self.segments)
+
+    def join(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in `rows`, uint8 of shape (rows, nbytes), each joined over the rows along its first dimension."""
+        return self._in_order(segment.join(segment.of(rows)) for segment in self.segments)
+
+    def _in_order(self, found: Iterator[list[torch.Tensor]]) -> list[torch.Tensor]:
+        if len(self.segments) == 1:
+            return next(found)
         tensors: list[Any] = [None] * self.count
-        for segment in self.segments:
-            parts = torch.split(segment.of(buffer), list(segment.sizes))
+        for segment, parts in zip(self.segments, found, strict=True):
             for position, part in zip(segment.members, parts, strict=True):
                 tensors[position] = part
         return tensors
 
-    def read(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in `buffer`, uint8 of shape (rows, nbytes); each is a new tensor of shape (rows, numel)."""
-        tensors: list[Any] = [None] * self.count
-        for segment in self.segments:
-            segment.split(segment.of(buffer), tensors)
-        return tensors
+
+def _common(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    if any(not shape for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return None
+    common = shapes[0][1:]
+    return None if 0 in common else common

@@ -16,7 +16,6 @@ import torch
 
 from accel_ops.packing import Packing
 from accel_state.errors import UnknownKind
-from accel_state.transport.base import Transport
 
 __all__ = ("LARGE", "Description", "Plan", "check_leaf", "fingerprint_of", "plan_for")
 
@@ -68,23 +67,27 @@ class Plan:
         small: positions of the leaves that travel packed, in that order.
         large: positions of the others, in that order.
         packing: the layout of the small ones.
-        gathered: shapes of the leaves of all processes, concatenated along the first dimension.
         devices: where the leaves lie, as far as that is not where the transport moves tensors; else empty.
     """
 
-    __slots__ = ("description", "devices", "fingerprint", "gathered", "large", "order", "packing", "small")
+    __slots__ = ("description", "devices", "fingerprint", "large", "order", "packing", "small")
 
     def __init__(
-        self, description: Description, paths: Sequence[str], leaves: Sequence[torch.Tensor], transport: Transport
+        self,
+        description: Description,
+        paths: Sequence[str],
+        leaves: Sequence[torch.Tensor],
+        device: torch.device,
+        world_size: int,
     ) -> None:
         self.description = description
         self.fingerprint = fingerprint_of(description)
         self.order = tuple(sorted(range(len(leaves)), key=paths.__getitem__))
         self.small = tuple(position for position in self.order if leaves[position].nbytes <= LARGE)
         self.large = tuple(position for position in self.order if leaves[position].nbytes > LARGE)
-        self.packing = Packing((leaves[position].numel(), leaves[position].dtype) for position in self.small)
-        self.gathered = tuple(_gathered(leaf, transport.world_size) for leaf in leaves)
-        foreign = any(leaf.device != transport.device for leaf in leaves)
+        small = ((leaves[position].shape, leaves[position].dtype) for position in self.small)
+        self.packing = Packing(small, world_size)
+        foreign = any(leaf.device != device for leaf in leaves)
         self.devices = tuple(leaf.device for leaf in leaves) if foreign else ()
 
     def pack(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -104,7 +107,8 @@ def plan_for(
     paths: Sequence[str],
     leaves: Sequence[torch.Tensor],
     shapes: Sequence[Any],
-    transport: Transport,
+    device: torch.device,
+    world_size: int,
     check: Callable[[str, torch.Tensor, str], None],
 ) -> Plan:
     """Make the plan for the leaves of nested data.
@@ -115,18 +119,15 @@ def plan_for(
         paths: of the leaves.
         leaves: as `flatten` found them.
         shapes: the part of each leaf's shape that must be equal on all processes.
-        transport: how they travel.
+        device: where the transport moves tensors.
+        world_size: number of processes.
         check: raises when a leaf, given with path and operation, cannot take part.
     """
     told = []
     for path, leaf, shape in zip(paths, leaves, shapes, strict=True):
         check(path, leaf, operation)
         told.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
-    return Plan(Description(operation, arguments, sorted(told)), paths, leaves, transport)
-
-
-def _gathered(leaf: torch.Tensor, world_size: int) -> tuple[int, ...]:
-    return (world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.dim() else (world_size,)
+    return Plan(Description(operation, arguments, sorted(told)), paths, leaves, device, world_size)
 
 
 def fingerprint_of(description: Description) -> int:

@@ -59,12 +59,12 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
             announcement = dumps(skeleton)
         skeleton = loads(call.bytes_of(announcement, from_process))
         found = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
-        packing = Packing((info.shape.numel(), info.dtype) for info in found)
+        packing = Packing((info.shape, info.dtype) for info in found)
         output = torch.empty(packing.nbytes, dtype=torch.uint8, device=transport.device)
         if packing.nbytes:
             call.wait([transport.scatter(output, inputs, from_process)])
-        received = iter(packing.read(output.view(1, -1)))
-    return recursively_apply(lambda info: next(received).view(info.shape), skeleton, test_type=is_tensor_information)
+        received = iter(packing.split(output))
+    return recursively_apply(lambda info: next(received), skeleton, test_type=is_tensor_information)
 
 
 def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
@@ -74,7 +74,7 @@ def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[tor
         _check(path, leaf, count)
     skeleton = recursively_apply(lambda leaf: _part_of(leaf, count), tensor)
     chunks = [leaf.to(device).chunk(count) if leaf.numel() else (leaf,) * count for leaf in leaves]
-    packing = Packing((chunk[0].numel(), chunk[0].dtype) for chunk in chunks)
+    packing = Packing((chunk[0].shape, chunk[0].dtype) for chunk in chunks)
     packed = [torch.empty(packing.nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
     for rank, buffer in enumerate(packed):
         packing.write([chunk[rank] for chunk in chunks], buffer)

@@ -63,7 +63,7 @@ class Slot:
         capacity: bytes of payload that fit.
     """
 
-    __slots__ = ("_memory", "_received", "_sent", "_size", "_table", "_world_size", "capacity")
+    __slots__ = ("_flat", "_memory", "_received", "_sent", "_size", "_table", "_world_size", "capacity")
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -77,6 +77,8 @@ class Slot:
         with torch.inference_mode(False):
             self._sent = torch.zeros(self._size, dtype=torch.uint8)
             self._received = torch.empty(self._world_size, self._size, dtype=torch.uint8)
+            # Kept, because a view made for a call would be released by a thread of the backend, which takes the GIL.
+            self._flat = self._received.view(-1)
         self._memory = memoryview(self._sent.numpy().data)
         self._table = self._received.numpy()
 
@@ -91,7 +93,7 @@ class Slot:
     def start(self, transport: Transport, header: Header) -> Work:
         """Send this process's slot and receive all."""
         _LAYOUT.pack_into(self._memory, 0, header.fingerprint, header.flags, header.length, header.number)
-        return transport.all_gather(self._received.view(-1), self._sent, header=True)
+        return transport.all_gather(self._flat, self._sent, header=True)
 
     def agreed(self) -> bool:
         """Whether fingerprint and flags that were received are equal on all processes."""
