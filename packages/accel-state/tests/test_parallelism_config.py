@@ -117,7 +117,7 @@ def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.Mon
         ({"tp_size": 1.5}, SettingError, "tp_size"),
         ({"tp_size": True}, SettingError, "tp_size"),
         ({"cp_backend": "nccl"}, SettingError, "cp_backend"),
-        ({"sp_backend": "torch"}, SettingError, "sp_backend"),
+        ({"sp_backend": "megatron"}, SettingError, "sp_backend"),
         ({"tp_handler": 5}, SettingError, "tp_handler=5"),
         ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, SettingError, "TorchContextParallelConfig"),
         ({"cp_size": 2, "sp_size": 2}, Conflict, "Both divide the sequence"),
@@ -128,6 +128,20 @@ def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.Mon
 def test_arrangements_that_cannot_be(options: dict[str, Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         ParallelismConfig(**options)
+
+
+def test_context_parallelism_of_copies_has_to_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
+    assert ParallelismConfig(dp_replicate_size=2, cp_size=2).active_mesh_dims == ["dp_replicate", "cp"]
+    with pytest.raises(Conflict, match="dp_shard_size above 1"):
+        ParallelismConfig(dp_replicate_size=2, tp_size=2)
+
+
+def test_an_engine_that_divides_the_sequence_has_no_axis_in_the_mesh() -> None:
+    by_engine, by_torch = ParallelismConfig(sp_size=2), ParallelismConfig(sp_size=2, sp_backend="torch")
+
+    assert (by_engine.sp_by_engine, by_torch.sp_by_engine) == (True, False)
+    assert (by_engine.dp_cp_dim_names, by_torch.dp_cp_dim_names) == ([], ["sp"])
 
 
 def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +192,10 @@ def sixteen() -> None:
         ),
         ({"dp_shard_size": 4, "cp_size": 4}, {"dp": (4, 0), "dp_shard_cp": (16, 3), "dp_cp": (16, 3), "cp": (4, 3)}),
         ({"tp_size": 16}, {"tp": (16, 3)}),
+        (
+            {"dp_shard_size": 4, "sp_size": 4, "sp_backend": "torch"},
+            {"dp": (4, 0), "dp_shard_cp": (16, 3), "dp_cp": (16, 3), "sp": (4, 3)},
+        ),
     ],
 )
 def test_places_in_a_large_mesh(sizes: dict[str, int], parts: dict[str, tuple[int, int]]) -> None:

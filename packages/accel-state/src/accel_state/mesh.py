@@ -3,7 +3,8 @@
 Reading the configuration never loads torch; building the mesh does.
 
 Axes, outermost first: `dp_replicate` (whole copies), `dp_shard` (parameters divided), `cp` (the sequence divided, by
-torch), `tp` (tensors divided); `sp` (the sequence divided, by DeepSpeed) has groups of its own and no axis in the mesh.
+torch), `sp` (the sequence divided, and heads of attention in its place), `tp` (tensors divided). Where DeepSpeed divides
+the sequence over `sp`, it has groups of its own and there is no mesh.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ __all__ = (
 
 _GROUP: Final = "ParallelismConfig"
 
-AXES: Final = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES: Final = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Axes of the device mesh, outermost first."""
 
 FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
     "dp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp", "sp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
 """Axes that are also reached together under one name: all that read different data, that divide parameters, that
 average gradients."""
@@ -84,16 +85,16 @@ def _size(name: str, what: str) -> Any:
     )
 
 
-def _backend(name: str, what: str, only: str) -> Any:
+def _backend(name: str, what: str, *libraries: str) -> Any:
     return setting(
         None,
-        kind=choice(only),
+        kind=choice(*libraries),
         variable=f"PARALLELISM_CONFIG_{name.upper()}_BACKEND",
         flag=f"--parallelism_config_{name}_backend",
         key=f"parallelism_config.parallelism_config_{name}_backend",
         help=f"Library that divides {what}.",
         group=_GROUP,
-        unset=only,
+        unset=libraries[0],
     )
 
 
@@ -109,8 +110,8 @@ class ParallelismConfig:
         tp_size: processes among which each tensor of a layer is divided.
         cp_size: processes among which the sequence is divided, by torch.
         cp_backend: "torch".
-        sp_size: processes among which the sequence is divided, by DeepSpeed.
-        sp_backend: "deepspeed".
+        sp_size: processes among which the sequence is divided, and in attention the heads (Ulysses).
+        sp_backend: "deepspeed", or "torch" for collectives of torch without DeepSpeed.
         tp_handler: options of tensor parallelism.
         cp_handler: options of context parallelism.
         sp_handler: options of sequence parallelism.
@@ -130,8 +131,8 @@ class ParallelismConfig:
     tp_size: int | None = _size("tp", "each tensor of a layer is divided")
     cp_size: int | None = _size("cp", "the sequence is divided by torch")
     cp_backend: str | None = _backend("cp", "the sequence over `cp`", "torch")
-    sp_size: int | None = _size("sp", "the sequence is divided by DeepSpeed")
-    sp_backend: str | None = _backend("sp", "the sequence over `sp`", "deepspeed")
+    sp_size: int | None = _size("sp", "the sequence, and in attention the heads, are divided")
+    sp_backend: str | None = _backend("sp", "the sequence over `sp`", "deepspeed", "torch")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
@@ -149,12 +150,14 @@ class ParallelismConfig:
                 "Both divide the sequence.",
                 "Set one of them to 1.",
             )
-        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+        divided = self.tp_enabled or (self.cp_enabled and not from_environment(MeshSettings).allow_cp_standalone)
+        if divided and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise Conflict(
                 f"ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, tp_size={self.tp_size}, "
                 f"cp_size={self.cp_size}) was asked for.",
                 "Tensor and context parallelism do not go with copies of an undivided model.",
-                "Set dp_shard_size above 1, or dp_replicate_size to 1.",
+                "Set dp_shard_size above 1, or dp_replicate_size to 1; context parallelism alone is allowed by "
+                "ACCELERATE_ALLOW_CP_STANDALONE=true.",
             )
 
     @classmethod
@@ -187,6 +190,14 @@ class ParallelismConfig:
         return [axis for axis in axes if self.size(axis) > 1]
 
     @property
+    def sp_by_engine(self) -> bool:
+        """Whether an engine divides the sequence over `sp` with groups of its own, outside of the mesh."""
+        return self.sp_enabled and self.sp_backend != "torch"
+
+    def _in_mesh(self, *axes: str) -> list[str]:
+        return [axis for axis in self._enabled(*axes) if axis != "sp" or not self.sp_by_engine]
+
+    @property
     def dp_replicate_enabled(self) -> bool:
         """Whether there are whole copies of the model."""
         return self.size("dp_replicate") > 1
@@ -208,7 +219,7 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether DeepSpeed divides the sequence."""
+        """Whether the sequence is divided, and in attention the heads."""
         return self.size("sp") > 1
 
     @property
@@ -229,12 +240,12 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Axes along which parameters are divided."""
-        return self._enabled(*FLATTENED["dp_shard_cp"])
+        return self._in_mesh(*FLATTENED["dp_shard_cp"])
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Axes along which gradients are averaged."""
-        return self._enabled(*FLATTENED["dp_cp"])
+        return self._in_mesh(*FLATTENED["dp_cp"])
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -279,8 +290,8 @@ class ParallelismConfig:
         Raises:
             Conflict: the number of processes is not that of the arrangement.
         """
-        names = self._enabled(*AXES)
-        if not names or self.sp_enabled:
+        names = self._in_mesh(*AXES)
+        if not names or self.sp_by_engine:
             return None
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -289,7 +300,7 @@ class ParallelismConfig:
             self.check_world(dist.get_world_size())
         mesh = init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=tuple(names))
         for name, axes in FLATTENED.items():
-            enabled = self._enabled(*axes)
+            enabled = self._in_mesh(*axes)
             if enabled:
                 self._flattened[name] = mesh[tuple(enabled)]._flatten(name)
         return mesh
