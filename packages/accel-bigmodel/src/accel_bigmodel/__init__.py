@@ -92,6 +92,19 @@ if TYPE_CHECKING:
     from accel_bigmodel.place import (
         set_module_tensor_to_device,
     )
+    from accel_bigmodel.quantize import (
+        get_keys_to_not_convert,
+        has_4bit_bnb_layers,
+        quantize_and_offload_8bit,
+        replace_with_bnb_layers,
+    )
+    from accel_bigmodel.quantize_config import (
+        BnbQuantizationConfig,
+    )
+    from accel_bigmodel.quantize_load import (
+        get_quantized_model_device_map,
+        load_and_quantize_model,
+    )
     from accel_bigmodel.sizes import (
         calculate_maximum_sizes,
         compute_module_sizes,
@@ -131,6 +144,7 @@ __all__ = (
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "AlignDevicesHook",
+    "BnbQuantizationConfig",
     "CpuOffload",
     "DeviceMapReport",
     "Estimate",
@@ -169,17 +183,21 @@ __all__ = (
     "find_tied_parameters",
     "find_weights",
     "get_balanced_memory",
+    "get_keys_to_not_convert",
     "get_max_layer_size",
     "get_max_memory",
     "get_module_leaves",
     "get_non_persistent_buffers",
+    "get_quantized_model_device_map",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
+    "has_4bit_bnb_layers",
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
@@ -190,8 +208,10 @@ __all__ = (
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "quantize_and_offload_8bit",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
+    "replace_with_bnb_layers",
     "retie_parameters",
     "save_offload_index",
     "save_weights",
@@ -281,6 +301,17 @@ __getattr__, __dir__ = lazy_names(
         ),
         "accel_bigmodel.offload_index": ("save_offload_index",),
         "accel_bigmodel.place": ("set_module_tensor_to_device",),
+        "accel_bigmodel.quantize": (
+            "get_keys_to_not_convert",
+            "has_4bit_bnb_layers",
+            "quantize_and_offload_8bit",
+            "replace_with_bnb_layers",
+        ),
+        "accel_bigmodel.quantize_config": ("BnbQuantizationConfig",),
+        "accel_bigmodel.quantize_load": (
+            "get_quantized_model_device_map",
+            "load_and_quantize_model",
+        ),
         "accel_bigmodel.sizes": (
             "calculate_maximum_sizes",
             "compute_module_sizes",

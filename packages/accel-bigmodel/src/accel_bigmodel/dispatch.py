@@ -73,8 +73,8 @@ def dispatch_model(
         model.to(resolve_device(next(iter(device_map.values()))))
         setattr(model, DEVICE_MAP, dict(device_map))
         return model
-    main = _main_device(device_map) if main_device is None else main_device
-    away = {name: _is_away(device, main) for name, device in device_map.items()}
+    main = main_device_of(device_map) if main_device is None else main_device
+    away = {name: is_away(device, main) for name, device in device_map.items()}
     weights = _weights_away(model, device_map, away, state_dict, offload_dir, offload_index)
     tied = [
         names for names in find_tied_parameters(model) if len({str(device_of_name(n, device_map)) for n in names}) == 1
@@ -96,11 +96,11 @@ def dispatch_model(
     return model
 
 
-def _main_device(device_map: DeviceMap) -> Device:
+def main_device_of(device_map: DeviceMap) -> Device:
     return next((device for device in device_map.values() if str(device) not in OFFLOADED), HOST)
 
 
-def _is_away(device: Device, main: Device) -> bool:
+def is_away(device: Device, main: Device) -> bool:
     """Whether weights are kept elsewhere than where they are computed with."""
     return str(device) == DISK or (str(device) == HOST and str(main) != HOST)
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_bigmodel.budget import Budget, get_balanced_memory
-from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, infer_auto_device_map, resolve_device
+from accel_bigmodel.device_map import DeviceMap, infer_auto_device_map, resolve_device
 from accel_bigmodel.dispatch import DISK, dispatch_model
 from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.load_names import LoadReport, compare_names, own_tensors
+from accel_bigmodel.load_names import LoadReport
 from accel_bigmodel.load_together import holds_sharded_weights, load_together
-from accel_bigmodel.offload import load_offloaded_weight, offload_weight
-from accel_bigmodel.offload_index import save_offload_index, weight_file
+from accel_bigmodel.loading import Loading
+from accel_bigmodel.offload import load_offloaded_weight
+from accel_bigmodel.offload_index import weight_file
 from accel_bigmodel.place import set_module_tensor_to_device
 from accel_bigmodel.sizes import Dtype, torch_dtype
-from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
-from accel_bigmodel.weight_files.names import is_safetensors
-from accel_bigmodel.weight_files.reading import WeightFile, WeightSource, find_weights
-from accel_state.errors import CheckpointError, SettingError
+from accel_bigmodel.tied import device_of_name
+from accel_bigmodel.weight_files.reading import WeightSource, find_weights
+from accel_state.errors import SettingError
 
 __all__ = (
     "LoadReport",
@@ -35,8 +34,6 @@ __all__ = (
 )
 
 M = TypeVar("M", bound=nn.Module)
-
-_THREADS = 4
 
 
 def load_checkpoint_in_model(
@@ -84,121 +81,13 @@ def load_checkpoint_in_model(
                 "Leave one of them out.",
             )
         return load_together(model, lambda: find_weights(local_checkpoint(checkpoint)), dtype, strict, full_state_dict)
-    load = _Load(model, device_map, offload_folder, dtype, offload_buffers, frozenset(keep_in_fp32_modules or ()))
-    sources = find_weights(local_checkpoint(checkpoint))
-    tied = find_tied_parameters(model)
-    report = load.compare(sources, tied, strict)
-    with ThreadPoolExecutor(max(1, min(_THREADS, len(sources))), "accel-load") as pool:
-        list(pool.map(load.load, sources))
-    load.finish()
-    retie_parameters(model, tied)
-    return report
+    wanted, kept = None if dtype is None else torch_dtype(dtype), frozenset(keep_in_fp32_modules or ())
 
+    def dtype_of(name: str) -> torch.dtype | None:
+        return torch.float32 if wanted == torch.float16 and any(part in name for part in kept) else wanted
 
-class _Load:
-    """One load: what goes where, the files that are open, and the index of what stays on the disk."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device_map: DeviceMap | None,
-        offload_folder: str | os.PathLike[str] | None,
-        dtype: Dtype | None,
-        offload_buffers: bool,
-        keep_in_fp32: Collection[str],
-    ) -> None:
-        if device_map is not None:
-            check_device_map(model, device_map)
-            if offload_folder is None and DISK in map(str, device_map.values()):
-                raise SettingError(
-                    f"Load {type(model).__name__} with parts on the disk.",
-                    "No folder was named for them.",
-                    "Give offload_folder=.",
-                )
-        self.model = model
-        self.device_map = device_map
-        self.folder = offload_folder
-        self.dtype = None if dtype is None else torch_dtype(dtype)
-        self.offload_buffers = offload_buffers
-        self.keep_in_fp32 = keep_in_fp32
-        self.tensors = own_tensors(model)
-        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        self.opened: dict[Path, WeightFile | dict[str, Any]] = {}
-        self.index: dict[str, dict[str, Any]] = {}
-
-    def compare(self, sources: Iterable[WeightSource], tied: Iterable[Sequence[str]], strict: bool) -> LoadReport:
-        """Open every file and compare names and shapes before anything is changed."""
-        shapes: dict[str, tuple[Path, tuple[int, ...]]] = {}
-        for source in sources:
-            opened = self._open(source.path)
-            held = opened.header.entries if isinstance(opened, WeightFile) else opened
-            for name in held if source.names is None else source.names:
-                if name in held:
-                    shapes[name] = source.path, tuple(getattr(held[name], "shape", ()))
-                else:
-                    raise CheckpointError(
-                        f"Read {name!r} from {str(source.path)!r}.", "The file does not hold it.", "Fetch it again."
-                    )
-        return compare_names(self.model, self.tensors, shapes, tied, strict)
-
-    def _open(self, path: Path) -> WeightFile | dict[str, Any]:
-        if path not in self.opened:
-            self.opened[path] = WeightFile(path) if is_safetensors(path) else WeightSource(path).load()
-        return self.opened[path]
-
-    def load(self, source: WeightSource) -> None:
-        """Bring the weights of one file where they belong."""
-        # Taken out, so that a file is unmapped as soon as no weight of it is in use.
-        opened = self.opened.pop(source.path)
-        held = opened.header.entries if isinstance(opened, WeightFile) else opened
-        for name in held if source.names is None else source.names:
-            if name not in self.tensors:
-                continue
-            device = self._device(name)
-            if str(device) == DISK:
-                self._leave_on_disk(name, source.path, opened)
-                continue
-            self._assign(name, device, opened.get(name) if isinstance(opened, WeightFile) else opened[name])
-
-    def _device(self, name: str) -> Device:
-        if self.device_map is None:
-            device = self.tensors[name].device
-            return torch.device("cpu") if device.type == "meta" else device
-        device_or_none: Device = device_of_name(name, self.device_map)
-        return (
-            "cpu"
-            if str(device_or_none) == DISK and name in self.buffers and not self.offload_buffers
-            else device_or_none
-        )
-
-    def _dtype(self, name: str) -> torch.dtype | None:
-        kept = self.dtype == torch.float16 and any(part in name for part in self.keep_in_fp32)
-        return torch.float32 if kept else self.dtype
-
-    def _assign(self, name: str, device: Device, weight: Tensor) -> None:
-        own, dtype = self.tensors[name], self._dtype(name)
-        if self.device_map is None and not own.is_meta and dtype in (None, own.dtype):
-            # In place, so that whoever holds the parameter, such as an optimizer, sees the new values.
-            with torch.no_grad():
-                own.copy_(weight)
-            return
-        set_module_tensor_to_device(self.model, name, device, value=weight, dtype=dtype, clear_cache=False)
-
-    def _leave_on_disk(self, name: str, path: Path, opened: WeightFile | dict[str, Any]) -> None:
-        dtype = self._dtype(name)
-        if isinstance(opened, WeightFile):
-            self.index[name] = {"safetensors_file": str(path.absolute()), "weight_name": name}
-        elif self.folder is not None:
-            weight = opened[name]
-            own = dtype or self.tensors[name].dtype
-            offload_weight(weight.to(own) if weight.is_floating_point() else weight, name, self.folder, self.index)
-        set_module_tensor_to_device(self.model, name, "meta", dtype=dtype)
-
-    def finish(self) -> None:
-        """Write the index of what stays on the disk."""
-        if self.folder is not None and self.index:
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-            save_offload_index(self.index, self.folder)
+    loading = Loading(model, device_map, offload_folder, offload_buffers, dtype_of)
+    return loading.run(find_weights(local_checkpoint(checkpoint)), strict)
 
 
 def load_checkpoint_and_dispatch(
@@ -235,7 +124,7 @@ def load_checkpoint_and_dispatch(
             model = Model(config)
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
-    chosen = _made(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    chosen = chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -265,13 +154,14 @@ def load_checkpoint_and_dispatch(
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def _made(
+def chosen_map(
     model: nn.Module,
     device_map: str | DeviceMap | None,
     max_memory: Budget | None,
     no_split_module_classes: Sequence[str] | None,
     dtype: Dtype | None,
     offload_buffers: bool,
+    special_dtypes: Mapping[str, Any] | None = None,
 ) -> DeviceMap | None:
     """The device map that a policy makes, or the one that was given."""
     if not isinstance(device_map, str):
@@ -284,8 +174,10 @@ def _made(
         )
     if device_map != "sequential":
         low_zero = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
-    return infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero)
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
+    )
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
