@@ -61,6 +61,15 @@ class Strategy:
     When it is set, save hooks of the user are not shown the weights: what one process takes away the others would miss.
     """
 
+    saves_behind: ClassVar[bool] = False
+    """Whether `save` may run in another thread while training goes on, where every process must call it.
+
+    Collectives of such a `save` need a process group of their own.
+    """
+
+    gives_partial_gradients: ClassVar[bool] = True
+    """Whether parameters hold the gradients of an unfinished accumulation window, so that a checkpoint can hold them."""
+
     def __init__(self, context: Context, config: Any = None) -> None:
         self.context = context
         self.config = config

@@ -41,6 +41,8 @@ class FSDP2Strategy(Strategy):
     """Shards parameters, gradients and optimizer state over the processes."""
 
     saves_together: ClassVar[bool] = True
+    saves_behind: ClassVar[bool] = True
+    gives_partial_gradients: ClassVar[bool] = False
     config: FullyShardedDataParallelPlugin
 
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
@@ -53,6 +55,7 @@ class FSDP2Strategy(Strategy):
             )
         self._mesh_made: DeviceMesh | None = None
         self._owners: dict[int, Module] = {}
+        self._saving_group: torch.distributed.ProcessGroup | None = None
         self._holding: dict[int, int] = {}
         self._replaced: dict[Parameter, Parameter] = {}
 
@@ -203,6 +206,8 @@ class FSDP2Strategy(Strategy):
         return bool(self.config.state_dict_type == "FULL_STATE_DICT")
 
     def collect(self, part: Part, item: Any) -> Any:
+        if self._saving_group is None and not self._full:
+            self._saving_group = torch.distributed.new_group(backend="gloo")
         if part is Part.MODEL:
             return weights.model_state(item, full=self._full)
         if part is Part.OPTIMIZER:
@@ -212,7 +217,8 @@ class FSDP2Strategy(Strategy):
 
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         if part in (Part.MODEL, Part.OPTIMIZER):
-            weights.write(part, state, folder, index, full=self._full, first=self.context.process.rank == 0)
+            first, group = self.context.process.rank == 0, self._saving_group
+            weights.write(part, state, folder, index, full=self._full, first=first, group=group)
         elif self.context.process.rank == 0:
             super().save(part, state, folder, index, safe_serialization=safe_serialization)
 
