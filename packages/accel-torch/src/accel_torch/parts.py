@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from accel_plugins.checkpoint.background import BackgroundSaver
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
     from accel_torch.accumulation import Accumulation
@@ -26,3 +27,4 @@ class Parts:
     _accumulation: Accumulation
     _registry: Registry
     _tracking: TrackerGroup | None
+    _saver: BackgroundSaver | None

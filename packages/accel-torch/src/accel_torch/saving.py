@@ -1,156 +1,146 @@
-"""Saving and loading everything: which folder, with which contents, and how many checkpoints are kept."""
+"""Saving everything, in one go or while training goes on."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from accel_ops import broadcast_object_list
+from accel_plugins.checkpoint.background import BackgroundSaver
+from accel_plugins.checkpoint.capture import Captured, capture
 from accel_plugins.checkpoint.commit import staging
-from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
-from accel_plugins.checkpoint.gradients import load_gradients, save_gradients
-from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.checkpoint.retention import find_newest, remove_oldest
-from accel_plugins.manifest import Duty
-from accel_state.errors import AccelError, CheckpointError, SettingError
+from accel_plugins.checkpoint.retention import remove_oldest
+from accel_plugins.checkpoint.sealing import Sealer
+from accel_plugins.checkpoint.snapshot import Gate, Snapshot, steady_tensors
+from accel_state.errors import NotOffered, NotReady, SettingError
+from accel_torch.checkpoints import contents, next_folder, unwrapped
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from accel_plugins.checkpoint.config import ProjectConfiguration
-    from accel_state.current import Process
     from accel_torch.parts import Parts
 
-__all__ = ("load_state", "save_state")
-
-T = TypeVar("T")
+__all__ = ("save_state", "wait")
 
 
-def save_state(parts: Parts, output_dir: str | os.PathLike[str] | None, safe_serialization: bool) -> str:
+def save_state(
+    parts: Parts,
+    output_dir: str | os.PathLike[str] | None,
+    safe_serialization: bool,
+    async_save: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """Write a checkpoint and return its folder; called on every process.
 
     Raises:
-        SettingError: no folder was given and naming is not automatic.
-        CheckpointError: it could not be written; what was there before is unchanged.
+        SettingError: no folder was given and naming is not automatic, or an option is unknown.
+        NotReady: it cannot be saved at this moment.
+        NotOffered: the backend cannot save while training goes on.
+        CheckpointError: it, or the one before it, could not be written; what was there before is unchanged.
     """
+    wait(parts)
+    _check(parts, async_save, options or {})
     project, process = parts._options.project, parts.state._process
-    if project.automatic_checkpoint_naming:
-        target = decided_by_main(process, lambda: _next_automatic(project))
-    else:
-        target = Path(_named(output_dir, "save_state"))
-    with staging(target, process, fsync=project.fsync, deadline=project.deadline) as folder:
-        save_folder(
-            folder,
-            contents(parts),
-            parts._engine.strategy,
+    target = next_folder(parts, output_dir)
+    sealer = Sealer(project.fsync)
+    with ExitStack() as stack:
+        staged = staging(
+            target,
             process,
-            step=parts._accumulation.step,
-            safe_serialization=safe_serialization,
-            save_on_each_node=project.save_on_each_node,
-            hooks=list(parts._registry.save_hooks.values()),
+            facts={"step": parts._accumulation.step},
+            fsync=project.fsync,
+            deadline=project.deadline,
+            sealer=sealer,
         )
-        if not parts.gradient_state.sync_gradients:
-            save_gradients(unwrapped(parts), folder, process.rank)
+        folder = stack.enter_context(staged)
+        taken = _take(parts, folder)
+        if async_save:
+            _write_behind(parts, taken, folder, target, stack.pop_all(), safe_serialization)
+        else:
+            strategy = parts._engine.strategy
+            taken.write(folder, strategy, safe_serialization=safe_serialization, written=sealer.begin)
+    if not async_save:
+        _retain(parts, target)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
-        if project.total_limit is not None and process.rank == 0:
-            remove_oldest(target.parent, project.total_limit)
     return str(target)
 
 
-def load_state(parts: Parts, input_dir: str | os.PathLike[str] | None, options: dict[str, Any]) -> None:
-    """Read a checkpoint; called on every process.
+def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
+    strategy = parts._engine.strategy
+    if options:
+        raise SettingError(
+            f"save_state() was given {', '.join(options)}.",
+            f"The backend {parts._engine.manifest.name!r} has no such options for saving models.",
+            "Leave them out.",
+        )
+    if async_save and strategy.saves_together and not strategy.saves_behind:
+        raise NotOffered(
+            "A checkpoint was to be saved while training goes on (async_save=True).",
+            f"The backend {parts._engine.manifest.name!r} saves with collectives that would get in the way of training.",
+            "Leave async_save out.",
+        )
+    if not parts.gradient_state.sync_gradients and not strategy.gives_partial_gradients:
+        raise NotReady(
+            "A checkpoint was to be saved in the middle of an accumulation window.",
+            f"The backend {parts._engine.manifest.name!r} does not give out the gradients gathered so far.",
+            "Call save_state() when accelerator.sync_gradients is true.",
+        )
 
-    Raises:
-        SettingError: no folder was given and naming is not automatic.
-        CheckpointError: it cannot be trusted or does not fit.
-    """
-    project = parts._options.project
-    hashes = project.verify == "hashes"
-    if input_dir is None and project.automatic_checkpoint_naming:
-        folder = decided_by_main(parts.state._process, lambda: find_newest(_automatic(project), hashes=hashes))
-    else:
-        folder = Path(_named(input_dir, "load_state"))
-        _check(folder, hashes)
-    map_location = options.pop("map_location", "cpu")
-    parts._accumulation.step = load_folder(
-        folder,
+
+def _take(parts: Parts, folder: Path) -> Captured:
+    return capture(
         contents(parts),
         parts._engine.strategy,
         parts.state._process,
-        map_location=map_location,
-        model_options=options,
-        hooks=list(parts._registry.load_hooks.values()),
-    )
-    load_gradients(unwrapped(parts), folder, parts.state.process_index)
-
-
-def unwrapped(parts: Parts) -> list[Module]:
-    """The user's models, whose parameters have the names that the user gave them."""
-    return [parts._engine.strategy.unwrap(model) for model in parts._registry.models]
-
-
-def contents(parts: Parts) -> Contents:
-    """What a checkpoint of this Accelerator holds."""
-    registry, engine = parts._registry, parts._engine
-    return Contents(
-        models=registry.models,
-        optimizers=registry.optimizers,
-        schedulers=registry.schedulers,
-        loaders=registry.loaders,
-        scaler=None if engine.owns(Duty.PRECISION) else engine.precision,
-        custom=registry.custom,
+        folder=folder,
+        step=parts._accumulation.step,
+        save_on_each_node=parts._options.project.save_on_each_node,
+        hooks=list(parts._registry.save_hooks.values()),
+        in_window=not parts.gradient_state.sync_gradients,
     )
 
 
-def decided_by_main(process: Process, decide: Callable[[], T]) -> T:
-    """What `decide` returns on the main process, on every process; its error comes to every process too."""
-    answer: list[Any] = [None]
-    if process.rank == 0:
-        try:
-            answer = [decide()]
-        except AccelError as error:
-            answer = [error]
-    broadcast_object_list(answer)
-    if isinstance(answer[0], AccelError):
-        raise answer[0]
-    decided: T = answer[0]
-    return decided
+def _write_behind(
+    parts: Parts, taken: Captured, folder: Path, target: Path, staged: ExitStack, safe_serialization: bool
+) -> None:
+    """Copy what was taken and write the copy, both in a thread; `staged` completes the folder."""
+    strategy = parts._engine.strategy
+    optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in parts._registry.optimizers]
+
+    def work() -> None:
+        with staged:
+            try:
+                snapshot.copy()
+            finally:
+                gate.open()
+            snapshot.captured.write(folder, strategy, safe_serialization=safe_serialization)
+        _retain(parts, target)
+
+    with staged:
+        # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
+        saver = _saver(parts)
+        snapshot = Snapshot(taken, saver.buffers, steady_tensors(optimizers))
+        gate = Gate(optimizers, unwrapped(parts))
+        staged = staged.pop_all()
+    saver.start(work, gate)
 
 
-def _automatic(project: ProjectConfiguration) -> Path:
-    """Folder of automatically named checkpoints."""
-    return Path(project.project_dir or ".") / "checkpoints"
+def _saver(parts: Parts) -> BackgroundSaver:
+    if parts._saver is None:
+        parts._saver = BackgroundSaver(pinned=parts.state._process.family.pins_memory)
+    return parts._saver
 
 
-def _next_automatic(project: ProjectConfiguration) -> Path:
-    target = _automatic(project) / f"checkpoint_{project.iteration}"
-    if target.exists():
-        raise CheckpointError(
-            f"save_state() was to write {target} by automatic naming.",
-            "It is there already.",
-            f"Set project_configuration.iteration to a number after {project.iteration}, or use another project_dir.",
-        )
-    return target
+def _retain(parts: Parts, target: Path) -> None:
+    """Remove the oldest checkpoints beyond what the project keeps."""
+    project = parts._options.project
+    limited = project.automatic_checkpoint_naming and project.total_limit is not None
+    if limited and parts.state.process_index == 0:
+        remove_oldest(target.parent, project.total_limit or 1)
 
 
-def _named(given: str | os.PathLike[str] | None, method: str) -> str:
-    if given is None:
-        raise SettingError(
-            f"{method}() was called without a folder.",
-            "Checkpoints are not named automatically.",
-            "Name a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
-        )
-    return os.path.expanduser(os.fspath(given))
-
-
-def _check(folder: Path, hashes: bool) -> None:
-    """Refuse a folder that is not there or whose files are not those that its manifest names."""
-    asked = f"The checkpoint {folder} was to be loaded."
-    if not folder.is_dir():
-        raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
-    verdict = verify(folder, hashes=hashes)
-    if verdict.damage:
-        raise CheckpointError(asked, " ".join(verdict.damage), "Load an older checkpoint.")
+def wait(parts: Parts) -> None:
+    """Return when no checkpoint is being saved any more; what went wrong with it is raised here."""
+    if parts._saver is not None:
+        parts._saver.wait()

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.checkpoint.files import is_ours
-from accel_plugins.checkpoint.manifest import fsync_path, read_manifest, seal
+from accel_plugins.checkpoint.manifest import read_manifest
 from accel_plugins.checkpoint.meeting import Meeting
+from accel_plugins.checkpoint.sealing import Sealer, fsync_path
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def staging(
     facts: Mapping[str, Any] | None = None,
     fsync: bool = True,
     deadline: float = 600.0,
+    sealer: Sealer | None = None,
 ) -> Iterator[Path]:
     """A folder to write a checkpoint into; it takes the name `target` when the block ends without an error.
 
@@ -60,6 +62,7 @@ def staging(
         facts: goes into the manifest.
         fsync: wait until the disk holds everything.
         deadline: seconds that processes wait for each other.
+        sealer: what has begun to flush files while others are still being written.
 
     Raises:
         CheckpointError: this or another process failed; nothing that was there before is touched.
@@ -69,6 +72,7 @@ def staging(
 
         process = current.process_or_start()
     target = Path(os.path.realpath(target))
+    sealer = sealer or Sealer(fsync)
     meeting = Meeting(process, f"save/{target.name}", f"A checkpoint was to be saved as {target}.", deadline)
     path, owns = _open(target, process, meeting)
     phase = "write"
@@ -78,7 +82,7 @@ def staging(
             meeting.exchange(phase)
             phase = "complete"
             if owns:
-                seal(path, {"world_size": process.world_size, **(facts or {})}, fsync=fsync)
+                sealer.seal(path, {"world_size": process.world_size, **(facts or {})})
             meeting.exchange(phase)
             phase = "commit"
             if owns:
@@ -91,7 +95,9 @@ def staging(
                 raise first from error
             raise
         meeting.exchange(phase)
+        meeting.leave()
     finally:
+        sealer.close()
         if owns:
             discard(path)
 

@@ -6,88 +6,20 @@ This module knows nothing of commits: it fills a folder that exists and reads on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch.nn import Module
+from typing import Any
 
 from accel_ops import rng
 from accel_plugins.checkpoint import pickled
+from accel_plugins.checkpoint.capture import capture
+from accel_plugins.checkpoint.contents import Contents, LoadHook, SaveHook, Saver, Stateful
 from accel_plugins.checkpoint.files import SCALER_NAME, custom_name, loader_name, random_states_name
 from accel_plugins.manifest import Part
 from accel_state.current import Process
 from accel_state.errors import CheckpointError
 
-__all__ = ("Contents", "LoadHook", "SaveHook", "Saver", "Stateful", "load_folder", "save_folder")
-
-SaveHook = Callable[[list[Module], list[Any], str], None]
-LoadHook = Callable[[list[Module], str], None]
-
-
-class Stateful(Protocol):
-    """An object whose state can be saved."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore what `state_dict` returned."""
-
-
-class Saver(Protocol):
-    """What saving and loading ask of a strategy; see `accel_plugins.strategy.Strategy`."""
-
-    @property
-    def save_order(self) -> Sequence[Part]:
-        """Parts to save, in order."""
-
-    @property
-    def load_order(self) -> Sequence[Part]:
-        """Parts to load, in order."""
-
-    @property
-    def saves_together(self) -> bool:
-        """Whether every process must call `save`."""
-
-    def collect(self, part: Part, item: Any) -> Any:
-        """State of one object."""
-
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        """Write a state."""
-
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        """Read a state."""
-
-
-@dataclass
-class Contents:
-    """Everything a checkpoint holds.
-
-    Args:
-        models, optimizers, schedulers: as `prepare` returned them, in order.
-        loaders: loaders whose position is saved, and restored by a load.
-        scaler: whatever keeps the scale of the loss, the precision for example; left out when its state is empty.
-        custom: objects registered for checkpointing.
-    """
-
-    models: list[Module] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    schedulers: list[Any] = field(default_factory=list)
-    loaders: list[Any] = field(default_factory=list)
-    scaler: Stateful | None = None
-    custom: list[Any] = field(default_factory=list)
-
-    def of_kind(self, part: Part) -> list[Any]:
-        """The objects of one kind."""
-        kinds: dict[Part, list[Any]] = {
-            Part.MODEL: self.models,
-            Part.OPTIMIZER: self.optimizers,
-            Part.SCHEDULER: self.schedulers,
-            Part.LOADER: self.loaders,
-        }
-        return kinds[part]
+__all__ = ("Contents", "load_folder", "save_folder")
 
 
 def save_folder(
@@ -100,6 +32,7 @@ def save_folder(
     safe_serialization: bool = True,
     save_on_each_node: bool = False,
     hooks: Sequence[SaveHook] = (),
+    in_window: bool = False,
 ) -> None:
     """Write everything into a folder that exists; called on every process.
 
@@ -112,41 +45,22 @@ def save_folder(
         safe_serialization: safetensors for weights; False writes with `torch.save`.
         save_on_each_node: let the first process of each node write what the first of all writes.
         hooks: called with (models, collected weights, folder) before writing; weights they take away are not written.
+        in_window: inside an accumulation window, whose gradients belong to the checkpoint.
 
     Raises:
         CheckpointError: something cannot be written.
     """
-    target = Path(folder)
-    writes = process.topology.is_local_main if save_on_each_node else process.rank == 0
-    collected = {
-        part: [strategy.collect(part, item) for item in contents.of_kind(part)] for part in strategy.save_order
-    }
-    shown: list[Any] = [] if strategy.saves_together else collected.get(Part.MODEL, [])
-    for hook in hooks:
-        hook(contents.models, shown, str(target))
-    if writes or strategy.saves_together:
-        for part, states in collected.items():
-            for index, state in enumerate(states):
-                strategy.save(part, state, target, index, safe_serialization=safe_serialization)
-    if writes:
-        _save_equal(target, contents)
-    _save_own(target, contents, process.rank, step)
-
-
-def _save_equal(folder: Path, contents: Contents) -> None:
-    """What is the same on all processes."""
-    scale = contents.scaler.state_dict() if contents.scaler is not None else {}
-    if scale:
-        pickled.write(scale, folder / SCALER_NAME)
-    for index, item in enumerate(contents.custom):
-        pickled.write(item.state_dict(), folder / custom_name(index))
-
-
-def _save_own(folder: Path, contents: Contents, rank: int, step: int) -> None:
-    """What each process has for itself."""
-    for index, loader in enumerate(contents.loaders):
-        pickled.write(loader.state_dict(), folder / loader_name(index, rank))
-    pickled.write({"step": step, **rng.snapshot()}, folder / random_states_name(rank))
+    taken = capture(
+        contents,
+        strategy,
+        process,
+        folder=Path(folder),
+        step=step,
+        save_on_each_node=save_on_each_node,
+        hooks=hooks,
+        in_window=in_window,
+    )
+    taken.write(Path(folder), strategy, safe_serialization=safe_serialization)
 
 
 def load_folder(

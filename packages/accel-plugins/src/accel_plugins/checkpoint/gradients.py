@@ -12,21 +12,18 @@ from pathlib import Path
 import torch
 from torch.nn import Module
 
-from accel_bigmodel.weight_files import load_weights_file, save_weights_file
+from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.checkpoint.files import gradients_name
 from accel_state.errors import CheckpointError
 
-__all__ = ("load_gradients", "save_gradients")
+__all__ = ("held_gradients", "load_gradients")
 
 
-def save_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:
-    """Write the gradients that the parameters of some models hold."""
-    held = {
-        name: parameter.grad.detach().contiguous()
-        for name, parameter in _parameters(models).items()
-        if parameter.grad is not None
+def held_gradients(models: Sequence[Module]) -> dict[str, torch.Tensor]:
+    """The gradients that the parameters of some models hold, by index of the model and name."""
+    return {
+        name: parameter.grad.detach() for name, parameter in _parameters(models).items() if parameter.grad is not None
     }
-    save_weights_file(held, folder / gradients_name(rank))
 
 
 def load_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:

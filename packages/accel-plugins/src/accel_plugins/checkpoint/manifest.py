@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,13 +16,11 @@ import xxhash
 
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_state.errors import CheckpointError
-from accel_state.settings.versions import installed_version
 
-__all__ = ("CheckpointManifest", "FileRecord", "Verdict", "fsync_path", "read_manifest", "seal", "verify")
+__all__ = ("CheckpointManifest", "FileRecord", "Verdict", "read_manifest", "record_of", "verify", "walk")
 
 FORMAT: Final = 1
 _CHUNK: Final = 1 << 22
-_LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
 
 
 @dataclass(frozen=True)
@@ -83,36 +79,6 @@ class Verdict:
         return self.manifest is not None and not self.damage
 
 
-def seal(folder: Path, facts: Mapping[str, Any] | None = None, *, fsync: bool = True) -> CheckpointManifest:
-    """Hash every file, make all of it durable, and write the manifest last.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
-    try:
-        paths = [path for path in _walk(folder) if path.name != MANIFEST_NAME or path.parent != folder]
-        with ThreadPoolExecutor(2) as pool:
-            # A file is hashed from the page cache while another thread waits for the disk.
-            flushed = pool.map(fsync_path, paths) if fsync else iter(())
-            records = {path.relative_to(folder).as_posix(): _record(path) for path in paths}
-            list(flushed)
-        versions = {name: version for name in _LIBRARIES if (version := installed_version(name)) is not None}
-        manifest = CheckpointManifest(records, dict(facts or {}), versions, time.time())
-        target = folder / MANIFEST_NAME
-        target.write_text(manifest.text(), encoding="utf-8")
-        if fsync:
-            fsync_path(target)
-            for directory in sorted({path.parent for path in paths} | {folder}, reverse=True):
-                fsync_path(directory)
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint in {folder} was to be completed.",
-            f"{type(error).__name__}: {error}",
-            "Check the disk; older checkpoints are untouched.",
-        ) from error
-    return manifest
-
-
 def read_manifest(folder: Path) -> CheckpointManifest | None:
     """The manifest of a folder, or None when it has none.
 
@@ -154,31 +120,19 @@ def verify(folder: Path, *, hashes: bool = False) -> Verdict:
         for name, record in sorted(manifest.files.items())
         if (sentence := _damage(folder / name, name, record, hashes)) is not None
     )
-    present = {path.relative_to(folder).as_posix() for path in _walk(folder)}
+    present = {path.relative_to(folder).as_posix() for path in walk(folder)}
     return Verdict(manifest, damage, tuple(sorted(present - {*manifest.files, MANIFEST_NAME})))
 
 
-def fsync_path(path: Path) -> None:
-    """Wait until the disk holds a file or the entries of a folder; systems that cannot open folders skip those."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
-    except PermissionError:
-        if path.is_dir():
-            return
-        raise
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder, in order."""
     for root, directories, names in os.walk(folder):
         directories.sort()
         yield from (Path(root, name) for name in sorted(names))
 
 
-def _record(path: Path) -> FileRecord:
+def record_of(path: Path) -> FileRecord:
+    """Size and hash of a file."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -192,7 +146,7 @@ def _damage(path: Path, name: str, record: FileRecord, hashes: bool) -> str | No
         size = path.stat().st_size
         if size != record.size:
             return f"{name} has {size} bytes, and {record.size} were written."
-        if hashes and _record(path) != record:
+        if hashes and record_of(path) != record:
             return f"{name} has another content than was written."
     except FileNotFoundError:
         return f"{name} is missing."

@@ -21,6 +21,7 @@ __all__ = ("Meeting",)
 
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
+_FAREWELL: Final = 10.0
 _held: Counter[str] = Counter()
 
 
@@ -42,6 +43,7 @@ class Meeting:
         self._asked = asked
         self._deadline = deadline
         self._prefix = f"accel/meeting/{topic}/{_held[topic]}"
+        self._connection: Any = None
 
     def exchange(self, phase: str, value: str = "") -> list[str]:
         """Give a value and return everyone's, by rank.
@@ -51,10 +53,23 @@ class Meeting:
         """
         if self._process.world_size == 1:
             return [value]
-        self._tell(phase, "+" + value)
-        answers = self._everyones(phase)
+        answers = self._everyones(phase, "+" + value)
         self._refuse_failures(phase, dict(enumerate(answers)))
         return [answer[1:] for answer in answers]
+
+    def leave(self) -> None:
+        """Go, all done: the process that serves the store stays a while for those who have not heard everything."""
+        if self._process.world_size == 1:
+            return
+        self._deadline = min(self._deadline, _FAREWELL)
+        try:
+            if self._process.rank == 0:
+                self._everyones("leave", "+")
+            else:
+                self._tell("leave", "+")
+        except RuntimeError:
+            # Somebody is gone already; what was agreed stands.
+            return
 
     def look_for_failures(self, phase: str) -> None:
         """Raise what `exchange` would if another process has failed in this phase already; does not wait.
@@ -83,14 +98,20 @@ class Meeting:
     def fail(self, phase: str, reason: str) -> None:
         """Tell the others, who wait in `exchange` of this phase, that this process failed; returns at once."""
         if self._process.world_size > 1:
-            try:
-                self._tell(phase, "-" + reason)
-            except RuntimeError:
-                # The store went with the process that served it; nobody can be told any more.
-                return
+            self._tell_quietly(phase, "-" + reason)
+
+    def _tell_quietly(self, phase: str, text: str) -> None:
+        try:
+            self._tell(phase, text)
+        except RuntimeError:
+            # The store went with the process that served it; nobody can be told any more.
+            return
 
     def _store(self) -> Any:
-        return self._process.transport.store()
+        """A connection of our own: on a shared one, a wait of another thread would keep us out."""
+        if self._connection is None:
+            self._connection = self._process.transport.store().clone()
+        return self._connection
 
     def _key(self, phase: str, rank: int) -> str:
         return f"{self._prefix}/{phase}/{rank}"
@@ -98,11 +119,13 @@ class Meeting:
     def _tell(self, phase: str, text: str) -> None:
         self._store().set(self._key(phase, self._process.rank), text)
 
-    def _everyones(self, phase: str) -> list[str]:
-        store, ranks = self._store(), range(self._process.world_size)
+    def _everyones(self, phase: str, mine: str) -> list[str]:
+        ranks = range(self._process.world_size)
         missing = list(ranks)
         pause, until = _FIRST_PAUSE, time.monotonic() + self._deadline
         try:
+            store = self._store()
+            self._tell(phase, mine)
             while missing := [rank for rank in missing if not store.check([self._key(phase, rank)])]:
                 if time.monotonic() > until:
                     self._refuse_absence(phase, missing)

@@ -49,20 +49,21 @@ def write(state: Any, path: Path) -> None:
         ) from error
 
 
-def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False) -> Any:
+def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **options: Any) -> Any:
     """`torch.load` of plain data: tensors, numbers, texts and containers of them, and numpy arrays.
 
     Args:
         path: the file.
         map_location: where tensors are read to.
         trusted: read any pickle, which may run code that the file brings.
+        options: further ones of `torch.load`.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain data.
     """
     try:
         with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
-            return torch.load(path, map_location=map_location, weights_only=not trusted)
+            return torch.load(path, map_location=map_location, weights_only=not trusted, **options)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.name} was to be read from {path.parent}.",

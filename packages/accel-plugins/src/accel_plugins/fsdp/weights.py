@@ -11,6 +11,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -48,14 +49,30 @@ def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool) -> dict[
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def write(part: Part, state: dict[str, Any], folder: Path, index: int, *, full: bool, first: bool) -> None:
-    """Write what `model_state` or `optimizer_state` returned; called on every process."""
+def write(
+    part: Part,
+    state: dict[str, Any],
+    folder: Path,
+    index: int,
+    *,
+    full: bool,
+    first: bool,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> None:
+    """Write what `model_state` or `optimizer_state` returned; called on every process.
+
+    Args:
+        part, state, folder, index: as `Strategy.save`.
+        full: the state is whole, and the first process writes it.
+        first: whether this is the first process.
+        group: on which processes agree about shards, apart from training's.
+    """
     if full:
         if first:
             pickled.write(state, folder / _full_name(part, index))
         return
     try:
-        save_shards({part.value: state}, checkpoint_id=_sharded(part, folder, index))
+        save_shards({part.value: state}, checkpoint_id=_sharded(part, folder, index), process_group=group)
     except Exception as error:  # whatever another process met comes wrapped
         raise CheckpointError(
             f"{part.value} {index} was to be saved in {folder}.",

@@ -121,6 +121,7 @@ class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage)
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()
         self._tracking = None
+        self._saver = None
 
     def __repr__(self) -> str:
         return (

@@ -22,7 +22,14 @@ __all__ = ("SavingPage",)
 class SavingPage(Parts):
     """Checkpoints."""
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
+        **save_model_func_kwargs: Any,
+    ) -> str:
         """Save models, optimizers, schedulers, scaler, generators, loader positions and registered objects.
 
         Called on every process. A checkpoint of the same name stays valid until the new one is complete.
@@ -30,37 +37,107 @@ class SavingPage(Parts):
         Args:
             output_dir: the folder; with automatic naming it is chosen by the project configuration.
             safe_serialization: safetensors for weights.
+            async_save: return once the states are taken, and write while training goes on. At most one save is under
+                way: the next one, `load_state`, `wait_for_checkpoint` and `end_training` wait for it, and raise what
+                went wrong with it. It takes host memory for one copy of everything saved, kept for the next save until
+                `free_memory`. Parameters that are changed outside of `optimizer.step()` have to wait for
+                `wait_for_checkpoint`.
+            save_model_func_kwargs: options of a backend that has its own way of saving models.
 
         Returns:
             The folder.
 
         Raises:
-            SettingError: no folder was given and naming is not automatic.
+            SettingError: no folder was given and naming is not automatic, or the backend has no such options.
             CheckpointError: it could not be written; what was there before is unchanged.
+            NotReady: inside an accumulation window, on a backend that does not give out partial gradients.
+
+        Example:
+            >>> for step, batch in enumerate(loader, 1):
+            ...     train(batch)
+            ...     if step % 1000 == 0:
+            ...         accelerator.save_state(f"checkpoints/{step}", async_save=True)
+            >>> accelerator.end_training()
         """
         from accel_torch.saving import save_state
 
-        return save_state(self, output_dir, safe_serialization)
+        return save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being saved in the background any more.
+
+        Raises:
+            CheckpointError: the last one could not be written; those before are unchanged.
+        """
+        from accel_torch.saving import wait
+
+        wait(self)
 
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **options: Any
-    ) -> None:
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Any = None,
+        *,
+        missing_ok: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> str | None:
         """Restore what `save_state` saved, so that the training goes on as if it had not been interrupted.
 
         Called on every process, after `prepare`.
 
         Args:
-            input_dir: the folder; with automatic naming the newest one is taken when None.
-            load_kwargs: options for loading models, as a dict.
-            options: the same by keyword; `strict` for example.
+            input_dir: the folder; with automatic naming the newest good one is taken when None, and the next automatic
+                checkpoint gets a number after it.
+            load_kwargs: options for loading, as a dict: `strict=False` for models; `waive=("random_states",)` for what
+                may be missing ("random_states", "scaler", "loaders", "custom"); `weights_only=False` to let registered
+                objects be read from any pickle, which runs the code that it brings.
+            missing_ok: do nothing when there is no checkpoint yet, for scripts that begin and resume by the same line.
+            load_model_func_kwargs: the same as `load_kwargs`, by keyword; `map_location` too.
+
+        Returns:
+            The folder that was loaded, or None.
 
         Raises:
             SettingError: no folder was given and naming is not automatic.
             CheckpointError: something is missing, damaged, or belongs to other objects.
         """
-        from accel_torch.saving import load_state
+        from accel_torch.loading import load_state
 
-        load_state(self, input_dir, {**(load_kwargs or {}), **options})
+        return load_state(self, input_dir, {**(load_kwargs or {}), **load_model_func_kwargs}, missing_ok)
+
+    def save_model(
+        self,
+        model: Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of one model for others to use; called on every process.
+
+        Args:
+            model: a prepared model, or one that is partly offloaded.
+            save_directory: the folder; files there that are not weights of an earlier save stay.
+            max_shard_size: largest size of one file; with several there is an index beside them.
+            safe_serialization: safetensors; False writes with `torch.save`.
+
+        Raises:
+            CheckpointError: a weight has no data, or the disk refuses.
+        """
+        from accel_torch.export import save_model
+
+        save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write an object into a file, on the main process alone (of each node with `save_on_each_node`).
+
+        Args:
+            obj: what is written; a mapping of names to tensors with `safe_serialization`.
+            f: the file; what was there stays until the new one is complete.
+            safe_serialization: safetensors in place of `torch.save`.
+        """
+        from accel_plugins.checkpoint.objects import save
+
+        save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of more objects with every checkpoint.
@@ -85,7 +162,9 @@ class SavingPage(Parts):
             model: a prepared model.
             unwrap: False keeps the names of the wrapper.
         """
-        return self._engine.strategy.state_dict(model) if unwrap else model.state_dict()
+        from accel_torch.export import state_dict
+
+        return state_dict(self, model, unwrap)
 
     @property
     def should_save_model(self) -> bool:

@@ -78,7 +78,9 @@ class TrackingPage(Parts):
         return (self._tracking or TrackerGroup()).get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish all trackers; to be called once, at the end of the script."""
+        """Finish all trackers and the checkpoint that is being saved; called once, at the end of the script."""
         if self._tracking is not None:
             self._tracking.finish()
         self.state.wait_for_everyone()
+        if self._saver is not None:
+            self._saver.wait()

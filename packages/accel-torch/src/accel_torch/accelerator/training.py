@@ -175,6 +175,8 @@ class TrainingPage(Parts):
         """
         import gc
 
+        if self._saver is not None:
+            self._saver.release()
         self._registry.clear()
         self._accumulation.step = 0
         count = len(objects)

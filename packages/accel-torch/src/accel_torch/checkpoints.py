@@ -1,0 +1,139 @@
+"""What the checkpoints of an Accelerator are called, what they hold, and which of them is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_ops import broadcast_object_list
+from accel_plugins.checkpoint.contents import Contents
+from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.retention import checkpoints, find_newest
+from accel_plugins.manifest import Duty
+from accel_state.errors import AccelError, CheckpointError, SettingError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from accel_plugins.checkpoint.config import ProjectConfiguration
+    from accel_state.current import Process
+    from accel_torch.parts import Parts
+
+__all__ = ("automatic_folder", "chosen", "contents", "decided_by_main", "next_folder", "unwrapped")
+
+T = TypeVar("T")
+
+
+def unwrapped(parts: Parts) -> list[Module]:
+    """The user's models, whose parameters have the names that the user gave them."""
+    return [parts._engine.strategy.unwrap(model) for model in parts._registry.models]
+
+
+def contents(parts: Parts) -> Contents:
+    """What a checkpoint of this Accelerator holds."""
+    registry, engine = parts._registry, parts._engine
+    return Contents(
+        models=registry.models,
+        optimizers=registry.optimizers,
+        schedulers=registry.schedulers,
+        loaders=registry.loaders,
+        scaler=None if engine.owns(Duty.PRECISION) else engine.precision,
+        custom=registry.custom,
+    )
+
+
+def decided_by_main(process: Process, decide: Callable[[], T]) -> T:
+    """What `decide` returns on the main process, on every process; its error comes to every process too."""
+    answer: list[Any] = [None]
+    if process.rank == 0:
+        try:
+            answer = [decide()]
+        except AccelError as error:
+            answer = [error]
+    broadcast_object_list(answer)
+    if isinstance(answer[0], AccelError):
+        raise answer[0]
+    decided: T = answer[0]
+    return decided
+
+
+def automatic_folder(project: ProjectConfiguration) -> Path:
+    """Where automatically named checkpoints lie."""
+    return Path(project.project_dir or ".") / "checkpoints"
+
+
+def next_folder(parts: Parts, output_dir: str | os.PathLike[str] | None) -> Path:
+    """What the next checkpoint is called; called on every process.
+
+    Raises:
+        SettingError: no folder was given and naming is not automatic.
+        CheckpointError: the name is taken.
+    """
+    project = parts._options.project
+    if project.automatic_checkpoint_naming:
+        return decided_by_main(parts.state._process, lambda: _next_automatic(project))
+    return Path(_named(output_dir, "save_state"))
+
+
+def _next_automatic(project: ProjectConfiguration) -> Path:
+    target = automatic_folder(project) / f"checkpoint_{project.iteration}"
+    if target.exists():
+        raise CheckpointError(
+            f"save_state() was to write {target} by automatic naming.",
+            "It is there already.",
+            "Call load_state() first to go on after it, set project_configuration.iteration to a free number, or use "
+            "another project_dir.",
+        )
+    return target
+
+
+def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: bool) -> Path | None:
+    """The checkpoint to load; None when there is none and that is right. Called on every process.
+
+    Raises:
+        SettingError: no folder was given and naming is not automatic.
+        CheckpointError: it cannot be trusted, or there is none.
+    """
+    project = parts._options.project
+    hashes = project.verify == "hashes"
+    if input_dir is None and project.automatic_checkpoint_naming:
+        found, following = decided_by_main(parts.state._process, lambda: _newest(project, hashes, missing_ok))
+        project.iteration = max(project.iteration, following)
+        return found
+    folder = Path(_named(input_dir, "load_state"))
+    if missing_ok and not folder.exists():
+        return None
+    _check(folder, hashes)
+    return folder
+
+
+def _newest(project: ProjectConfiguration, hashes: bool, missing_ok: bool) -> tuple[Path | None, int]:
+    """The newest good checkpoint, and a number that is free for the next."""
+    folder = automatic_folder(project)
+    known = checkpoints(folder)
+    following = known[-1].number + 1 if known else 0
+    if missing_ok and not known:
+        return None, following
+    return find_newest(folder, hashes=hashes), following
+
+
+def _named(given: str | os.PathLike[str] | None, method: str) -> str:
+    if given is None:
+        raise SettingError(
+            f"{method}() was called without a folder.",
+            "Checkpoints are not named automatically.",
+            "Name a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
+        )
+    return os.path.expanduser(os.fspath(given))
+
+
+def _check(folder: Path, hashes: bool) -> None:
+    """Refuse a folder that is not there or whose files are not those that its manifest names."""
+    asked = f"The checkpoint {folder} was to be loaded."
+    if not folder.is_dir():
+        raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
+    verdict = verify(folder, hashes=hashes)
+    if verdict.damage:
+        raise CheckpointError(asked, " ".join(verdict.damage), "Load an older checkpoint.")

@@ -1,0 +1,60 @@
+"""Loading everything back."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.checkpoint.folder import load_folder
+from accel_plugins.checkpoint.gradients import load_gradients
+from accel_state.errors import UnknownKind
+from accel_torch.checkpoints import chosen, contents, unwrapped
+from accel_torch.saving import wait
+
+if TYPE_CHECKING:
+    from accel_torch.parts import Parts
+
+__all__ = ("load_state",)
+
+
+def load_state(
+    parts: Parts, input_dir: str | os.PathLike[str] | None, options: dict[str, Any], missing_ok: bool = False
+) -> str | None:
+    """Read a checkpoint and return its folder; called on every process.
+
+    Raises:
+        SettingError: no folder was given and naming is not automatic.
+        CheckpointError: it cannot be trusted or does not fit.
+    """
+    wait(parts)
+    folder = chosen(parts, input_dir, missing_ok)
+    if folder is None:
+        return None
+    map_location = _place(parts, options.pop("map_location", None))
+    waive = options.pop("waive", ())
+    trusted = not options.pop("weights_only", True)
+    parts._accumulation.step = load_folder(
+        folder,
+        contents(parts),
+        parts._engine.strategy,
+        parts.state._process,
+        map_location=map_location,
+        model_options=options,
+        trusted=trusted,
+        waive=waive,
+        hooks=list(parts._registry.load_hooks.values()),
+    )
+    load_gradients(unwrapped(parts), folder, parts.state.process_index)
+    return str(folder)
+
+
+def _place(parts: Parts, asked: Any) -> Any:
+    """Where tensors are read to, before they go to where the objects have theirs."""
+    places = {None: "cpu", "cpu": "cpu", "on_device": parts.state.device}
+    if not isinstance(asked, (str, type(None))) or asked not in places:
+        raise UnknownKind(
+            f"load_state(map_location={asked!r}) was asked for.",
+            "It can be 'cpu' or 'on_device'.",
+            "Leave it out: whatever is read goes to where the prepared objects are.",
+        )
+    return places[asked]
