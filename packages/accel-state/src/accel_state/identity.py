@@ -69,6 +69,7 @@ class Run:
         given: options that were given by argument, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
         parallelism_config: how the processes are arranged along the axes of the mesh, or None.
+        selected: name of the engine configuration in use, where several were given; None for the first.
     """
 
     mixed_precision: str
@@ -77,3 +78,4 @@ class Run:
     given: Mapping[str, Any] = field(default_factory=dict)
     mesh: Any = None
     parallelism_config: ParallelismConfig | None = None
+    selected: str | None = None

@@ -10,6 +10,7 @@ from accel_state.errors import Conflict
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
+from accel_state.run_plugins import PLUGINS, RunPlugins
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
@@ -59,6 +60,7 @@ def _facts() -> dict[str, Any]:
         return {}
     return {
         **PartialState._shared_state,
+        **{name: run.given.get(name) for name in PLUGINS},
         "distributed_type": run.distributed_type,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": run.parallelism_config,
@@ -71,7 +73,7 @@ def _mesh(arranged: ParallelismConfig, world_size: int, device_type: str) -> Any
     return arranged.get_device_mesh(device_type)
 
 
-class AcceleratorState(PartialState):
+class AcceleratorState(RunPlugins, PartialState):
     """The process and its run: mixed precision, strategy, mesh.
 
     An Accelerator makes the run; made alone, this makes one without a strategy.
@@ -79,11 +81,17 @@ class AcceleratorState(PartialState):
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8"; from the environment when None.
         cpu: work on the CPU even if another device is present.
+        dynamo_plugin: how models are compiled.
+        deepspeed_plugin: configuration of DeepSpeed, or several by name.
+        fsdp_plugin: configuration of FSDP.
+        torch_tp_plugin: configuration of PyTorch's tensor parallelism.
+        megatron_lm_plugin: configuration of Megatron-LM.
         parallelism_config: how the processes are arranged; from the environment when None.
+        _from_accelerator: whether an Accelerator asks; it makes no difference here.
         kwargs: fields of `InitProcessGroupKwargs`.
 
     Raises:
-        Conflict: the run was made with another precision or arrangement, or the processes are too few or too many.
+        Conflict: the run was made with another of these options, or the processes are too few or too many.
         SettingError: there is no such precision mode.
     """
 
@@ -93,19 +101,33 @@ class AcceleratorState(PartialState):
         self,
         mixed_precision: PrecisionType | str | None = None,
         cpu: bool = False,
-        *,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
         parallelism_config: ParallelismConfig | None = None,
+        _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(cpu, **kwargs)
+        given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
+        plugins = {name: plugin for name, plugin in zip(PLUGINS, given, strict=True) if plugin is not None}
         asked = None if mixed_precision is None else precision_name(mixed_precision)
         if current.run_or_none() is None:
-            arranged = parallelism_config or ParallelismConfig.of_environment()
-            mesh = None if arranged is None else _mesh(arranged, self.num_processes, self.device.type)
-            label = super().distributed_type
-            run = Run(precision_name(mixed_precision), label, mesh=mesh, parallelism_config=arranged)
-            current.set_run(run)
-        check_given({"mixed_precision": asked, "parallelism_config": parallelism_config})
+            current.set_run(self._new_run(mixed_precision, parallelism_config, plugins))
+        check_given({"mixed_precision": asked, "parallelism_config": parallelism_config, **plugins})
+
+    def _new_run(
+        self,
+        mixed_precision: PrecisionType | str | None,
+        parallelism_config: ParallelismConfig | None,
+        plugins: dict[str, Any],
+    ) -> Run:
+        arranged = parallelism_config or ParallelismConfig.of_environment()
+        mesh = None if arranged is None else _mesh(arranged, self.num_processes, self.device.type)
+        label = super().distributed_type
+        return Run(precision_name(mixed_precision), label, given=plugins, mesh=mesh, parallelism_config=arranged)
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"

@@ -1,0 +1,117 @@
+"""What AcceleratorState keeps of the engines' configurations, whose classes it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from accel_state import AcceleratorState
+from accel_state.errors import Conflict, NotReady, SettingError
+from accel_state.testing.fresh import fresh
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+@dataclass
+class Sharding:
+    """A configuration as another package would define it."""
+
+    fsdp_version: int = 1
+
+
+@dataclass
+class Engine:
+    """A configuration of which one of several is in use."""
+
+    stage: int
+    selected: bool = False
+
+
+@dataclass
+class Telling(Engine):
+    """One that does something of its own when it is selected."""
+
+    told: list[Any] = field(default_factory=list)
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        self.told.append(_from_accelerator_state)
+
+
+def test_a_run_without_configurations_has_none() -> None:
+    state = AcceleratorState(cpu=True)
+    assert state.dynamo_plugin is None
+    assert state.fsdp_plugin is None
+    assert state.torch_tp_plugin is None
+    assert state.megatron_lm_plugin is None
+    assert state.deepspeed_plugins is None
+    assert state.deepspeed_plugin is None
+    assert not state.is_fsdp2
+    with pytest.raises(NotReady, match="without DeepSpeed"):
+        state.get_deepspeed_plugin("student")
+    with pytest.raises(NotReady, match="without DeepSpeed"):
+        state.select_deepspeed_plugin("student")
+
+
+@pytest.mark.parametrize("name", ["dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
+def test_a_configuration_is_kept_as_it_was_given(name: str) -> None:
+    given: dict[str, Any] = {name: Sharding()}
+    equal: dict[str, Any] = {name: Sharding()}
+    other: dict[str, Any] = {name: Sharding(2)}
+    state = AcceleratorState(cpu=True, **given)
+    assert getattr(state, name) is given[name]
+    assert getattr(AcceleratorState(**equal), name) is given[name]
+    assert AcceleratorState._shared_state[name] is given[name]
+    with pytest.raises(Conflict, match=name):
+        AcceleratorState(**other)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_version_of_fsdp_is_asked_of_its_configuration(version: int) -> None:
+    assert AcceleratorState(cpu=True, fsdp_plugin=Sharding(version)).is_fsdp2 is (version == 2)
+
+
+def test_a_configuration_that_comes_after_the_run_was_made() -> None:
+    AcceleratorState(cpu=True, _from_accelerator=True)
+    with pytest.raises(Conflict, match="fsdp_plugin=None"):
+        AcceleratorState(fsdp_plugin=Sharding())
+
+
+def test_one_deepspeed_configuration_is_in_use_without_being_selected() -> None:
+    only = Engine(stage=2)
+    state = AcceleratorState(cpu=True, deepspeed_plugin=only)
+    assert state.deepspeed_plugin is only
+    assert state.deepspeed_plugins == {"default": only}
+
+
+def test_one_of_several_deepspeed_configurations_is_selected() -> None:
+    student, teacher = Engine(stage=2, selected=True), Telling(stage=3)
+    state = AcceleratorState(cpu=True, deepspeed_plugin={"student": student, "teacher": teacher})
+    assert state.deepspeed_plugin is student
+    assert state.get_deepspeed_plugin("teacher") is teacher
+
+    state.select_deepspeed_plugin("teacher")
+    assert AcceleratorState().deepspeed_plugin is teacher
+    assert teacher.told == [True]
+    assert not student.selected
+
+    state.select_deepspeed_plugin("student")
+    assert AcceleratorState().deepspeed_plugin is student
+    assert student.selected
+    assert not teacher.selected
+
+
+@pytest.mark.parametrize("name", ["techer", None])
+def test_an_unknown_deepspeed_configuration_changes_nothing(name: str | None) -> None:
+    student, teacher = Engine(stage=2, selected=True), Engine(stage=3)
+    state = AcceleratorState(cpu=True, deepspeed_plugin={"student": student, "teacher": teacher})
+    with pytest.raises(SettingError, match="'student', 'teacher'"):
+        state.select_deepspeed_plugin(name)
+    assert state.deepspeed_plugin is student
+    assert student.selected
