@@ -52,7 +52,7 @@ def test_rank_0_given_twice_finds_its_port_in_use(two: Processes) -> None:
 
 
 def test_a_process_that_never_comes(two: Processes) -> None:
-    for told in two.run(start_as, [0, 1], 3, 3.0):
+    for told in two.run(start_as, [0, 1], 3, 1.5):
         assert told.startswith("CollectiveError")
         assert "of 3 wanted to meet the others" in told
 
@@ -70,7 +70,7 @@ def test_a_port_that_another_program_holds(two: Processes) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         place = {"MASTER_PORT": str(taken.getsockname()[1])}
-        first, second = two.run(start_as, [0, 1], 2, 3.0, environment=place)
+        first, second = two.run(start_as, [0, 1], 2, 1.0, environment=place)
     assert "the port is in use" in first
     assert second.startswith("CollectiveError")
 

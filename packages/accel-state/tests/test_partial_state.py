@@ -179,9 +179,9 @@ def hang_on_one() -> None:
         signal.pause()
 
 
-def test_a_hanging_rank_is_ended() -> None:
-    with Processes(2) as group:
-        outcomes = group.outcomes(hang_on_one, timeout=10)
+def test_a_hanging_rank_is_ended(two: Processes) -> None:
+    two.run(describe)
+    outcomes = two.outcomes(hang_on_one, timeout=2)
     assert [outcome.hung for outcome in outcomes] == [True, True]
 
 
@@ -192,11 +192,10 @@ def die_on_one() -> None:
         os._exit(7)
 
 
-def test_a_dead_rank_is_reported_with_its_exit_code() -> None:
-    with Processes(2) as group:
-        outcomes = group.outcomes(die_on_one)
-        assert outcomes[1].exitcode == 7
-        assert group.run(describe)[1]["rank"] == 1
+def test_a_dead_rank_is_reported_with_its_exit_code(two: Processes) -> None:
+    outcomes = two.outcomes(die_on_one)
+    assert outcomes[1].exitcode == 7
+    assert two.run(describe)[1]["rank"] == 1
 
 
 def meet_nobody() -> str:

@@ -64,7 +64,8 @@ def main() -> None:
         try:
             call = pickle.load(calls)
         except EOFError:
-            return
+            # Taking torch down piece by piece would last longer than most calls.
+            os._exit(0)
         try:
             value, error = _call(*call), None
         except BaseException:

@@ -36,6 +36,13 @@ __all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "
 
 _GRACE = 5.0
 
+_NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
+"""What keeps the C library from asking a name server.
+
+torch asks it for the name of every peer, and where its answer is lost a process stands still for five seconds. Names
+that the machine knows by itself, such as localhost, are found all the same.
+"""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -181,6 +188,7 @@ class _Member:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **_NO_NAME_SERVER,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         self.process = subprocess.Popen(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -21,6 +24,10 @@ _GRACE: Final = timedelta(seconds=2)
 
 _LAST_WORDS: Final = timedelta(seconds=10)
 """How long the process that hosts the store stays for the others to read why all give up."""
+
+_FIRST_PAUSE: Final = 0.002
+_LONGEST_PAUSE: Final = 0.1
+"""Seconds between two looks whether somebody listens; they double up to this."""
 
 _meetings: Counter[tuple[str, int]] = Counter()
 """How often this process met others at a place; a second meeting must not read what the first one left there."""
@@ -63,10 +70,14 @@ def _rendezvous(place: str, topology: Topology, timeout: timedelta) -> Any:
         TimeoutError: nothing came of it.
     """
     outcome: list[Any] = []
+    deadline = time.monotonic() + timeout.total_seconds()
 
     def go() -> None:
         try:
-            outcome.append(next(rendezvous(place, topology.rank, topology.world_size, timeout=timeout)))
+            if topology.rank != 0:
+                _wait_for_host(place, deadline)
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+            outcome.append(next(rendezvous(place, topology.rank, topology.world_size, timeout=left)))
         except Exception as error:
             outcome.append(error)
 
@@ -78,6 +89,28 @@ def _rendezvous(place: str, topology: Topology, timeout: timedelta) -> Any:
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0][0]
+
+
+def _wait_for_host(place: str, deadline: float) -> None:
+    """Return when somebody listens at a place; torch would look only about twice a second.
+
+    Raises:
+        TimeoutError: nobody did before the deadline.
+    """
+    url = urlsplit(place)
+    if url.scheme != "tcp" or url.hostname is None or url.port is None:
+        return
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            socket.create_connection((url.hostname, url.port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                raise TimeoutError(f"nobody listened there: {error}") from error
+        else:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _not_met(topology: Topology, place: str, error: Exception) -> CollectiveError:
