@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from accel_ops.call_log import Call
-from accel_ops.sightings import describe
-from accel_ops.watch import TICK, Watch
+from accel_ops.sightings import all_told, describe
+from accel_ops.watch import TICK, Picture, Watch
 from accel_state.errors import CollectiveError
 
 __all__ = ("explain",)
+
+_LONGEST_WAIT: Final = 4.0
+"""Seconds that the others, on a machine that is busy, are given to say where they are."""
 
 _REMEDY: Final = (
     "Look at the processes that are gone or elsewhere. If one only needs longer, raise the timeout in "
@@ -27,8 +30,8 @@ _REMEDY: Final = (
 def explain(error: BaseException, call: Call | None, rank: int, world_size: int, watch: Watch) -> CollectiveError:
     """The error for a collective that the backend could not complete.
 
-    Waits one tick, so that the other processes can publish where they are now. A launcher may end this process
-    meanwhile; then the report is printed first.
+    Waits until the other processes have published where they are now. A launcher may end this process meanwhile; then
+    the report is printed first.
 
     Args:
         error: what the backend raised.
@@ -39,16 +42,25 @@ def explain(error: BaseException, call: Call | None, rank: int, world_size: int,
     """
     watch.ask()
     with _termination_put_off() as ended:
-        ended.wait(TICK * 1.5)
-        report = _report(error, call, rank, world_size, watch)
+        report = _report(error, call, rank, world_size, _answers(watch, world_size, ended))
         if ended.is_set():
             sys.stderr.write(f"{report}\n")
             sys.stderr.flush()
     return report
 
 
-def _report(error: BaseException, call: Call | None, rank: int, world_size: int, watch: Watch) -> CollectiveError:
-    picture = watch.picture()
+def _answers(watch: Watch, world_size: int, ended: threading.Event) -> Picture:
+    """Where all are, once they have said so or cannot; at the latest when time is up or this process is ended."""
+    deadline = time.monotonic() + _LONGEST_WAIT
+    ended.wait(TICK)
+    while True:
+        hurried = ended.wait(TICK / 2)
+        picture = watch.picture()
+        if hurried or not picture.fresh or all_told(picture.sightings, world_size) or time.monotonic() > deadline:
+            return picture
+
+
+def _report(error: BaseException, call: Call | None, rank: int, world_size: int, picture: Picture) -> CollectiveError:
     what = f"{call.operation}() at {call.location} (call {call.number})" if call else "A collective"
     source = ""
     if not picture.fresh and world_size > 1:

@@ -17,7 +17,7 @@ from typing import Final
 from accel_ops.call_log import CallLog
 from accel_ops.main_thread import main_thread_place
 
-__all__ = ("Sighting", "describe", "look", "ranks")
+__all__ = ("Sighting", "all_told", "describe", "look", "ranks")
 
 _SILENT: Final = 5.0
 """Seconds without news after which it is told how old the news is."""
@@ -95,6 +95,13 @@ def look(log: CallLog, closely: bool = False) -> Sighting:
     )
 
 
+def all_told(sightings: Mapping[int, Sighting], world_size: int) -> bool:
+    """Whether each process is in a collective, has told its line, or takes no part any more."""
+    return len(sightings) == world_size and all(
+        seen.active or seen.now_at or seen.left or _is_gone(seen) for seen in sightings.values()
+    )
+
+
 def describe(sightings: Mapping[int, Sighting], world_size: int) -> str:
     """Where all processes are, those in the same place in one sentence, the smallest group first.
 
@@ -123,10 +130,14 @@ def ranks(members: list[int]) -> str:
 
 
 def _state(seen: Sighting) -> str:
-    if seen.host == _host() and _has_ended(seen.pid):
+    if _is_gone(seen):
         return f"gone (process {seen.pid} has ended); it was last seen {seen.where()}"
     age = time.time() - seen.time
     return seen.where() + (f", by the last news, {age:.0f} s old" if age > _SILENT else "")
+
+
+def _is_gone(seen: Sighting) -> bool:
+    return seen.host == _host() and _has_ended(seen.pid)
 
 
 def _host() -> str:
