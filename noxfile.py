@@ -142,6 +142,24 @@ def isolated(session: nox.Session, package: str) -> None:
         session.run("python", "-m", "pytest", *settings, str(copy), *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(
+    name="third-party", default=False, venv_backend="virtualenv", reuse_venv=False, requires=["wheels", "base"]
+)
+def third_party(session: nox.Session) -> None:
+    """Install a backend that somebody else wrote next to our wheels, launch with it, and run its own tests."""
+    look_through_to_base(session)
+    example = ROOT / "tests-integration" / "accel-backend-example"
+    with tempfile.TemporaryDirectory() as outside:
+        build = ("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", outside, str(example))
+        run(session, "python", "-m", "pip", *build)
+        (wheel,) = Path(outside).glob("*.whl")
+        session.install("-q", "-c", str(WHEELS / "constraints.txt"), f"{wheel}[testing]")
+        session.run("accel", "backends")
+        tests = shutil.copytree(example / "tests", Path(outside) / "tests")
+        settings = ["-c", str(PROJECT), "--rootdir", outside, "-p", "no:cacheprovider"]
+        session.run("python", "-m", "pytest", *settings, str(tests), *session.posargs, env=ONE_THREAD)
+
+
 def look_through_to_base(session: nox.Session) -> None:
     """Makes the packages of `base` visible here: torch once on the disk serves nine environments."""
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -9,6 +9,9 @@ import pytest
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
+# A package of its own, which is tested where it is installed.
+collect_ignore = ["accel-backend-example"]
+
 
 @pytest.fixture
 def clean_state() -> Iterator[None]:

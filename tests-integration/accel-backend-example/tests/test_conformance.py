@@ -1,0 +1,16 @@
+"""The backend passes the suite that every backend passes."""
+
+from __future__ import annotations
+
+from accel_backend_example import ExampleConfig
+from accel_plugins.testing import BackendSuite
+
+
+class TestExample(BackendSuite):
+    target = "accel_backend_example.manifest:MANIFEST"
+
+
+class TestExampleAlone(BackendSuite):
+    target = "accel_backend_example.manifest:MANIFEST"
+    config = ExampleConfig(keep=0.1)
+    processes = 1
