@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from accel_plugins.bundle import Bundle
-from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.manifest import Part
 from accel_plugins.testing.reference_loop import Case, Plain, Session, Small, batches, loss_of, make_model
-from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState
@@ -25,7 +23,7 @@ Answer = dict[str, Any]
 
 def train(case: Case) -> Answer:
     """Train, and tell everything that can be compared."""
-    session = Session(case)
+    session = case.open()
     losses, norms = session.train()
     return {"losses": losses, "norms": norms, "weights": session.weights(), "shards": _shards(session)}
 
@@ -45,7 +43,7 @@ def is_present(case: Case) -> object:
 
 def look_at_prepared(case: Case) -> Answer:
     """What became of model and optimizer."""
-    session = Session(case)
+    session = case.open()
     training = {id(parameter) for parameter in session.model.parameters()}
     held = [id(parameter) for group in session.optimizer.param_groups for parameter in group["params"]]
     bare = session.strategy.unwrap(session.model)
@@ -61,7 +59,7 @@ def look_at_prepared(case: Case) -> Answer:
 
 def check_twice(case: Case) -> Answer:
     """Whether checking changes anything."""
-    session = Session(case)
+    session = case.open()
     model = make_model(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bundle = Bundle.of([model, optimizer])
@@ -81,7 +79,7 @@ def check_twice(case: Case) -> Answer:
 
 def forward_and_unwrap(case: Case) -> Answer:
     """Outputs of the prepared model before and after it was unwrapped, and of the plain one."""
-    session = Session(case)
+    session = case.open()
     inputs = next(iter(batches(case)))[0].to(session.process.device)
     with torch.no_grad():
         first = session.model(inputs)
@@ -94,7 +92,7 @@ def forward_and_unwrap(case: Case) -> Answer:
 
 def several_models(case: Case) -> Answer:
     """Two models with an optimizer each in one call, trained alternately."""
-    session = Session(case)
+    session = case.open()
     models = [make_model(1), make_model(2)]
     bundle = session.prepare(Bundle.of([*models, *[torch.optim.SGD(m.parameters(), lr=0.3) for m in models]]))
     for number, batch in enumerate(batches(case)):
@@ -127,9 +125,9 @@ def writes(session: Session) -> bool:
 # ------------------------------------------------------------------------------- sync
 
 
-def count_reductions(case: Case) -> Answer:
-    """How many collectives that combine gradients run in one backward: with sync, held back, nested, and afterwards."""
-    session = Session(case)
+def count_collectives(case: Case) -> Answer:
+    """(all collectives, those that reduce): of one backward, one held back, two held back by nesting, one afterwards."""
+    session = case.open()
     inputs, targets = session.slice(next(iter(batches(case))))
 
     def backward() -> None:
@@ -145,20 +143,22 @@ def count_reductions(case: Case) -> Answer:
                 backward()
             backward()
 
-    return {name: _reductions(action) for name, action in
-            {"sync": backward, "held": held, "nested": nested, "again": backward}.items()}  # fmt: skip
+    for _ in range(2):
+        backward()  # What a backend arranges once, it has arranged then.
+    actions = {"sync": backward, "held": held, "nested": nested, "again": backward}
+    return {name: _collectives(action) for name, action in actions.items()}
 
 
-def _reductions(action: Callable[[], None]) -> int:
+def _collectives(action: Callable[[], None]) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         action()
-    names = [event.name for event in profile.events() or ()]
-    return sum("c10d::" in name and "reduce" in name for name in names)
+    names = [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
+    return len(names), sum("reduce" in name for name in names)
 
 
 def gradients_of(case: Case, late: bool = False) -> Answer:
     """Gradients of one global batch; `late` holds back forward and synchronises in backward."""
-    session = Session(case)
+    session = case.open()
     batch = next(iter(batches(case)))
     if late:
         inputs, targets = session.slice(batch)
@@ -183,7 +183,7 @@ def gradients_plain(case: Case) -> Answer:
 
 def join_uneven(case: Case) -> Answer:
     """The second process has three batches more than the first."""
-    session = Session(case)
+    session = case.open()
     with session.strategy.join([session.model]):
         for _ in range(2 + 3 * session.process.rank):
             session.backward(next(iter(batches(case))))
@@ -193,7 +193,7 @@ def join_uneven(case: Case) -> Answer:
 
 def average(case: Case) -> Answer:
     """Parameters after each process filled them with its rank and they were averaged."""
-    session = Session(case)
+    session = case.open()
     with torch.no_grad():
         for parameter in session.model.parameters():
             parameter.fill_(float(session.process.rank))
@@ -203,7 +203,7 @@ def average(case: Case) -> Answer:
 
 def clipped_gradients(case: Case) -> Answer:
     """Gradients of one batch after clipping, and the norm before."""
-    session = Session(case)
+    session = case.open()
     session.backward(next(iter(batches(case))))
     return {"norm": session.clip(), "gradients": session.gradients()}
 
@@ -224,7 +224,7 @@ def clipped_plain(case: Case) -> Answer:
 
 def overflow(case: Case) -> Answer:
     """Whether a step is made when the loss of the last process is infinite, and when none is."""
-    session = Session(case)
+    session = case.open()
     before, stepped, unchanged = session.weights(), [], []
     for bad in (True, False):
         inputs, targets = session.slice(next(iter(batches(case))))
@@ -240,67 +240,59 @@ def overflow(case: Case) -> Answer:
 # ------------------------------------------------------------------------ checkpoints
 
 
-def _contents(session: Session) -> Contents:
-    schedule = torch.optim.lr_scheduler.StepLR(session.optimizer.optimizer, 2, 0.5)
-    scheduler = AcceleratedScheduler(schedule, session.optimizer, gradient=session.gradient, processes=1)
-    return Contents([session.model], [session.optimizer], [scheduler], scaler=session.strategy.context.precision)
+def _schedule(session: Session) -> Any:
+    return session.follow(torch.optim.lr_scheduler.StepLR(session.optimizer.optimizer, 2, 0.5))
 
 
-def _train_on(session: Session, contents: Contents, data: list[Any]) -> list[float]:
+def _train_on(session: Session, scheduler: Any, data: list[Any]) -> list[float]:
     losses = []
     for batch in data:
         noisy = (batch[0] + 0.01 * torch.randn(batch[0].shape), batch[1])
         losses += session.train([noisy])[0]
-        contents.schedulers[0].step()
+        scheduler.step()
     return losses
 
 
 def save_and_resume(case: Case, folder: str) -> Answer:
     """Losses after a save, of the run that went on and of a new one that resumed."""
-    session = Session(case)
-    contents, data = _contents(session), list(batches(case))
+    session, data = case.open(), list(batches(case))
+    scheduler = _schedule(session)
     torch.manual_seed(5 + session.process.rank)
-    _train_on(session, contents, data[:2])
-    save_folder(folder, contents, session.strategy, session.process, step=2)
-    session.process.transport.barrier()
+    _train_on(session, scheduler, data[:2])
+    session.save(Path(folder), step=2)
     weights = session.weights()
-    expected = _train_on(session, contents, data[2:])
-    resumed = Session(case, make_model(9))
-    other = _contents(resumed)
-    step = load_folder(folder, other, resumed.strategy, resumed.process)
+    expected = _train_on(session, scheduler, data[2:])
+    resumed = case.open(make_model(9))
+    other = _schedule(resumed)
+    step = resumed.load(Path(folder))
     loaded = resumed.weights()
     return {
         "step": step,
         "expected": expected,
         "resumed": _train_on(resumed, other, data[2:]),
         "same_weights": loaded == weights,
-        "rates": (contents.schedulers[0].get_last_lr(), other.schedulers[0].get_last_lr()),
+        "rates": (scheduler.get_last_lr(), other.get_last_lr()),
     }
 
 
 def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
     """Losses of a run that saves after every step, or does not."""
-    session = Session(case)
-    contents, losses = _contents(session), []
+    session, losses = case.open(), []
     for number, batch in enumerate(batches(case)):
         losses += session.train([batch])[0]
         if saves:
             target = Path(folder, str(number))
             target.mkdir(exist_ok=True)
             session.process.transport.barrier()
-            save_folder(target, contents, session.strategy, session.process)
+            session.save(target)
     return {"losses": losses}
 
 
 def load_from_nothing(case: Case, folder: str) -> list[str]:
     """For each part, the name of the error when it is loaded from an empty folder."""
-    session = Session(case)
-    contents = _contents(session)
-    return [
-        _error_of(session, part, item, Path(folder))
-        for part in session.strategy.load_order
-        for item in contents.of_kind(part)
-    ]
+    session = case.open()
+    items = {Part.MODEL: session.model, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: _schedule(session)}
+    return [_error_of(session, part, items[part], Path(folder)) for part in session.strategy.load_order]
 
 
 def _error_of(session: Session, part: Part, item: Any, folder: Path) -> str:
@@ -315,7 +307,7 @@ def _error_of(session: Session, part: Part, item: Any, folder: Path) -> str:
 
 def weights_out_and_in(case: Case) -> Answer:
     """Weights through `state_dict` and `load_weights`, and a plain model that was given them."""
-    session = Session(case)
+    session = case.open()
     session.train()
     state = {name: value.detach().clone() for name, value in session.strategy.state_dict(session.model).items()}
     other = make_model(4)
@@ -344,7 +336,7 @@ def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def close_at_the_end(case: Case) -> Answer:
     """Whether a strategy can be closed after training, and whether a new one can follow."""
-    session = Session(case)
+    session = case.open()
     session.train()
     session.strategy.close()
     return train(case)
@@ -353,7 +345,7 @@ def close_at_the_end(case: Case) -> Answer:
 def refuse_foreign_settings(case: Case) -> str:
     """Name of the error when the backend is started with settings that are not its own."""
     try:
-        Session(case.but(config=nullcontext()))
+        case.but(config=nullcontext()).open()
     except AccelError as error:
         return type(error).__name__ if error.remedy else "an error without a remedy"
     return "nothing was raised"
@@ -361,7 +353,7 @@ def refuse_foreign_settings(case: Case) -> str:
 
 def compute_dtype(case: Case) -> Answer:
     """In which dtype the first layer computes, and which dtype comes out."""
-    session = Session(case)
+    session = case.open()
     seen: list[str] = []
     layer: nn.Module = session.strategy.unwrap(session.model)
     for module in layer.modules():

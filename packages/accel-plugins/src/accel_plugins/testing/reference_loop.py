@@ -6,8 +6,10 @@ so every strategy has to arrive at what one process does with the whole batch.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
+from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.context import Context
 from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.precision.config import GradScalerKwargs
@@ -22,6 +25,7 @@ from accel_plugins.precision.select import choose
 from accel_plugins.resolve import build
 from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state import current
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.process import PartialState
@@ -48,6 +52,7 @@ class Case:
         clip_value: value to clip to at every step, or None.
         adam: Adam in place of SGD with momentum.
         tail: samples of the last global batch.
+        session: "module:class" of the `Session` that drives the run.
     """
 
     manifest: Manifest
@@ -61,6 +66,13 @@ class Case:
     clip_value: float | None = None
     adam: bool = False
     tail: int = BATCH
+    session: str = "accel_plugins.testing.reference_loop:Session"
+
+    def open(self, model: nn.Module | None = None) -> Session:
+        """Start the run, with a model of its own or the usual one."""
+        module, _, name = self.session.partition(":")
+        session: Session = getattr(importlib.import_module(module), name)(self, model)
+        return session
 
     def but(self, **changes: Any) -> Case:
         """The same case with some fields changed."""
@@ -168,6 +180,7 @@ class Session:
         prepared = self.prepare(bundle)
         self.model: nn.Module = prepared.models[0]
         self.optimizer: Any = prepared.optimizers[0]
+        self.schedulers: list[Any] = []
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """The steps of `prepare`, in order."""
@@ -183,6 +196,24 @@ class Session:
             for optimizer in bundle.optimizers
         ]
         return bundle
+
+    def follow(self, scheduler: Any) -> Any:
+        """A scheduler that follows the optimizer and belongs to what is saved."""
+        self.schedulers.append(AcceleratedScheduler(scheduler, self.optimizer, gradient=self.gradient, processes=1))
+        return self.schedulers[-1]
+
+    def save(self, folder: Path, step: int = 0) -> None:
+        """Write a checkpoint."""
+        save_folder(folder, self._contents(), self.strategy, self.process, step=step)
+        self.process.transport.barrier()
+
+    def load(self, folder: Path) -> int:
+        """Read a checkpoint; the step it was written at."""
+        return load_folder(folder, self._contents(), self.strategy, self.process)
+
+    def _contents(self) -> Contents:
+        precision = self.strategy.context.precision
+        return Contents([self.model], [self.optimizer], self.schedulers, scaler=precision)
 
     def _autocast(self, bundle: Bundle, phase: Phase) -> None:
         if Duty.PRECISION not in self.manifest.owns and self.manifest.phase(Job.AUTOCAST) is phase:
