@@ -77,7 +77,7 @@ def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
     if async_save and strategy.saves_together and not strategy.saves_behind:
         raise NotOffered(
             "A checkpoint was to be saved while training goes on (async_save=True).",
-            f"The backend {parts._engine.manifest.name!r} saves with collectives that would get in the way of training.",
+            f"The backend {parts._engine.manifest.name!r} saves with collectives that would meet those of training.",
             "Leave async_save out.",
         )
     if not parts.gradient_state.sync_gradients and not strategy.gives_partial_gradients:

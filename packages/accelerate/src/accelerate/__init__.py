@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accel_torch.accelerator import Accelerator
     from accelerate import accelerator as accelerator
     from accelerate import big_modeling as big_modeling
+    from accelerate import checkpointing as checkpointing
     from accelerate import commands as commands
     from accelerate import data_loader as data_loader
     from accelerate import hooks as hooks

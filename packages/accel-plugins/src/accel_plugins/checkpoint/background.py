@@ -98,7 +98,7 @@ def _show_errors_at_exit() -> None:
             saver.wait()
         except BaseException as error:  # the last chance to be heard
             failed = True
-            print("A checkpoint that was being saved in the background is lost:", file=sys.stderr)
+            sys.stderr.write("A checkpoint that was being saved in the background is lost:\n")
             traceback.print_exception(error)
     if failed:
         logging.shutdown()

@@ -110,7 +110,8 @@ class Meeting:
     def _store(self) -> Any:
         """A connection of our own: on a shared one, a wait of another thread would keep us out."""
         if self._connection is None:
-            self._connection = self._process.transport.store().clone()
+            store: Any = self._process.transport.store()
+            self._connection = store.clone()
         return self._connection
 
     def _key(self, phase: str, rank: int) -> str:

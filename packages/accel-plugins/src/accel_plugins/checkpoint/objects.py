@@ -1,4 +1,4 @@
-"""One object in one file: written by those processes that write files, and read back so that nothing in it runs code."""
+"""One object in one file: written by the processes that write files, and read so that nothing in it runs code."""
 
 from __future__ import annotations
 

@@ -179,7 +179,8 @@ class Gate:
             self._handles.append(optimizer.register_step_pre_hook(self._wait))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._wait))
         for model in models:
-            self._handles.append(model.register_load_state_dict_pre_hook(self._wait))
+            handle = model.register_load_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
 
     def _wait(self, *_: Any) -> None:
         self._copied.wait()

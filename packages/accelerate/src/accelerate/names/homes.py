@@ -32,6 +32,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.load": "load_checkpoint_and_dispatch",
         "accel_bigmodel.meta": "init_empty_weights init_on_device",
     },
+    "accelerate.checkpointing": {
+        "accelerate.legacy.checkpoints": """
+            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
+        """,
+    },
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
     "accelerate.commands.config": {
@@ -238,6 +243,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils.other": {
         "accel_bigmodel.byte_counts": "convert_bytes",
         "accel_plugins.blocks": "has_repeated_blocks is_repeated_blocks",
+        "accel_plugins.checkpoint.objects": "load save",
         "accel_plugins.transforms.compile": "compile_regions has_compiled_regions",
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
         "accel_state.environment": "check_os_kernel",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.byte_counts import convert_bytes
     from accel_bigmodel.tied import id_tensor_storage as id_tensor_storage
     from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks
+    from accel_plugins.checkpoint.objects import load, save
     from accel_plugins.transforms.compile import compile_regions, has_compiled_regions
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
     from accel_state.availability import is_deepspeed_available as is_deepspeed_available
@@ -41,8 +42,10 @@ __all__ = (
     "is_compiled_module",
     "is_port_in_use",
     "is_repeated_blocks",
+    "load",
     "merge_dicts",
     "recursive_getattr",
+    "save",
     "wait_for_everyone",
 )
 
