@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_data import prepare_data_loader
+from accel_data import prepare_data_loader, skip_first_batches
+from accel_state import PartialState
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
 
 stateful_dataloader = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="wraps the loader of torchdata, an optional library"
@@ -55,9 +58,9 @@ class Counting(IterableDataset[int]):
             yield self.start + self.at - 1
 
 
-def prepared(plain: DataLoader[Any], processes: int = 1) -> Any:
+def prepared(plain: DataLoader[Any], processes: int = 1, **options: Any) -> Any:
     return prepare_data_loader(
-        plain, num_processes=processes, process_index=processes - 1, use_stateful_dataloader=True
+        plain, num_processes=processes, process_index=processes - 1, use_stateful_dataloader=True, **options
     )
 
 
@@ -133,3 +136,124 @@ def test_the_state_can_be_saved_and_loaded_without_pickled_classes(tmp_path: Any
     other = prepared(DataLoader(range(9), batch_size=2, shuffle=True))
     other.load_state_dict(torch.load(tmp_path / "state.bin", weights_only=True))
     assert [batch.tolist() for batch in other] == rest
+
+
+class Remembering(Dataset[int]):
+    """A data set with indices that also counts how often it was read, and goes back to that count."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.reads = state["reads"]
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return 100 * self.reads + index
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("seed_samples", [False, True])
+def test_a_data_set_with_indices_and_a_state_of_its_own(
+    processes: int, workers: int, shuffle: bool, seed_samples: bool
+) -> None:
+    def make() -> Any:
+        plain = DataLoader(Remembering(), batch_size=2, shuffle=shuffle, num_workers=workers)
+        return prepared(plain, processes, seed_samples=seed_samples, data_seed=1)
+
+    loader = make()
+    list(loader)
+    for steps in (1, 2, 3):
+        rest, saved = rest_and_state(loader, steps)
+        padding = loader.progress.padding
+        other = make()
+        other.load_state_dict(saved)
+        assert [batch.tolist() for batch in other] == rest
+        assert other.progress.padding == padding
+
+
+@pytest.mark.parametrize("data", [Counting, Remembering])
+def test_a_second_interruption_after_skipping_by_hand(data: Any) -> None:
+    def make() -> Any:
+        whole = data(13) if data is Counting else data()
+        return prepared(DataLoader(whole, batch_size=2))
+
+    first = skip_first_batches(make(), 2)
+    rest, saved = rest_and_state(first, 2)
+    second = make()
+    second.load_state_dict(saved)
+    assert [batch.tolist() for batch in second] == rest
+    assert len(rest) == 3
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def dispatched() -> list[tuple[Any, Any]]:
+    PartialState(cpu=True)
+    results = []
+    for kind, workers, split, steps in product(("stream", "remembering", "indices"), (0, 1), (False, True), (1, 2)):
+
+        def make(kind: str = kind, workers: int = workers, split: bool = split) -> Any:
+            data: Any = {"stream": Counting(16), "remembering": Remembering(), "indices": range(16)}[kind]
+            plain = DataLoader(data, batch_size=4 if split else 2, num_workers=workers)
+            return prepare_data_loader(
+                plain, use_stateful_dataloader=True, dispatch_batches=True, put_on_device=True, split_batches=split
+            )
+
+        rest, saved = rest_and_state(make(), steps)
+        other = make()
+        other.load_state_dict(saved)
+        results.append((rest, [batch.tolist() for batch in other]))
+    return results
+
+
+def test_the_main_process_goes_on_from_the_state_of_what_it_reads(two: Processes) -> None:
+    for results in two.run(dispatched):
+        for rest, resumed in results:
+            assert resumed == rest
+            assert len(rest) in (1, 2, 3)
+
+
+class Part(Counting):
+    """One process's own part of a stream."""
+
+
+def own_streams() -> list[tuple[Any, Any]]:
+    rank = PartialState(cpu=True).process_index
+    results = []
+    for workers, steps in product((0, 1), (1, 2, 4)):
+
+        def make(workers: int = workers) -> Any:
+            plain = DataLoader(Part(5 if rank else 12), batch_size=2, num_workers=workers)
+            return prepare_data_loader(plain, use_stateful_dataloader=True, sharding="already")
+
+        rest, saved = rest_and_state(make(), steps)
+        other = make()
+        other.load_state_dict(saved)
+        # What fills up a step comes from the beginning of a stream that begins elsewhere by now.
+        marks = [other.progress.padding and other.progress.padding.of(rank) for _ in other]
+        other = make()
+        other.load_state_dict(saved)
+        real = [batch.tolist()[:mark] for batch, mark in zip(other, marks, strict=True)]
+        results.append(([batch[:mark] for batch, mark in zip(rest, marks, strict=True)], real))
+    return results
+
+
+def test_streams_that_each_process_reads_for_itself_go_on_from_their_states(two: Processes) -> None:
+    first, second = two.run(own_streams)
+    assert [len(rest) for rest, _ in first] == [5, 4, 2] * 2
+    assert second[2][1] == [[], []]
+    for rest, resumed in first + second:
+        assert resumed == rest

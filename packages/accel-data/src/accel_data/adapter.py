@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from accel_data.stateful import stateful_loader_class
+from accel_state.errors import NotOffered
 
 __all__ = ("DataLoaderAdapter", "rebuilt")
 
@@ -21,12 +23,17 @@ class DataLoaderAdapter(DataLoader[Any]):
         batch_sampler: gives the batches of indices.
         kwargs: of `torch.utils.data.DataLoader`.
 
+    Attributes:
+        base_dataloader: the loader that is held.
+        dl_state_dict: what `state_dict` returned last.
+
     Raises:
         Missing: torchdata is needed and not installed.
     """
 
     base_dataloader: DataLoader[Any]
     use_stateful_dataloader: bool
+    dl_state_dict: dict[str, Any]
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -53,6 +60,44 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands.
+
+        Raises:
+            NotOffered: the loader that is held knows no position.
+        """
+        self.dl_state_dict = self._standing()
+        self.adjust_state_dict_for_prefetch()
+        return self.dl_state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` says.
+
+        Raises:
+            NotOffered: the loader that is held knows no position.
+        """
+        self._positioned().load_state_dict(state_dict)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Correct `dl_state_dict` in place before it is returned; for subclasses.
+
+        Nothing has to be corrected here: positions count what the loop received, not what was read ahead.
+        """
+
+    def _standing(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._positioned().state_dict()
+        return state
+
+    def _positioned(self) -> Any:
+        base = self.base_dataloader
+        if not hasattr(base, "state_dict"):
+            raise NotOffered(
+                f"The position of a {type(base).__name__} was to be saved or loaded.",
+                "Only torchdata's StatefulDataLoader and prepared loaders know theirs.",
+                "Give use_stateful_dataloader=True, or prepare the loader.",
+            )
+        return base
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ from its beginning, all of them marked as added, until the last process has run 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from accel_data.progress import Position
 from accel_data.seeding import SampleSeed
 from accel_data.slicing import cut, join, samples_in
 from accel_data.sources import Source, first_batch
+from accel_data.stateful import is_finished
 from accel_state import current
 from accel_state.errors import DataError
 from accel_state.transport.base import Transport, Work
@@ -46,6 +47,7 @@ class AgreedSource:
         self.processes = processes
         self.even = even
         self.drop_last = drop_last
+        self._asking: _Asking | None = None
 
     @property
     def step_size(self) -> int | None:
@@ -100,11 +102,17 @@ class AgreedSource:
         if at is not None:
             own = dataclasses.replace(at, samples=None if size is None else at.steps * size)
         transport = current.process_or_start().transport
+        self._asking = None
         if not self.even or self.processes == 1 or transport.world_size != self.processes:
             return inner.open(own)
         steps = inner.skipped()[0] if at is None else at.steps
         head = first_batch(inner) if steps else None
-        return in_step(inner.open(own), transport, self.drop_last, self.base.batch_sampler is None, head)
+        single, base = self.base.batch_sampler is None, None if at is None else at.base
+        if base is not None and is_finished(base):
+            self._asking = _Asking(iter(()), transport, single, lambda: base)
+        else:
+            self._asking = _Asking(inner.open(own), transport, single, inner.base_state)
+        return in_step(self._asking, self.drop_last, head)
 
     @property
     def padded(self) -> Collection[int]:
@@ -132,35 +140,39 @@ class AgreedSource:
         steps, samples = self.inner.skipped()
         return steps, None if samples is None else samples * self.processes
 
+    @property
+    def continues_from_base(self) -> bool:
+        """See `Source`."""
+        return self.inner.continues_from_base
+
     def base_state(self) -> dict[str, Any] | None:
-        """None: what is read ahead here is not given out yet."""
-        return None
+        """See `Source`."""
+        return self.inner.base_state() if self._asking is None else self._asking.base_given
 
     def identity(self) -> str:
         """See `Source`."""
         return self.inner.identity()
 
-    def obstacle(self, reading: bool = False) -> str | None:
+    def obstacle(self) -> str | None:
         """See `Source`."""
-        return self.inner.obstacle(reading=True)
+        return self.inner.obstacle()
+
+    def foreign_obstacle(self) -> str | None:
+        """See `Source`."""
+        return self.inner.foreign_obstacle()
 
 
-def in_step(
-    batches: Iterator[Any], transport: Transport, drop_last: bool, single: bool = False, head: Any = None
-) -> Iterator[Any]:
+def in_step(asking: _Asking, drop_last: bool, head: Any = None) -> Iterator[Any]:
     """The batches of one process, as many as the process that has most of them.
 
     Args:
-        batches: this process's own.
-        transport: between the processes.
+        asking: reads them and tells the others.
         drop_last: as many as the process that has fewest of them instead.
-        single: what comes are samples that are not batched.
         head: the first batch of the epoch; that of `batches` when None.
 
     Raises:
         DataError: a process has no sample at all, so it cannot take part; or another process could not read.
     """
-    asking = _Asking(batches, transport, single)
     asking.ask()
     try:
         while True:
@@ -171,27 +183,45 @@ def in_step(
                 _check_all_have(sizes)
                 head = batch
             asking.ask()
-            yield _filled(batch, head, sizes, single)
+            yield _filled(batch, head, sizes, asking.single)
     finally:
         asking.answers(fails=False)
 
 
 class _Asking:
-    """Reads one batch ahead and learns what the others have read."""
+    """Reads one batch ahead and learns what the others have read.
 
-    def __init__(self, batches: Iterator[Any], transport: Transport, single: bool) -> None:
+    Args:
+        batches: this process's own.
+        transport: between the processes.
+        single: what comes are samples that are not batched.
+        base_state: what torchdata needs to continue after the batch that was read last.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        transport: Transport,
+        single: bool,
+        base_state: Callable[[], dict[str, Any] | None],
+    ) -> None:
         self.batches = batches
         self.transport = transport
         self.single = single
+        self.base_state = base_state
+        self.base_read: dict[str, Any] | None = None
+        self.base_given: dict[str, Any] | None = None
         self.work: Work | None = None
         self.batch: Any = None
         self.failure: Exception | None = None
         self.sizes = torch.empty(transport.world_size, dtype=torch.int64)
 
     def ask(self) -> None:
-        """Read the next batch and start telling the others its size."""
+        """Read the next batch, which lets the one before count as given out, and start telling the others its size."""
         try:
+            self.base_given = self.base_read
             self.batch = next(self.batches, _OVER)
+            self.base_read = self.base_state()
             size = self._size()
         except Exception as error:
             self.failure, size = error, _FAILED

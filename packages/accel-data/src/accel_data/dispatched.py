@@ -103,7 +103,8 @@ class DispatchedSource:
         where = None if at is None else dataclasses.replace(at, steps=at.steps * self.per_step)
         steps = self.inner.skipped()[0] if at is None else at.steps
         first = first_batch(self.inner) if steps and not self.drop_last else None
-        return rounds(self.inner.open(where), self.processes, self.split, self.drop_last, self.slice_fn, first)
+        inner, split, drop_last = self.inner, self.split, self.drop_last
+        return rounds(inner.open(where), self.processes, split, drop_last, self.slice_fn, first, inner.base_state)
 
     @property
     def padded(self) -> Collection[int]:
@@ -132,14 +133,25 @@ class DispatchedSource:
         batches, samples = self.inner.skipped()
         return batches // self.per_step, samples
 
+    @property
+    def continues_from_base(self) -> bool:
+        """See `Source`."""
+        return self.inner.continues_from_base
+
     def base_state(self) -> dict[str, Any] | None:
-        """None: what is read ahead here is not given out yet."""
+        """None: the steps carry it, since more is read ahead here."""
         return None
 
     def identity(self) -> str:
         """See `Source`."""
         return self.inner.identity()
 
-    def obstacle(self, reading: bool = False) -> str | None:
+    def obstacle(self) -> str | None:
         """See `Source`."""
-        return self.inner.obstacle(reading=True)
+        return self.inner.obstacle()
+
+    def foreign_obstacle(self) -> str | None:
+        """See `Source`."""
+        if self.processes > 1:
+            return "It counts what the main process had read ahead for all, so the position is not known."
+        return self.inner.foreign_obstacle()

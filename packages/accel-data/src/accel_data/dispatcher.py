@@ -125,6 +125,7 @@ class DataLoaderDispatcher(PreparedLoader):
         arrival: Arrival | object = first
         while isinstance(arrival, Arrival):
             progress.steps += 1
+            progress.base = arrival.base
             progress.padding = padding = arrival.padding
             progress.end_of_dataloader = arrival.last
             if arrival.last and padding is not None and padding.total >= 0:

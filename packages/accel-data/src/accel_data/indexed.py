@@ -9,12 +9,13 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from accel_data.adapter import rebuilt
 from accel_data.names import Indices
-from accel_data.order import Draw, Draws, repeatable, upcoming
+from accel_data.order import Draw, Draws, decided_by_epoch, repeatable, upcoming
 from accel_data.padding import Padding
 from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sources import READS_NAMES, length_of
+from accel_data.stateful import has_state, steps_in
 
 __all__ = ("MapSource", "OneByOne")
 
@@ -49,6 +50,7 @@ class MapSource:
         self.base = base
         self.shard = shard
         self.sample_seed = sample_seed
+        self._unseen = 0
 
     @classmethod
     def over(
@@ -130,8 +132,19 @@ class MapSource:
 
     def open(self, at: Position | None) -> Iterator[Any]:
         """See `Source`."""
+        self._unseen = 0
+        if at is not None and at.base is not None:
+            return self._continued(at.steps, at.base)
         position = None if at is None else at.steps if self.shard.walked else at.samples
         self.shard.start_once_at(position)
+        return iter(self.base)
+
+    def _continued(self, steps: int, state: dict[str, Any]) -> Iterator[Any]:
+        """The rest of an epoch whose data set goes back to its own state; torchdata passes over the indices."""
+        self._unseen = steps_in(state) or 0
+        before = steps - self._unseen
+        self.shard.start_once_at(before if self.shard.walked else before * (self.shard.step_size or 1))
+        self.base.load_state_dict(state)  # type: ignore[attr-defined]
         return iter(self.base)
 
     @property
@@ -141,7 +154,7 @@ class MapSource:
 
     def padding(self, number: int) -> Padding | None:
         """See `Source`."""
-        padding = self.shard.padded.get(number)
+        padding = self.shard.padded.get(number + self._unseen)
         if padding is None or not self.single:
             return padding
         return padding.of_single()
@@ -168,19 +181,33 @@ class MapSource:
         steps, size = self.shard.skipped_steps, self.step_size
         return steps, None if size is None else steps * size
 
+    @property
+    def continues_from_base(self) -> bool:
+        """See `Source`."""
+        return has_state(self.base)
+
     def base_state(self) -> dict[str, Any] | None:
-        """None: a position is enough."""
-        return None
+        """See `Source`."""
+        if not self.continues_from_base:
+            return None
+        state: dict[str, Any] = self.base.state_dict()  # type: ignore[attr-defined]
+        return state
 
     def identity(self) -> str:
         """See `Source`."""
         classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
         return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
 
-    def obstacle(self, reading: bool = False) -> str | None:
+    def obstacle(self) -> str | None:
         """See `Source`."""
         if repeatable(self.shard.batch_sampler if self.shard.walked else None, self.shard.sampler):
             return None
         return (
             f"The order of {self.identity()} cannot be drawn again: it has neither a generator nor a state of its own."
         )
+
+    def foreign_obstacle(self) -> str | None:
+        """See `Source`."""
+        if not self.shard.walked and decided_by_epoch(self.shard.sampler):
+            return None
+        return f"It does not say what the order of {self.identity()} was drawn from."

@@ -22,6 +22,7 @@ __all__ = (
     "Permuted",
     "begin",
     "begin_walk",
+    "decided_by_epoch",
     "permutation",
     "register",
     "repeatable",
@@ -190,6 +191,11 @@ def repeatable(batch_sampler: Any, sampler: Any) -> bool:
     return sampler is not None and (type(sampler) in _STOCK or _controls_itself(sampler))
 
 
+def decided_by_epoch(sampler: Any) -> bool:
+    """Whether the number of the epoch, with what the sampler was made with, is all that its order depends on."""
+    return type(sampler) in _BY_EPOCH
+
+
 def upcoming(batch_sampler: Any, sampler: Any, restored: Draw | None = None) -> Draw | None:
     """What the next epoch will be drawn from; None where that is decided when it begins.
 
@@ -212,9 +218,16 @@ def register(
     start: Callable[[Any, Draw | None], tuple[Order | Iterator[int], Draw]],
     note: Callable[[Any, Draw | None], Draw],
 ) -> None:
-    """Tell of an exact sampler class how its epoch is begun, and what is noted when something above it is walked."""
+    """Tell of an exact sampler class, whose order the epoch decides, how its epoch is begun.
+
+    Args:
+        sampler_class: the class.
+        start: begins an epoch, as drawn before if a draw is given.
+        note: what an epoch is drawn from, for when something above the sampler is walked.
+    """
     _STOCK[sampler_class] = start
     _NOTES[sampler_class] = note
+    _BY_EPOCH.add(sampler_class)
 
 
 def _sequential(sampler: SequentialSampler, again: Draw | None) -> tuple[Order, Draw]:
@@ -285,3 +298,4 @@ _STOCK: dict[type, Callable[[Any, Draw | None], tuple[Order | Iterator[int], Dra
     RandomSampler: _random,
 }
 _NOTES: dict[type, Callable[[Any, Draw | None], Draw]] = {}
+_BY_EPOCH: set[type] = {SequentialSampler}

@@ -28,11 +28,13 @@ class Arrival:
         part: its batch.
         padding: of the step; None when nothing was added.
         last: whether the epoch ends with it.
+        base: what torchdata needs to continue after it, in the main process.
     """
 
     part: Any
     padding: Padding | None
     last: bool
+    base: dict[str, Any] | None = None
 
 
 def alone(steps: Iterator[Round], index: int = 0) -> Iterator[Arrival]:
@@ -40,7 +42,7 @@ def alone(steps: Iterator[Round], index: int = 0) -> Iterator[Arrival]:
     upcoming = next(steps, None)
     while upcoming is not None:
         step, upcoming = upcoming, next(steps, None)
-        yield Arrival(step.parts[index], step.padding, upcoming is None)
+        yield Arrival(step.parts[index], step.padding, upcoming is None, step.base)
 
 
 class _Outgoing:
@@ -141,7 +143,7 @@ def send(transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -
             if isinstance(outgoing, _Outgoing):
                 following = sender.read()
                 work = sender.post(outgoing, following)
-            yield Arrival(step.parts[indices[_MAIN]], step.padding, outgoing is None)
+            yield Arrival(step.parts[indices[_MAIN]], step.padding, outgoing is None, step.base)
         if outgoing is not None:
             broadcast_object_list([f"{type(outgoing).__name__}: {outgoing}"], _MAIN)
             raise outgoing

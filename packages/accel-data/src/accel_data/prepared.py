@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from accel_data.adapter import DataLoaderAdapter
+from accel_data.foreign import is_foreign, position_in
 from accel_data.progress import Position, Progress
 from accel_data.samplers import innermost_sampler
 from accel_data.sources import Source
@@ -250,8 +251,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         own = {"progress": progress, "gradient_state": gradient, "device": None}
         return type(self).around(self.source.named(), **options | own)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: plain values and tensors, equal on all processes."""
+    def _standing(self) -> dict[str, Any]:
+        """Plain values and tensors, equal on all processes but for the states of data sets ("base")."""
         source, progress = self.source, self.progress
         begun = source.draws.last if progress.steps else source.upcoming()
         position = progress.resume or progress.position(source.draws.again or begun)
@@ -269,11 +270,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Continue the epoch that `state_dict` tells of.
 
         The next iteration has that epoch's order. It begins at the position when restoring it was asked for; else at
-        the beginning, and `skip_first_batches` leads to the position.
+        the beginning, and `skip_first_batches` leads to the position. A state of the original library does not say
+        which epoch that is: it is the one that `set_epoch` told, or the one that comes next.
 
         Raises:
             CheckpointError: restoring the position was asked for and cannot be done exactly.
         """
+        if is_foreign(state_dict):
+            epoch = self.progress.epoch
+            if self.restores:
+                self.progress.move_to(epoch, position_in(state_dict, self.source, epoch, self._name()))
+            return
         position = Position.from_state_dict(state_dict)
         same = state_dict["sampler"] == self.source.identity()
         if self.source.sample_seed is not None and state_dict["sample_seed"] is not None:

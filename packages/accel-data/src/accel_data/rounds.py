@@ -26,10 +26,12 @@ class Round:
     Args:
         parts: one for each process.
         padding: of the step; None when nothing was added.
+        base: what torchdata needs to continue after it; None where a position is enough.
     """
 
     parts: list[Any]
     padding: Padding | None = None
+    base: dict[str, Any] | None = None
 
 
 def rounds(
@@ -39,6 +41,7 @@ def rounds(
     drop_last: bool,
     slice_fn: SliceFunction | None = None,
     first: Any = None,
+    base_state: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> Iterator[Round]:
     """Steps out of the batches of a loader.
 
@@ -53,11 +56,13 @@ def rounds(
         drop_last: leave out a last step that lacks batches.
         slice_fn: cuts a batch, instead of `accel_data.slicing.cut`.
         first: the first batch of the epoch; that of `batches` when None.
+        base_state: what torchdata needs to continue after the batch that was read last.
     """
     per_step = 1 if split else processes
     head: Any = None if first is None else _first_samples([first], processes)
     upcoming, failure = _take(batches, per_step)
     while upcoming and failure is None:
+        base = base_state()
         taken, (upcoming, failure) = upcoming, _take(batches, per_step)
         if head is None:
             head = _first_samples(taken, processes)
@@ -66,10 +71,10 @@ def rounds(
             return
         ends = not upcoming and failure is None
         sizes = {samples_in(batch) for batch in taken} if ends else {None}
-        if split or slice_fn is not None or incomplete or len(sizes) > 1:
-            yield _cut_round(taken, head, processes, slice_fn)
-        else:
-            yield Round(taken)
+        cuts = split or slice_fn is not None or incomplete or len(sizes) > 1
+        step = _cut_round(taken, head, processes, slice_fn) if cuts else Round(taken)
+        step.base = base
+        yield step
     if failure is not None:
         raise failure
 

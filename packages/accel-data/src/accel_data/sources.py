@@ -93,18 +93,21 @@ class Source(Protocol):
     def skipped(self) -> tuple[int, int | None]:
         """Steps and samples by which all epochs begin later."""
 
+    @property
+    def continues_from_base(self) -> bool:
+        """Whether torchdata continues an epoch by itself, because the data set has a state of its own."""
+
     def base_state(self) -> dict[str, Any] | None:
-        """What torchdata needs to continue after the batch read last; None where a position is enough."""
+        """What torchdata needs to continue after the batch given out last; None where a position is enough."""
 
     def identity(self) -> str:
         """Which samplers, or which stream, give the order."""
 
-    def obstacle(self, reading: bool = False) -> str | None:
-        """Why an epoch cannot be continued in its middle, or None.
+    def obstacle(self) -> str | None:
+        """Why an epoch cannot be continued in its middle, or None."""
 
-        Args:
-            reading: the data are read again up to there, so a state of their own does not help.
-        """
+    def foreign_obstacle(self) -> str | None:
+        """Why an epoch of which nothing but a number of batches is known cannot be continued there, or None."""
 
 
 def first_batch(source: Source) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.config import TORCHDATA
 
-__all__ = ("has_state", "stateful_loader_class", "stateful_twin")
+__all__ = ("has_state", "is_finished", "stateful_loader_class", "stateful_twin", "steps_in")
 
 _CARRIED: Final = (
     "num_workers",
@@ -38,11 +39,27 @@ def stateful_loader_class() -> type[DataLoader[Any]]:
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads through torchdata from a stream that can tell its position."""
-    stream = loader.dataset
-    if not isinstance(stream, IterableDataset) or not hasattr(loader, "load_state_dict"):
+    """Whether a loader reads through torchdata from a data set that has a state of its own."""
+    dataset = loader.dataset
+    if not hasattr(loader, "load_state_dict"):
         return False
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def steps_in(state: Mapping[str, Any]) -> int | None:
+    """Batches of the running epoch that a state of torchdata's loader counts; None when it is no such state."""
+    if "_num_yielded" in state:
+        steps = int(state["_num_yielded"])
+    elif "_snapshot" in state:
+        steps = int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
+    else:
+        return None
+    return 0 if is_finished(state) else steps
+
+
+def is_finished(state: Mapping[str, Any]) -> bool:
+    """Whether a state of torchdata's loader was taken after the last batch; loading it begins a new epoch."""
+    return bool(state.get("_iterator_finished", False))
 
 
 def stateful_twin(loader: DataLoader[Any]) -> DataLoader[Any]:

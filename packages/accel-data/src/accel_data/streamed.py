@@ -42,6 +42,26 @@ class SkippedStream(IterableDataset[Any]):
         return max(len(self.dataset) - self.samples, 0)  # type: ignore[arg-type]
 
 
+class ResumableSkip(SkippedStream):
+    """The same of a stream that can tell its position and go back to it, from where nothing is left out."""
+
+    _resumes = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the stream."""
+        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position."""
+        self.dataset.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        self._resumes = True
+
+    def __iter__(self) -> Iterator[Any]:
+        resumes, self._resumes = self._resumes, False
+        return iter(self.dataset) if resumes else super().__iter__()
+
+
 class StreamSource:
     """Batches of a stream.
 
@@ -57,6 +77,7 @@ class StreamSource:
         self.step_size = step_size
         self.skipped_steps = skipped_steps
         self.draws = Draws()
+        self._reading = base
 
     @property
     def stream(self) -> Any:
@@ -118,6 +139,7 @@ class StreamSource:
     def open(self, at: Position | None) -> Iterator[Any]:
         """See `Source`."""
         self._note_draw()
+        self._reading = self.base
         if at is not None and at.base is not None:
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
             return iter(self.base)
@@ -127,7 +149,8 @@ class StreamSource:
             return iter(self.base)
         if self.counts_steps or samples is None:
             return islice(iter(self.base), steps, None)
-        return iter(self._without(samples))
+        self._reading = self._without(samples)
+        return iter(self._reading)
 
     def _without(self, samples: int) -> DataLoader[Any]:
         dataset = self.base.dataset
@@ -135,7 +158,8 @@ class StreamSource:
             rest = copy.copy(dataset)
             rest.skipped_samples = samples
             return rebuilt(self.base, dataset=rest)
-        return rebuilt(self.base, dataset=SkippedStream(dataset, samples))  # type: ignore[arg-type]
+        kind = ResumableSkip if has_state(self.base) else SkippedStream
+        return rebuilt(self.base, dataset=kind(dataset, samples))  # type: ignore[arg-type]
 
     def _note_draw(self) -> None:
         again, self.draws.again = self.draws.again, None
@@ -174,23 +198,35 @@ class StreamSource:
         """See `Source`."""
         return self.skipped_steps, None if self.step_size is None else self.skipped_steps * self.step_size
 
+    @property
+    def continues_from_base(self) -> bool:
+        """See `Source`."""
+        return has_state(self.base)
+
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""
-        if not has_state(self.base):
+        if not self.continues_from_base:
             return None
-        state: dict[str, Any] = self.base.state_dict()  # type: ignore[attr-defined]
+        state: dict[str, Any] = self._reading.state_dict()  # type: ignore[attr-defined]
         return state
 
     def identity(self) -> str:
         """See `Source`."""
         return f"{type(self.stream).__module__}.{type(self.stream).__qualname__}"
 
-    def obstacle(self, reading: bool = False) -> str | None:
+    def obstacle(self) -> str | None:
+        """See `Source`."""
+        if self.continues_from_base or isinstance(getattr(self.stream, "generator", None), torch.Generator):
+            return None
+        return self.foreign_obstacle()
+
+    def foreign_obstacle(self) -> str | None:
         """See `Source`."""
         stream = self.stream
-        if hasattr(stream, "set_epoch") or (has_state(self.base) and not reading):
+        if hasattr(stream, "set_epoch") or (self.continues_from_base and self.processes == 1):
             return None
-        if isinstance(getattr(stream, "generator", None), torch.Generator):
+        # What divides a stream seeds its generator from the epoch.
+        if isinstance(getattr(stream, "generator", None), torch.Generator) and self.stream is not self.base.dataset:
             return None
         hint = " Its own state is used with use_stateful_dataloader=True." if hasattr(stream, "state_dict") else ""
         return (
