@@ -15,7 +15,7 @@ from accel_state import current
 
 __all__ = ("load_accelerator_state", "load_custom_state", "save_accelerator_state", "save_custom_state")
 
-Folder = "str | os.PathLike[str]"
+Folder = str | os.PathLike[str]
 
 
 def save_accelerator_state(
