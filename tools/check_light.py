@@ -36,7 +36,7 @@ LIGHT = (
 )
 
 # Command lines whose answer must not need torch either.
-COMMANDS = (("--help",), ("--version",), ("launch", "--help"))
+COMMANDS = (("--help",), ("--version",), ("launch", "--help"), ("backends", "--no_probe"))
 
 # Run by a fresh interpreter: imports modules, runs command lines, and says on whose behalf each heavy library came in.
 PROBE = """

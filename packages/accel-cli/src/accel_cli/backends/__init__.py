@@ -1,0 +1,1 @@
+"""What `accel backends` finds out and shows."""

@@ -1,0 +1,132 @@
+"""Installed backends as rows: where each comes from, how well it is known to work, and whether it can be used here.
+
+Everything but the probe is found without importing torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from accel_cli.launch.nested import PLACE_VARIABLES
+from accel_plugins.resolve import Found, available
+from accel_state.settings.extension import Extension
+
+__all__ = ("HEAD", "Row", "ask", "rows", "table")
+
+HEAD: Final = ("name", "version", "package", "tier", "here")
+
+_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
+_TIMEOUT: Final = 120.0
+_BUSY: Final = "It gave no answer within {:.0f} s."
+
+
+class Row(NamedTuple):
+    """One backend that some package offers.
+
+    Args:
+        name: what users choose it by.
+        package, version: the distribution that offers it.
+        tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
+        priority: of the backends that are present, the one with the highest is taken.
+        probe: whether a process started here alone would be its own: "present", "absent", "by name" for one that is
+            never taken unless it is asked for, "unknown" when it was not asked or could not tell.
+        obstacle: what stands in the way of using it; empty when nothing does.
+        failure: the traceback of what failed; empty when nothing did.
+    """
+
+    name: str
+    package: str
+    version: str
+    tier: int | None = None
+    priority: int = 0
+    probe: str = "unknown"
+    obstacle: str = ""
+    failure: str = ""
+
+
+def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
+    """Every offered backend, in order of name; `answers` are those of `ask`."""
+    return [_row(found, (answers or {}).get(found.name, {})) for found in available()]
+
+
+def _row(found: Found, answer: Mapping[str, Any]) -> Row:
+    package, _, version = found.origin.rpartition(" ")
+    if found.manifest is None:
+        return Row(found.name, package, version, obstacle=found.obstacle or "", failure=found.failure)
+    failure = _settings_failure(found) or answer.get("failed", "")
+    return Row(
+        found.name,
+        package,
+        version,
+        found.manifest.tier,
+        found.manifest.priority,
+        _probed(answer),
+        found.obstacle or _last_line(failure),
+        "" if found.obstacle else failure,
+    )
+
+
+def _probed(answer: Mapping[str, Any]) -> str:
+    if not answer or answer["failed"]:
+        return "unknown"
+    return {True: "present", False: "absent", None: "by name"}[answer["present"]]
+
+
+def _settings_failure(found: Found) -> str:
+    """Traceback of what happens when the settings of a backend are loaded; empty when nothing goes wrong."""
+    target = found.manifest.config if found.manifest is not None else ""
+    if not target:
+        return ""
+    try:
+        Extension("", found.name, target, found.origin).load()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """What the backends answer in a process of its own, and why they could not be asked; empty when they could."""
+    alone = {name: value for name, value in environ.items() if name not in PLACE_VARIABLES}
+    command = [sys.executable, _PROBE]
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            env={**alone, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+    except subprocess.TimeoutExpired:
+        return {}, _BUSY.format(_TIMEOUT)
+    if answer.returncode:
+        return {}, _last_line(answer.stderr) or f"Exit code {answer.returncode}."
+    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found, ""
+
+
+def table(listed: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Cells under `HEAD`."""
+    listed = list(listed)
+    best = max((row.priority for row in listed if row.probe == "present" and not row.obstacle), default=None)
+    return [
+        (row.name, row.version, row.package, "?" if row.tier is None else str(row.tier), _here(row, best))
+        for row in listed
+    ]
+
+
+def _here(row: Row, best: int | None) -> str:
+    if row.obstacle:
+        return f"cannot be used: {row.obstacle}"
+    return "taken" if row.probe == "present" and row.priority == best else row.probe
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
