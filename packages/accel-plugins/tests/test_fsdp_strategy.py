@@ -195,7 +195,7 @@ def refusal(given: Case, precision: str, what: str) -> str:
 @pytest.mark.parametrize(
     ("options", "precision", "what", "error"),
     [
-        ({"fsdp_version": 1}, "no", "", "NotOffered"),
+        ({"fsdp_version": 1}, "no", "", "Conflict"),
         ({"ignored_modules": "head"}, "fp16", "", "NotOffered"),
         ({}, "no", "meta", "Conflict"),
         ({}, "no", "stepped", "Conflict"),
@@ -388,8 +388,9 @@ def test_a_launcher_asks_for_it_by_its_variable(two: Group) -> None:
     assert two.run(chosen, environment={"ACCELERATE_USE_FSDP": "false"}) == [("ddp", "None")] * 2
 
 
-def test_version_1_is_refused_and_not_replaced(two: Group) -> None:
-    given = Case(FSDP2)
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
+def version(given: Case) -> int:
+    return int(Session(given).strategy.config.fsdp_version)
 
-    assert set(two.run(refusal, given, "no", "", environment=environment)) == {"NotOffered"}
+
+def test_the_backend_named_is_what_its_settings_are_for(two: Group) -> None:
+    assert two.run(version, Case(FSDP2)) == [2, 2]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from accel_state.errors import PluginError
 from accel_state.labels import DistributedType
@@ -33,6 +33,7 @@ class Duty(str, Enum):
     CLIPPING = "clipping"
     SCHEDULE = "schedule"
     COMPILE = "compile"
+    SEQUENCE = "sequence"
 
 
 class Part(str, Enum):
@@ -101,6 +102,7 @@ class Manifest:
         axes: mesh axes it can live with.
         phases: where jobs go whose order differs from the usual one (autocast before, compile after).
         lacks: what it cannot do.
+        settings: arguments for its settings class where the settings are not given, such as the version it is for.
         launcher: "module:function" of its own launcher, or None.
         priority: of the backends that are present, the one with the highest is taken.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
@@ -121,6 +123,7 @@ class Manifest:
     axes: frozenset[Axis] = frozenset()
     phases: Mapping[Job, Phase] = field(default_factory=dict)
     lacks: frozenset[Ability] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     launcher: str | None = None
     priority: int = 0
     tier: int | None = None

@@ -1,7 +1,8 @@
 """Which backend owns the run: finding backends, choosing one, and making its strategy.
 
 The choice is: argument, else a settings object that belongs to a backend, else the environment, else the backend with
-the highest priority among those whose circumstances are present. All processes must choose the same one. Importing this
+the highest priority among those whose circumstances are present; where that one does not take the axes along which the
+processes are arranged, one with a higher priority that does. All processes must choose the same one. Importing this
 module loads neither torch nor any backend.
 """
 
@@ -13,7 +14,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from accel_plugins.manifest import PROTOCOL, Manifest
+from accel_plugins import mesh_rules
+from accel_plugins.manifest import PROTOCOL, Axis, Manifest
 from accel_state.errors import AccelError, Conflict, NotOffered, PluginError, SettingError
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.extension import extensions
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from accel_plugins.context import Context
     from accel_plugins.strategy import Strategy
     from accel_state.current import Process
+    from accel_state.mesh import ParallelismConfig
 
 __all__ = ("Found", "available", "build", "choose", "config_among")
 
@@ -77,17 +80,23 @@ def _look_at(extension: Any) -> Found:
     return Found(extension.name, extension.origin, None if failure else manifest, failure)
 
 
-def choose(name: str | None = None, config: object | None = None, process: Process | None = None) -> Manifest:
+def choose(
+    name: str | None = None,
+    config: object | None = None,
+    process: Process | None = None,
+    arranged: ParallelismConfig | None = None,
+) -> Manifest:
     """The backend of the run; every process must call this.
 
     Args:
         name: the backend asked for by argument.
         config: a settings object; the backend whose manifest names its class is taken.
         process: who this process is; the current one when None.
+        arranged: how the processes are arranged along axes; where nobody names a backend, one that takes them is taken.
 
     Raises:
         SettingError: there is no backend of that name, or the processes chose different ones.
-        Conflict: several backends have equal claims.
+        Conflict: several backends have equal claims, or the one chosen does not take the axes.
         PluginError: the backend asked for is broken.
         Missing: a package that it needs is not installed.
     """
@@ -96,7 +105,9 @@ def choose(name: str | None = None, config: object | None = None, process: Proce
 
         process = current.process_or_start()
     try:
-        manifest = _pick(name, config, process)
+        manifest = _pick(name, config, process, arranged)
+        if arranged is not None:
+            mesh_rules.check(manifest, arranged)
     except AccelError:
         # The others wait for this process's answer.
         _everyones_choice(process, "")
@@ -137,7 +148,9 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
             f"Its settings are {manifest.config}.",
             "Leave out one of the two.",
         )
-    return strategy_class(context, from_environment(config_class) if config is None else config)
+    if config is None:
+        config = from_environment(config_class, None, **manifest.settings)
+    return strategy_class(context, config)
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
@@ -148,7 +161,7 @@ def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
 # ---------------------------------------------------------------------------- picking
 
 
-def _pick(name: str | None, config: object | None, process: Process) -> Manifest:
+def _pick(name: str | None, config: object | None, process: Process, arranged: ParallelismConfig | None) -> Manifest:
     found = available()
     if name is not None:
         return _named(name, "argument", found)
@@ -157,7 +170,10 @@ def _pick(name: str | None, config: object | None, process: Process) -> Manifest
     given = resolve(RunSettings, {})["backend"]
     if given.value is not None:
         return _named(given.value, given.origin, found)
-    return _present(process, found)
+    present = _present(process, found)
+    if arranged is None or mesh_rules.takes(present, mesh_rules.active_axes(arranged)):
+        return present
+    return _for_axes(mesh_rules.active_axes(arranged), found, present.priority) or present
 
 
 def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
@@ -230,6 +246,23 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
         )
     highest = max(priority for priority, _ in claims)
     best = [one for priority, one in claims if priority == highest]
+    if len(best) > 1:
+        _refuse_tie(asked, best)
+    return _usable(asked, best[0])
+
+
+def _for_axes(axes: frozenset[Axis], found: Sequence[Found], above: int) -> Manifest | None:
+    """The backend with the highest priority that takes these axes, or None where none has one above a given number."""
+    claims = [
+        (one.manifest.priority, one)
+        for one in found
+        if one.manifest and one.manifest.priority > above and mesh_rules.takes(one.manifest, axes)
+    ]
+    if not claims:
+        return None
+    highest = max(priority for priority, _ in claims)
+    best = [one for priority, one in claims if priority == highest]
+    asked = f"A backend for {mesh_rules.named(axes)} was to be chosen."
     if len(best) > 1:
         _refuse_tie(asked, best)
     return _usable(asked, best[0])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from accel_plugins.manifest import Part
+from accel_plugins.mesh_axes import DATA_AXES, present_axes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
     from accel_plugins.precision.base import Closure
+    from accel_plugins.transform import Transform
 
 __all__ = ("Shards", "Strategy")
 
@@ -76,6 +78,13 @@ class Strategy:
 
     # ------------------------------------------------------------------ preparing
 
+    def transforms(self) -> Iterable[Transform]:
+        """Changes of the model that the settings of this backend ask for, such as activation checkpointing.
+
+        Called by `prepare`; they are sorted among the others and applied with them.
+        """
+        return ()
+
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work, with the reason and the way out.
 
@@ -86,7 +95,7 @@ class Strategy:
         """Bring a model to where it trains.
 
         Called by `prepare` for each model whose placement was left to us, before any transform. The optimizers hold the
-        model's parameters already, so parameters are moved in place, or replaced and rebound in `setup`.
+        model's parameters already; where one is replaced it keeps its name, and the caller rebinds the optimizers.
         """
         return model.to(self.context.process.device)
 
@@ -115,7 +124,13 @@ class Strategy:
         Called by `prepare` and by whoever counts samples. Processes that must see the same samples, those of one tensor
         axis for example, give the same index. Constant during a run.
         """
-        return Shards(self.context.process.world_size, self.context.process.rank)
+        mesh = self.context.mesh
+        if mesh is None:
+            return Shards(self.context.process.world_size, self.context.process.rank)
+        count, index = 1, 0
+        for axis in present_axes(mesh, DATA_AXES):
+            count, index = count * mesh[axis].size(), index * mesh[axis].size() + mesh.get_local_rank(axis)
+        return Shards(count, index)
 
     # ------------------------------------------------------------------ one step
 

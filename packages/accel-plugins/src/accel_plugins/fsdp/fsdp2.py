@@ -6,6 +6,7 @@ in shards only. A model keeps its class and the names of its parameters, which b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,13 +29,15 @@ from accel_plugins.fsdp import loading, weights
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, mixed_precision, offload
 from accel_plugins.manifest import Axis, Part
-from accel_plugins.strategy import Shards, Strategy
+from accel_plugins.mesh_axes import flattened, part
+from accel_plugins.strategy import Strategy
+from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("FSDP2Strategy",)
 
-_DATA_AXES = (Axis.REPLICATE, Axis.SHARD)
+_DIVIDING = (Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE)
 
 
 class FSDP2Strategy(Strategy):
@@ -48,16 +51,15 @@ class FSDP2Strategy(Strategy):
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
         super().__init__(context, config)
         if config.fsdp_version != 2:
-            raise NotOffered(
-                f"FSDP version {config.fsdp_version} was asked for.",
-                "This release shards by version 2 only.",
-                "Use fsdp_version=2 (or FSDP_VERSION=2); its checkpoints and results are the same.",
+            raise Conflict(
+                f"The backend 'fsdp2' was asked for with settings of FSDP version {config.fsdp_version}.",
+                "It shards by version 2.",
+                "Use fsdp_version=2 (or FSDP_VERSION=2), or the backend 'fsdp1'.",
             )
-        self._mesh_made: DeviceMesh | None = None
         self._owners: dict[int, Module] = {}
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self._holding: dict[int, int] = {}
-        self._replaced: dict[Parameter, Parameter] = {}
+        self._sources: dict[int, dict[str, Tensor]] = {}
 
     # ------------------------------------------------------------------ preparing
 
@@ -86,13 +88,21 @@ class FSDP2Strategy(Strategy):
                     "Prepare it first, and load its state afterwards.",
                 )
 
+    def transforms(self) -> Iterable[Transform]:
+        config = self.config
+        if not (config.activation_checkpointing or config.activation_checkpointing_offload):
+            return ()
+        offload = bool(config.activation_checkpointing_offload)
+        return (ActivationCheckpoint(lambda model: blocks_to_shard(model, config) or repeated_blocks(model), offload),)
+
     def place(self, model: Module) -> Module:
-        self._replaced.update(loading.to_device(model, self.context.process.device))
+        if self.config.cpu_ram_efficient_loading:
+            # Transforms divide weights, and only whole ones can be sent.
+            self._sources[id(model)] = loading.weights_of_first(model, self.context.process.rank)
+        loading.to_device(model, self.context.process.device)
         return model
 
     def setup(self, bundle: Bundle) -> Bundle:
-        bundle.rebind(self._replaced)
-        self._replaced.clear()
         before = bundle.parameter_names()
         for model in bundle.models:
             self._shard(model)
@@ -103,27 +113,28 @@ class FSDP2Strategy(Strategy):
 
     def _shard(self, model: Module) -> None:
         config, context = self.config, self.context
-        source = loading.weights_of_first(model, context.process.rank) if config.cpu_ram_efficient_loading else None
-        blocks = blocks_to_shard(model, config)
-        if config.activation_checkpointing or config.activation_checkpointing_offload:
-            chosen = blocks or repeated_blocks(model)
-            ActivationCheckpoint(lambda _: chosen, config.activation_checkpointing_offload or False).apply(
-                model, context
-            )
-        arguments: dict[str, Any] = {
-            "mesh": self._mesh(),
-            "reshard_after_forward": bool(config.reshard_after_forward),
-            "mp_policy": mixed_precision(config, context.precision.dtype),
-            "offload_policy": offload(config, context.process.family.pins_memory),
-            "ignored_params": ignored_parameters(model, config) or None,
-        }
-        for parameter in self._whole(model):
+        source = self._source(model) if config.cpu_ram_efficient_loading else None
+        mesh = self._mesh
+        for parameter in self._whole(model) if mesh is not None else ():
             hook = self._averaging_hook(model)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for part in (*blocks, model):
-            fully_shard(part, **arguments)
+        if mesh is not None:
+            arguments: dict[str, Any] = {
+                "mesh": mesh,
+                "reshard_after_forward": bool(config.reshard_after_forward),
+                "mp_policy": mixed_precision(config, context.precision.dtype),
+                "offload_policy": offload(config, context.process.family.pins_memory),
+                "ignored_params": ignored_parameters(model, config) or None,
+            }
+            for block in (*blocks_to_shard(model, config), model):
+                fully_shard(block, **arguments)
         if source is not None:
             loading.distribute(model, source)
+
+    def _source(self, model: Module) -> dict[str, Tensor]:
+        """All weights, where this is the first process; kept from before they were divided."""
+        kept = self._sources.pop(id(model), None)
+        return loading.weights_of_first(model, self.context.process.rank) if kept is None else kept
 
     def _whole(self, model: Module) -> list[Parameter]:
         """Parameters that train and are not sharded."""
@@ -143,25 +154,17 @@ class FSDP2Strategy(Strategy):
 
         return average
 
-    def _mesh(self) -> DeviceMesh:
-        """The mesh of the axes that share the data."""
-        if self._mesh_made is None:
-            whole, process = self.context.mesh, self.context.process
-            if whole is None:
-                size = (process.world_size,)
-                self._mesh_made = init_device_mesh(process.device.type, size, mesh_dim_names=(Axis.SHARD.value,))
-            else:
-                names = whole.mesh_dim_names or ()
-                self._mesh_made = whole[tuple(str(axis.value) for axis in _DATA_AXES if axis.value in names)]
-        return self._mesh_made
-
-    def shards(self) -> Shards:
-        if self.context.mesh is None:
-            return super().shards()
-        mesh, index = self._mesh(), 0
-        for axis in range(mesh.ndim):
-            index = index * mesh.size(axis) + mesh.get_local_rank(axis)
-        return Shards(mesh.size(), index)
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        """The mesh that parameters are divided over, behind that of their copies; None when no axis divides them."""
+        whole, process = self.context.mesh, self.context.process
+        if whole is None:
+            return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(Axis.SHARD.value,))
+        dividing = flattened(whole, _DIVIDING)
+        if dividing is None or part(whole, Axis.REPLICATE) is None:
+            return dividing
+        names = (Axis.REPLICATE.value, *(dividing.mesh_dim_names or ()))
+        return whole[names]
 
     # ------------------------------------------------------------------ one step
 
@@ -174,7 +177,7 @@ class FSDP2Strategy(Strategy):
         return super().sync_in_next_backward(model)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        groups = _sharded_and_whole(parameters)
+        groups = _alike(parameters)
         norms = [_norm(group, norm_type) for group in groups]
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
         for group in groups:
@@ -182,7 +185,7 @@ class FSDP2Strategy(Strategy):
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        for group in _sharded_and_whole(parameters):
+        for group in _alike(parameters):
             torch.nn.utils.clip_grad_value_(group, value)
 
     def average_parameters(self, model: Module) -> None:
@@ -241,12 +244,14 @@ class FSDP2Strategy(Strategy):
         return self.context.process.rank == 0
 
 
-def _sharded_and_whole(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters with a gradient, in groups that torch's functions can handle together."""
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    sharded = [parameter for parameter in with_gradient if isinstance(parameter.grad, DTensor)]
-    whole = [parameter for parameter in with_gradient if not isinstance(parameter.grad, DTensor)]
-    return [group for group in (sharded, whole) if group]
+def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters with a gradient, in groups that torch's functions can handle together: by the mesh they lie on."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            groups.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, Conflict
@@ -31,16 +31,11 @@ def _tensors(model: Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def to_device(model: Module, device: torch.device) -> dict[Parameter, Parameter]:
-    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was.
-
-    Returns:
-        Which parameter took the place of which, where they had to be replaced.
-    """
+def to_device(model: Module, device: torch.device) -> None:
+    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was."""
     if not any(tensor.is_meta for _, tensor in _tensors(model)):
         model.to(device)
-        return {}
-    before = list(model.parameters())
+        return
     ties: dict[int, list[tuple[Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -50,7 +45,6 @@ def to_device(model: Module, device: torch.device) -> dict[Parameter, Parameter]
         owner, name = places[0]
         for module, other in places[1:]:
             setattr(module, other, getattr(owner, name))
-    return dict(zip(before, model.parameters(), strict=True))
 
 
 def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:

@@ -30,8 +30,9 @@ FSDP2: Final = Manifest(
     label=DistributedType.FSDP,
     present="accel_plugins.fsdp.manifest:present",
     together=frozenset({Part.MODEL}),
-    axes=frozenset({Axis.REPLICATE, Axis.SHARD, Axis.TENSOR}),
+    axes=frozenset(Axis),
     lacks=frozenset({Ability.JOIN, Ability.AVERAGE}),
+    settings={"fsdp_version": 2},
     priority=50,
     tier=1,
 )

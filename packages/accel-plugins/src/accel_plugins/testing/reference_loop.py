@@ -16,18 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_plugins import order
 from accel_plugins.bundle import Bundle
 from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.context import Context
-from accel_plugins.manifest import Duty, Job, Manifest, Phase
+from accel_plugins.manifest import Duty, Manifest
 from accel_plugins.precision.config import GradScalerKwargs
 from accel_plugins.precision.select import choose
 from accel_plugins.resolve import build
 from accel_plugins.strategy import Strategy
+from accel_plugins.transform import Transform
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state import current
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
+from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
 
 __all__ = ("Case", "Plain", "Session", "Small", "batches", "make_model", "make_optimizer")
@@ -53,6 +56,8 @@ class Case:
         adam: Adam in place of SGD with momentum.
         tail: samples of the last global batch.
         session: "module:class" of the `Session` that drives the run.
+        arranged: how the processes are arranged on a mesh, or None.
+        transforms: changes of the model, in any order.
     """
 
     manifest: Manifest
@@ -67,6 +72,8 @@ class Case:
     adam: bool = False
     tail: int = BATCH
     session: str = "accel_plugins.testing.reference_loop:Session"
+    arranged: ParallelismConfig | None = None
+    transforms: tuple[Transform, ...] = ()
 
     def open(self, model: nn.Module | None = None) -> Session:
         """Start the run, with a model of its own or the usual one."""
@@ -174,7 +181,9 @@ class Session:
         self.case, self.manifest = case, case.manifest
         self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
         precision = choose(case.precision, self.process.family, [GradScalerKwargs(init_scale=init_scale)])
-        self.strategy: Strategy = build(case.manifest, case.config, Context(self.process, self.gradient, precision))
+        mesh = None if case.arranged is None else case.arranged.get_device_mesh(self.process.device.type)
+        context = Context(self.process, self.gradient, precision, mesh)
+        self.strategy: Strategy = build(case.manifest, case.config, context)
         self.user_model = make_model() if model is None else model
         bundle = Bundle.of([self.user_model, make_optimizer(case, self.user_model)])
         prepared = self.prepare(bundle)
@@ -184,11 +193,10 @@ class Session:
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """The steps of `prepare`, in order."""
-        self.strategy.check(bundle)
-        bundle.models = [self.strategy.place(model) for model in bundle.models]
-        self._autocast(bundle, Phase.BEFORE)
-        bundle = self.strategy.setup(bundle)
-        self._autocast(bundle, Phase.AFTER)
+        transforms = self.case.transforms
+        order.check(self.manifest, self.strategy, transforms, bundle)
+        for step in order.steps(self.manifest, self.strategy, transforms):
+            bundle = step.run(bundle)
         bundle.optimizers = [
             optimizer
             if isinstance(optimizer, AcceleratedOptimizer)
@@ -214,10 +222,6 @@ class Session:
     def _contents(self) -> Contents:
         precision = self.strategy.context.precision
         return Contents([self.model], [self.optimizer], self.schedulers, scaler=precision)
-
-    def _autocast(self, bundle: Bundle, phase: Phase) -> None:
-        if Duty.PRECISION not in self.manifest.owns and self.manifest.phase(Job.AUTOCAST) is phase:
-            bundle.models = [self.strategy.context.precision.prepare(model) for model in bundle.models]
 
     def slice(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """This process's part of a global batch, on its device."""

@@ -16,6 +16,7 @@ from accel_plugins.transform import Stage, Transform
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
+    from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
 
 __all__ = ("ActivationCheckpoint",)
@@ -40,15 +41,27 @@ class ActivationCheckpoint(Transform):
         self._select = select
         self._offload = offload
 
-    def apply(self, model: Module, context: Context) -> Module:
-        blocks = [block for block in self._select(model) if _PLAIN_FORWARD not in vars(block)]
-        if not blocks and not any(_PLAIN_FORWARD in vars(block) for block in model.modules()):
+    def check(self, bundle: Bundle, context: Context) -> None:
+        for model in bundle.models:
+            self._blocks(model)
+
+    def _blocks(self, model: Module) -> list[Module]:
+        """The blocks, or none when it was done before.
+
+        Raises:
+            SettingError: the model has no blocks.
+        """
+        blocks = list(self._select(model))
+        if not blocks:
             raise SettingError(
                 f"Activation checkpointing was asked for {type(model).__name__}.",
                 "It has no list of blocks of one class, or none of the blocks that were selected.",
                 "Name the classes of its blocks, or leave activation checkpointing out.",
             )
-        for block in blocks:
+        return [block for block in blocks if _PLAIN_FORWARD not in vars(block)]
+
+    def apply(self, model: Module, context: Context) -> Module:
+        for block in self._blocks(model):
             plain = block.forward
             changed = (_kept_on_host if self._offload else _recomputed)(getattr(plain, "__func__", plain))
             setattr(block, _PLAIN_FORWARD, plain)

@@ -50,6 +50,9 @@ class DeviceFamily(ABC):
     pins_memory: bool = False
     """Whether copies from pinned host memory are quicker."""
 
+    ring_attention: bool = False
+    """Whether torch's context parallelism knows the attention kernels of this family."""
+
     visible_variable: str | None = None
     """Variable that limits which of its devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
 

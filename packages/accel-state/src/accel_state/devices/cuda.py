@@ -28,6 +28,8 @@ _MXFP8_CAPABILITY = (10, 0)
 class CUDA(TorchFamily):
     """GPUs that `torch.cuda` drives."""
 
+    ring_attention = True
+
     def __init__(self) -> None:
         super().__init__(ROWS["cuda"])
 

@@ -1,0 +1,96 @@
+"""What happens to the models of a run when they are prepared, as a list of steps in their order.
+
+The list is data: whoever prepares runs it from first to last, logs it with numbers, and tests compare it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.manifest import Duty, Job, Manifest, Phase
+from accel_plugins.transform import Transform, ordered
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from accel_plugins.strategy import Strategy
+
+__all__ = ("Step", "check", "numbered", "steps")
+
+
+class Step(NamedTuple):
+    """One step of preparing.
+
+    Args:
+        name: what the numbered list calls it.
+        run: makes it of a bundle, and returns the bundle to go on with.
+    """
+
+    name: str
+    run: Callable[[Bundle], Bundle]
+
+
+def steps(
+    manifest: Manifest,
+    strategy: Strategy,
+    transforms: Iterable[Transform] = (),
+    moves: Callable[[Module], bool] = lambda model: True,
+) -> list[Step]:
+    """The steps for models of a run, in order.
+
+    Args:
+        manifest: of the backend.
+        strategy: the backend at work.
+        transforms: those of the run; those that the strategy's settings ask for are added.
+        moves: whether a model is brought to the device.
+    """
+    before, after = ordered([*transforms, *strategy.transforms()], manifest)
+    autocast = _autocast(manifest, strategy)
+    early = autocast if manifest.phase(Job.AUTOCAST) is Phase.BEFORE else []
+    return [
+        Step("place", lambda bundle: _place(bundle, strategy, moves)),
+        *(_transformation(transform, strategy) for transform in before),
+        *early,
+        Step(manifest.name, strategy.setup),
+        *([] if early else autocast),
+        *(_transformation(transform, strategy) for transform in after),
+    ]
+
+
+def check(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
+    """Let the strategy and every transform refuse what cannot work, before anything is touched."""
+    strategy.check(bundle)
+    for phase in ordered([*transforms, *strategy.transforms()], manifest):
+        for transform in phase:
+            transform.check(bundle, strategy.context)
+
+
+def numbered(planned: Sequence[Step]) -> str:
+    """The steps as text: "1. place, 2. bf16, 3. ddp"."""
+    return ", ".join(f"{number}. {step.name}" for number, step in enumerate(planned, start=1))
+
+
+def _place(bundle: Bundle, strategy: Strategy, moves: Callable[[Module], bool]) -> Bundle:
+    return _changed(bundle, lambda model: strategy.place(model) if moves(model) else model)
+
+
+def _changed(bundle: Bundle, change: Callable[[Module], Module]) -> Bundle:
+    """The bundle with other models; optimizers follow where parameters were replaced."""
+    before = bundle.parameter_names()
+    bundle.models[:] = [change(model) for model in bundle.models]
+    bundle.rebind_by_name(before)
+    return bundle
+
+
+def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
+    precision = strategy.context.precision
+    if Duty.PRECISION in manifest.owns:
+        return []
+    return [Step(f"precision {precision.name}", lambda bundle: _changed(bundle, precision.prepare))]
+
+
+def _transformation(transform: Transform, strategy: Strategy) -> Step:
+    context = strategy.context
+    return Step(transform.name, lambda bundle: _changed(bundle, lambda model: transform.apply(model, context)))

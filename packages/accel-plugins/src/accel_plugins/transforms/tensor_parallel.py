@@ -1,0 +1,180 @@
+"""Tensor parallelism: layers whose weights are divided among the processes of one axis, as DTensors of torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import Module
+
+from accel_plugins.manifest import Axis
+from accel_plugins.mesh_axes import part
+from accel_plugins.transform import Stage, Transform
+from accel_state.errors import Conflict, NotReady, SettingError
+from accel_state.settings.schema import closest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.context import Context
+
+__all__ = ("STYLES", "TensorParallel")
+
+STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+}
+"""How a layer may be divided, by the names that plans use."""
+
+
+class TensorParallel(Transform):
+    """Divides the weights of layers along the axis "tp".
+
+    Processes of that axis read the same samples. A model whose weights are DTensors already stays as it is.
+
+    Args:
+        plan: by name of a module, with `*` for any part of a name, one of `STYLES` or a `ParallelStyle` of torch; the
+            model's own plan when None.
+        mesh: the mesh to divide along; the axis "tp" of the run when None.
+    """
+
+    name: ClassVar[str] = "tensor parallelism"
+    stage: ClassVar[Stage] = Stage.SPLIT_WEIGHTS
+
+    def __init__(self, plan: Mapping[str, Any] | None = None, mesh: DeviceMesh | None = None) -> None:
+        self._plan = plan
+        self._given_mesh = mesh
+
+    def check(self, bundle: Bundle, context: Context) -> None:
+        self._mesh(context)
+        for model in bundle.models:
+            if not _is_divided(model):
+                self._styles(model)
+        for optimizer in bundle.optimizers:
+            if optimizer.state:
+                raise NotReady(
+                    f"{type(optimizer).__name__} was given to prepare() with tensor parallelism.",
+                    "It has stepped before, and its state belongs to parameters that are not divided yet.",
+                    "Prepare it first, and load its state afterwards.",
+                )
+
+    def apply(self, model: Module, context: Context) -> Module:
+        if _is_divided(model):
+            return model
+        ties = _ties(model)
+        divided: Module = parallelize_module(model, self._mesh(context), self._styles(model))
+        for places in ties:
+            _tie(places)
+        return divided
+
+    def _mesh(self, context: Context) -> DeviceMesh:
+        if self._given_mesh is not None:
+            return _axis_of(self._given_mesh)
+        mesh = part(context.mesh, Axis.TENSOR)
+        if mesh is None:
+            raise Conflict(
+                "Tensor parallelism was asked for.",
+                "The processes of this run are not arranged along an axis 'tp'.",
+                "Give parallelism_config=ParallelismConfig(tp_size=...).",
+            )
+        return mesh
+
+    def _styles(self, model: Module) -> dict[str, ParallelStyle]:
+        """The style of each module of the plan.
+
+        Raises:
+            SettingError: there is no plan, it names a module or style that does not exist.
+        """
+        # transformers writes both; the property holds the plan of the whole model.
+        plan = self._plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not plan:
+            raise SettingError(
+                f"{type(model).__name__} was given to prepare() with tensor parallelism.",
+                "Nothing says how its layers are divided.",
+                "Give torch_tp_plugin=TorchTensorParallelPlugin(parallelize_plan={'layers.*.up': 'colwise', ...}).",
+            )
+        names = [name for name, _ in model.named_modules()]
+        for pattern in plan:
+            _check_pattern(pattern, names, model)
+        return {pattern: _style(pattern, style) for pattern, style in plan.items()}
+
+
+def _axis_of(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    along = part(mesh, Axis.TENSOR)
+    if along is None:
+        raise SettingError(
+            f"A device mesh with the axes {mesh.mesh_dim_names} was given for tensor parallelism.",
+            "It has several axes, and none is called 'tp'.",
+            "Name its axes, or give the part to divide along.",
+        )
+    return along
+
+
+def _check_pattern(pattern: str, names: list[str], model: Module) -> None:
+    depth = pattern.count(".")
+    if any(name.count(".") == depth and fnmatch.fnmatch(name, pattern) for name in names):
+        return
+    near = closest(pattern, names)
+    raise SettingError(
+        f"The plan of tensor parallelism divides {pattern!r}.",
+        f"{type(model).__name__} has no module of that name.",
+        f"Did you mean {near!r}?" if near else "Take names from model.named_modules().",
+    )
+
+
+def _style(pattern: str, style: Any) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style not in STYLES:
+        near = closest(str(style), STYLES)
+        raise SettingError(
+            f"The plan of tensor parallelism divides {pattern!r} by {style!r}.",
+            f"The styles known by name are {', '.join(STYLES)}.",
+            f"Did you mean {near!r}?" if near else "Give a ParallelStyle of torch.distributed.tensor.parallel.",
+        )
+    return STYLES[style]()
+
+
+def _is_divided(model: Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+Place = tuple[Module, str]
+
+
+def _ties(model: Module) -> list[list[Place]]:
+    """Where parameters stand that the model has under several names."""
+    places: dict[int, list[Place]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
+def _tie(places: list[Place]) -> None:
+    """Make one parameter of what dividing made several of."""
+    now: list[Tensor] = [getattr(module, name) for module, name in places]
+    if len({getattr(parameter, "placements", None) for parameter in now}) > 1:
+        raise Conflict(
+            f"Tensor parallelism divided a parameter of the shape {tuple(now[0].shape)} in several ways.",
+            f"It is shared by {' and '.join(type(module).__name__ for module, _ in places)}.",
+            "Let the plan divide both along the same dim, or neither.",
+        )
+    for module, name in places[1:]:
+        setattr(module, name, now[0])
