@@ -89,6 +89,9 @@ if TYPE_CHECKING:
     from accel_bigmodel.offload_index import (
         save_offload_index,
     )
+    from accel_bigmodel.pipeline import (
+        prepare_pippy,
+    )
     from accel_bigmodel.place import (
         set_module_tensor_to_device,
     )
@@ -208,6 +211,7 @@ __all__ = (
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "prepare_pippy",
     "quantize_and_offload_8bit",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
@@ -300,6 +304,7 @@ __getattr__, __dir__ = lazy_names(
             "offload_weight",
         ),
         "accel_bigmodel.offload_index": ("save_offload_index",),
+        "accel_bigmodel.pipeline": ("prepare_pippy",),
         "accel_bigmodel.place": ("set_module_tensor_to_device",),
         "accel_bigmodel.quantize": (
             "get_keys_to_not_convert",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
     from accel_bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from accel_bigmodel.meta import init_empty_weights, init_on_device
+    from accel_bigmodel.pipeline import prepare_pippy
+    from accel_bigmodel.quantize_config import BnbQuantizationConfig
     from accel_data.config import DataLoaderConfiguration
     from accel_data.skip import skip_first_batches
     from accel_ops.rng import synchronize_rng_states
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from accelerate import commands as commands
     from accelerate import data_loader as data_loader
     from accelerate import hooks as hooks
+    from accelerate import inference as inference
     from accelerate import logging as logging
     from accelerate import memory_utils as memory_utils
     from accelerate import optimizer as optimizer
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = (
     "Accelerator",
     "AutocastKwargs",
+    "BnbQuantizationConfig",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
@@ -75,6 +79,7 @@ __all__ = (
     "is_rich_available",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
+    "prepare_pippy",
     "skip_first_batches",
     "synchronize_rng_states",
 )

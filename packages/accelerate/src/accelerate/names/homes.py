@@ -15,11 +15,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             load_checkpoint_and_dispatch
         """,
         "accelerate.data_loader": "skip_first_batches",
+        "accelerate.inference": "prepare_pippy",
         "accelerate.state": "PartialState",
         "accelerate.utils": """
-            AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs
-            DistributedType FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
-            InitProcessGroupKwargs ParallelismConfig ProjectConfiguration TorchDynamoPlugin
+            AutocastKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration
+            DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs
+            GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig ProjectConfiguration TorchDynamoPlugin
             find_executable_batch_size infer_auto_device_map is_rich_available load_checkpoint_in_model
             synchronize_rng_states
         """,
@@ -79,6 +80,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules
         """,
     },
+    "accelerate.inference": {
+        "accel_bigmodel.pipeline": """
+            build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy
+        """,
+    },
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {},
     "accelerate.optimizer": {"accel_plugins.wrapped.optimizer": "AcceleratedOptimizer"},
@@ -106,6 +112,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils": {
         "accelerate.parallelism_config": "*",
+        "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.environment": "*",
@@ -118,6 +125,13 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.random": "*",
         "accelerate.utils.tqdm": "*",
         "accelerate.utils.versions": "*",
+    },
+    "accelerate.utils.bnb": {
+        "accel_bigmodel.quantize": """
+            get_keys_to_not_convert get_parameter_device has_4bit_bnb_layers quantize_and_offload_8bit
+            replace_with_bnb_layers
+        """,
+        "accel_bigmodel.quantize_load": "get_quantized_model_device_map load_and_quantize_model",
     },
     "accelerate.utils.constants": {
         "accelerate.legacy.constants": """
@@ -143,6 +157,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.dataclasses": {
+        "accel_bigmodel.quantize_config": "BnbQuantizationConfig",
         "accel_data.config": "DataLoaderConfiguration",
         "accel_ops.tree": "TensorInformation",
         "accel_plugins.blocks": "get_module_class_from_name",
@@ -214,6 +229,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
             retie_parameters
         """,
+        "accelerate.legacy.models": "fallback_allocate get_module_size_with_ties is_peft_model",
     },
     "accelerate.utils.offload": {
         "accel_bigmodel.offload": """

@@ -60,6 +60,13 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
             set_module_tensor_to_device
         """,
     },
+    "accelerate.inference": {
+        "accelerate.state": "PartialState",
+        "accelerate.utils": """
+            calculate_maximum_sizes convert_bytes copy_tensor_to_devices ignorant_find_batch_size infer_auto_device_map
+            is_pippy_available pad_input_tensors send_to_device
+        """,
+    },
     "accelerate.logging": {
         "accelerate.state": "PartialState",
     },
@@ -97,6 +104,13 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
             is_dvclive_available is_mlflow_available is_swanlab_available is_tensorboard_available
             is_trackio_available is_wandb_available listify str_to_bool
         """,
+    },
+    "accelerate.utils.bnb": {
+        "accelerate.utils": """
+            BnbQuantizationConfig find_tied_parameters get_balanced_memory infer_auto_device_map is_4bit_bnb_available
+            is_8bit_bnb_available load_checkpoint_in_model offload_weight set_module_tensor_to_device
+        """,
+        "accelerate.big_modeling": "dispatch_model init_empty_weights",
     },
     "accelerate.utils.dataclasses": {
         "accelerate.utils": """

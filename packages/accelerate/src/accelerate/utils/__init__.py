@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.quantize import has_4bit_bnb_layers
+    from accel_bigmodel.quantize_load import load_and_quantize_model
     from accelerate.parallelism_config import *
+    from accelerate.utils import bnb as bnb
     from accelerate.utils import constants as constants
     from accelerate.utils import dataclasses as dataclasses
     from accelerate.utils import environment as environment
@@ -84,6 +87,7 @@ __all__ = (
     "AutocastKwargs",
     "Backend",
     "BaseEnum",
+    "BnbQuantizationConfig",
     "CPUInformation",
     "CannotPadNestedTensorWarning",
     "ComputeEnvironment",
@@ -145,6 +149,7 @@ __all__ = (
     "dtype_byte_size",
     "extract_model_from_parallel",
     "extract_submodules_state_dict",
+    "fallback_allocate",
     "find_batch_size",
     "find_device",
     "find_executable_batch_size",
@@ -164,11 +169,13 @@ __all__ = (
     "get_max_memory",
     "get_module_class_from_name",
     "get_module_leaves",
+    "get_module_size_with_ties",
     "get_non_persistent_buffers",
     "get_pretty_name",
     "get_shape",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
+    "has_4bit_bnb_layers",
     "has_compiled_regions",
     "has_offloaded_params",
     "has_repeated_blocks",
@@ -211,6 +218,7 @@ __all__ = (
     "is_numpy_available",
     "is_pandas_available",
     "is_peft_available",
+    "is_peft_model",
     "is_pippy_available",
     "is_port_in_use",
     "is_pynvml_available",
@@ -246,6 +254,7 @@ __all__ = (
     "is_xpu_available",
     "listify",
     "load",
+    "load_and_quantize_model",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",

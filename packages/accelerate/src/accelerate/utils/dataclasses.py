@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accel_bigmodel.quantize_config import BnbQuantizationConfig
     from accel_data.config import DataLoaderConfiguration
     from accel_ops.tree import TensorInformation
     from accel_plugins.blocks import get_module_class_from_name
@@ -64,6 +65,7 @@ __all__ = (
     "AutocastKwargs",
     "Backend",
     "BaseEnum",
+    "BnbQuantizationConfig",
     "ComputeEnvironment",
     "CustomDtype",
     "DDPCommunicationHookType",

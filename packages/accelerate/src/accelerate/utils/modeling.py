@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from accel_state.memory import clear_device_cache as clear_device_cache
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
+    from accelerate.legacy.models import fallback_allocate, get_module_size_with_ties, is_peft_model
 
 __all__ = (
     "align_module_device",
@@ -70,17 +71,20 @@ __all__ = (
     "compute_module_total_buffer_size",
     "convert_file_size_to_int",
     "dtype_byte_size",
+    "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
     "get_max_layer_size",
     "get_max_memory",
     "get_module_leaves",
+    "get_module_size_with_ties",
     "get_non_persistent_buffers",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
+    "is_peft_model",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
     "load_state_dict",
