@@ -60,7 +60,7 @@ def start_transport(
         dist.init_process_group(
             backend=chosen, store=store, rank=topology.rank, world_size=topology.world_size, timeout=limit
         )
-        transport = TorchDistTransport(device, limit, store)
+        transport = TorchDistTransport(device, limit, store, owner=True)
         # A process that ended now would cut those off that are still connecting.
         transport.barrier()
     except RuntimeError as error:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.forked import ForkedTransport
+from accel_state.transport.leaving import leave_at_exit
 
 __all__ = ("TorchDistTransport",)
 
@@ -32,9 +33,12 @@ class TorchDistTransport(Transport):
         device: where the tensors of this process lie.
         timeout: how long a collective may take before it fails.
         store: the store the process group was made from.
+        owner: whether the default group was made for this transport, and ends with it.
     """
 
-    def __init__(self, device: torch.device, timeout: timedelta, store: Any | None = None) -> None:
+    def __init__(
+        self, device: torch.device, timeout: timedelta, store: Any | None = None, *, owner: bool = False
+    ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
@@ -43,6 +47,8 @@ class TorchDistTransport(Transport):
         self._data = dist.new_group(timeout=timeout)
         on_host = dist.get_backend(self._data) == dist.Backend.GLOO
         self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
+        self._owner = owner
+        leave_at_exit(self)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
@@ -72,8 +78,26 @@ class TorchDistTransport(Transport):
         for group in {self._data, self._header}:
             dist.destroy_process_group(group)
 
+    def leave(self) -> None:
+        """End the groups over gloo, whose threads end with them when nothing else refers to the group."""
+        groups = {self._data, self._header}
+        del self._data, self._header
+        if self._owner and dist.is_initialized():
+            groups.add(dist.group.WORLD)
+        while groups:
+            _end_host_group(groups.pop())
+
     def in_child(self) -> Transport:
         return ForkedTransport(self.rank, self.world_size, self.device)
+
+
+def _end_host_group(group: Any) -> None:
+    try:
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            dist.destroy_process_group(group)
+    except ValueError:
+        # The script has ended it already.
+        return
 
 
 def _started(work: Any) -> Work:
