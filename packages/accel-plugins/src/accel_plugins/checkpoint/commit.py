@@ -143,7 +143,7 @@ def _make(path: Path, target: Path, meeting: Meeting, phase: str) -> None:
     try:
         if target.exists() and not target.is_dir():
             raise NotADirectoryError(f"{target} is a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_lasting(path.parent)
         recover(path.parent)
         path.mkdir()
     except OSError as error:
@@ -153,6 +153,15 @@ def _make(path: Path, target: Path, meeting: Meeting, phase: str) -> None:
             f"{type(error).__name__}: {error}",
             "Name a folder in a place where you may write.",
         ) from error
+
+
+def _make_lasting(folder: Path) -> None:
+    """Create a folder and those above it, each known to the disk: what is saved in it must not vanish with it."""
+    if folder.is_dir():
+        return
+    _make_lasting(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fsync_path(folder.parent)
 
 
 def _put_in_place(path: Path, target: Path, fsync: bool) -> None:

@@ -85,6 +85,11 @@ def remove_oldest(folder: Path, limit: int) -> list[Path]:
     for path in removed:
         # Renamed first: a removal that is cut short leaves no half of a checkpoint under its name.
         aside = beside(path, "tmp")
-        path.rename(aside)
+        try:
+            path.rename(aside)
+        except OSError as error:
+            # What was saved is in place; one checkpoint too many is no reason to fail.
+            logger.warning("%s could not be removed: %s", path, error)
+            continue
         discard(aside)
     return removed
