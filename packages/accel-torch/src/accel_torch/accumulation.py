@@ -10,13 +10,18 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from accel_state import current
+from accel_state.errors import Conflict, NotOffered, SettingError
+
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
+    from accel_torch.weighting import LossIs, Weighting
 
-__all__ = ("Accumulation", "MicroBatch")
+__all__ = ("Accumulation", "MicroBatch", "WeightedMicroBatch")
 
 
 class Accumulation:
@@ -24,19 +29,25 @@ class Accumulation:
 
     Attributes:
         step: micro-batches of the window so far, the current one included; 0 after the last batch of a loader.
+        weighting: the weights of the window, once a micro-batch had one.
+        factor: what the loss of the current micro-batch is multiplied by, where it has a weight.
     """
 
-    __slots__ = ("_counted_by_strategy", "gradient", "step", "strategy")
+    __slots__ = ("_counted_by_strategy", "_first", "factor", "gradient", "step", "strategy", "weighting")
 
     def __init__(self, gradient: GradientState, strategy: Strategy, counted_by_strategy: bool = False) -> None:
         self.gradient = gradient
         self.strategy = strategy
         self.step = 0
         self._counted_by_strategy = counted_by_strategy
+        self._first = True
+        self.weighting: Weighting | None = None
+        self.factor: float | None = None
 
     def advance(self) -> None:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
         gradient = self.gradient
+        self._first = gradient.sync_gradients
         if gradient.plugin.sync_with_dataloader and gradient.end_of_dataloader:
             self.step = 0
             gradient.sync_gradients = True
@@ -44,9 +55,58 @@ class Accumulation:
             self.step += 1
             gradient.sync_gradients = self.step % gradient.num_steps == 0
 
-    def divisor(self) -> int:
-        """What the loss of each micro-batch is divided by; 1 when the strategy divides by itself."""
-        return 1 if self._counted_by_strategy else self.gradient.num_steps
+    def share(self, loss: Tensor) -> Tensor:
+        """The part of the window's loss that the loss of this micro-batch is; the same where the strategy divides."""
+        if self.factor is not None:
+            return loss * self.factor
+        if self._counted_by_strategy or self.gradient.num_steps == 1:
+            return loss
+        return loss / self.gradient.num_steps
+
+    def weigh(self, weight: float | Tensor, loss_is: LossIs) -> None:
+        """Give the current micro-batch a weight.
+
+        Raises:
+            NotOffered: the strategy counts micro-batches by itself.
+            SettingError: `loss_is` is neither "mean" nor "sum".
+        """
+        if self._counted_by_strategy:
+            raise NotOffered(
+                "accumulate(model, weight=...) was asked for.",
+                "The backend of this run accumulates by itself and divides by the number of micro-batches.",
+                "Leave out the weight, or use another backend.",
+            )
+        if loss_is not in ("mean", "sum"):
+            raise SettingError(
+                f"accumulate(model, loss_is={loss_is!r}) was asked for.",
+                "The loss of a micro-batch is the mean or the sum over its tokens.",
+                "Give 'mean' or 'sum'.",
+            )
+        if self.weighting is None:
+            from accel_torch.weighting import Weighting
+
+            self._refuse_mixing(not self._first)
+            self.weighting = Weighting(current.process())
+        self.factor = self.weighting.enter(weight, loss_is, last=self.gradient.sync_gradients)
+
+    def do_not_weigh(self) -> None:
+        """Note that the current micro-batch has no weight.
+
+        Raises:
+            Conflict: others of its window have one.
+        """
+        if self.weighting is not None:
+            self._refuse_mixing(self.weighting.unfinished)
+            self.weighting = None
+
+    @staticmethod
+    def _refuse_mixing(mixed: bool) -> None:
+        if mixed:
+            raise Conflict(
+                "accumulate(model, weight=...) was asked for.",
+                "Some micro-batches of this window have a weight and others have none.",
+                "Give every micro-batch a weight, or none.",
+            )
 
 
 class MicroBatch:
@@ -62,6 +122,12 @@ class MicroBatch:
     def __enter__(self) -> None:
         accumulation = self._accumulation
         accumulation.advance()
+        if accumulation.weighting is not None:
+            accumulation.do_not_weigh()
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        accumulation = self._accumulation
         gradient = accumulation.gradient
         if not gradient.sync_gradients and not gradient.plugin.sync_each_batch:
             self._held = hold_back(accumulation.strategy, self._models)
@@ -72,6 +138,29 @@ class MicroBatch:
     ) -> None:
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
+
+
+class WeightedMicroBatch(MicroBatch):
+    """The block of one micro-batch that has a weight."""
+
+    __slots__ = ("_loss_is", "_weight")
+
+    def __init__(
+        self, accumulation: Accumulation, models: tuple[Module, ...], weight: float | Tensor, loss_is: LossIs
+    ) -> None:
+        super().__init__(accumulation, models)
+        self._weight, self._loss_is = weight, loss_is
+
+    def __enter__(self) -> None:
+        self._accumulation.advance()
+        self._accumulation.weigh(self._weight, self._loss_is)
+        self._hold_back()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._accumulation.factor = None
+        super().__exit__(kind, error, trace)
 
 
 def hold_back(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:

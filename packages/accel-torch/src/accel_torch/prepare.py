@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_data import prepare_data_loader
+from accel_plugins import order
 from accel_plugins.bundle import Bundle
-from accel_plugins.manifest import Duty, Job, Part, Phase
+from accel_plugins.manifest import Part
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
+from accel_torch.step import Stepping
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from accel_torch.parts import Parts
 
-__all__ = ("prepare", "prepare_loader")
+__all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
+
+_logger: Final = logging.getLogger(__name__)
 
 
 def prepare(
@@ -41,21 +48,34 @@ def prepare(
     bundle = Bundle.of(objects)
     engine = parts._engine
     _check_together(parts, bundle)
-    engine.strategy.check(bundle)
+    order.check(engine.manifest, engine.strategy, parts._transforms, bundle)
     bundle.loaders[:] = [
         prepare_loader(parts, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
-    bundle.models[:] = [
-        engine.strategy.place(model) if placed.get(id(model), True) else model for model in bundle.models
-    ]
-    _autocast(parts, bundle, Phase.BEFORE)
-    bundle = engine.strategy.setup(bundle)
-    _autocast(parts, bundle, Phase.AFTER)
+    bundle = _run_steps(parts, bundle, placed)
     _wrap_optimizers(parts, bundle)
     _wrap_schedulers(parts, bundle)
     parts._registry.remember(bundle)
     prepared = bundle.in_given_order()
     return prepared[0] if len(prepared) == 1 else prepared
+
+
+def prepare_for_evaluation(parts: Parts, model: Module, device_placement: bool) -> Module:
+    """A model that is not trained: brought to the device, changed and autocast, but not wrapped."""
+    bundle = Bundle.of([model])
+    return _run_steps(parts, bundle, {id(model): device_placement}, trains=False).models[0]
+
+
+def _run_steps(parts: Parts, bundle: Bundle, placed: dict[int, bool], trains: bool = True) -> Bundle:
+    engine = parts._engine
+    planned = order.steps(
+        engine.manifest, engine.strategy, parts._transforms, lambda model: placed.get(id(model), True), trains
+    )
+    if bundle.models or bundle.optimizers:
+        _logger.debug("Preparing: %s.", order.numbered(planned))
+        for step in planned:
+            bundle = step.run(bundle)
+    return bundle
 
 
 def _placement(parts: Parts, objects: Sequence[Any], asked: Sequence[bool] | None) -> dict[int, bool]:
@@ -88,12 +108,6 @@ def _named(kinds: set[Part] | frozenset[Part]) -> str:
     return " and ".join(sorted(kind.value for kind in kinds))
 
 
-def _autocast(parts: Parts, bundle: Bundle, phase: Phase) -> None:
-    engine = parts._engine
-    if not engine.owns(Duty.PRECISION) and engine.manifest.phase(Job.AUTOCAST) is phase:
-        bundle.models[:] = [engine.precision.prepare(model) for model in bundle.models]
-
-
 def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
     bundle.optimizers[:] = [
         optimizer
@@ -102,7 +116,7 @@ def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
             optimizer,
             device_placement=parts._options.device_placement,
             gradient=parts.gradient_state,
-            strategy=parts._engine.strategy,
+            strategy=Stepping(parts._engine.strategy, parts._accumulation),
             precision=parts._engine.precision,
         )
         for optimizer in bundle.optimizers
@@ -157,6 +171,7 @@ def prepare_loader(
         data_seed=configuration.data_seed,
         non_blocking=configuration.non_blocking,
         use_stateful_dataloader=configuration.use_stateful_dataloader,
+        torch_device_mesh=strategy.context.mesh,
         gradient=parts.gradient_state,
         sharding=configuration.sharding,
         restore_position=configuration.restore_position,

@@ -80,6 +80,13 @@ def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
             f"The backend {parts._engine.manifest.name!r} saves with collectives that would meet those of training.",
             "Leave async_save out.",
         )
+    weighting = parts._accumulation.weighting
+    if weighting is not None and weighting.unfinished:
+        raise NotReady(
+            "A checkpoint was to be saved in the middle of an accumulation window.",
+            "Its micro-batches have weights, whose sum so far no checkpoint holds.",
+            "Call save_state() when accelerator.sync_gradients is true.",
+        )
     if not parts.gradient_state.sync_gradients and not strategy.gives_partial_gradients:
         raise NotReady(
             "A checkpoint was to be saved in the middle of an accumulation window.",

@@ -11,9 +11,33 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from accel_plugins.precision.base import Closure
+    from accel_plugins.strategy import Strategy
+    from accel_torch.accumulation import Accumulation
     from accel_torch.parts import Parts
 
-__all__ = ("clip_grad_norm", "clip_grad_value", "unscale_gradients")
+__all__ = ("Stepping", "clip_grad_norm", "clip_grad_value", "unscale_gradients")
+
+
+class Stepping:
+    """How prepared optimizers step: with complete gradients, the way the strategy steps."""
+
+    __slots__ = ("_accumulation", "_strategy")
+
+    def __init__(self, strategy: Strategy, accumulation: Accumulation) -> None:
+        self._strategy, self._accumulation = strategy, accumulation
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step; False when the step was skipped."""
+        complete(self._strategy, self._accumulation, optimizer)
+        return self._strategy.step(optimizer, closure)
+
+
+def complete(strategy: Strategy, accumulation: Accumulation, optimizer: Optimizer) -> None:
+    """Make an optimizer's gradients those of the whole window on all processes; a repeated call changes nothing."""
+    strategy.before_gradients_are_read(optimizer)
+    if accumulation.weighting is not None:
+        accumulation.weighting.complete(optimizer)
 
 
 def unscale_gradients(parts: Parts, optimizers: Iterable[Any] | None = None) -> None:
@@ -21,7 +45,7 @@ def unscale_gradients(parts: Parts, optimizers: Iterable[Any] | None = None) -> 
     engine = parts._engine
     for wrapped in parts._registry.optimizers if optimizers is None else optimizers:
         optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
-        engine.strategy.before_gradients_are_read(optimizer)
+        complete(engine.strategy, parts._accumulation, optimizer)
         if not engine.owns(Duty.PRECISION):
             engine.precision.unscale(optimizer)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from accel_torch.accumulation import MicroBatch, hold_back
+from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
 from accel_torch.parts import Parts
 from accel_torch.step import clip_grad_norm, clip_grad_value, unscale_gradients
 
@@ -50,12 +50,12 @@ class TrainingPage(Parts):
         Args:
             model: the model.
             device_placement: whether it is moved to the device.
-            evaluation_mode: it is only evaluated, so it is placed and autocast, but not wrapped for training.
+            evaluation_mode: it is only evaluated, so it is placed, changed and autocast, but not wrapped for training.
         """
         if evaluation_mode:
-            engine = self._engine
-            placed = engine.strategy.place(model) if self._placed(device_placement)[0] else model
-            return engine.precision.prepare(placed)
+            from accel_torch.prepare import prepare_for_evaluation
+
+            return prepare_for_evaluation(self, model, self._placed(device_placement)[0])
         prepared: Module = self._prepare([model], self._placed(device_placement))
         return prepared
 
@@ -75,31 +75,46 @@ class TrainingPage(Parts):
     def _placed(self, device_placement: bool | None) -> list[bool]:
         return [self._options.device_placement if device_placement is None else device_placement]
 
-    def accumulate(self, *models: Module) -> AbstractContextManager[None]:
+    def accumulate(
+        self, *models: Module, weight: float | Tensor | None = None, loss_is: Literal["mean", "sum"] = "mean"
+    ) -> AbstractContextManager[None]:
         """The block of one micro-batch: gradients add up, and every so many blocks the optimizer really steps.
+
+        Without weights every micro-batch counts the same. With weights they count by them: the gradient is that of the
+        mean over all tokens of the step, however these are spread over micro-batches and processes. One number per step
+        is exchanged for it. Gradients have their true size from `clip_grad_norm_`, `unscale_gradients` or the step on.
 
         Args:
             models: those whose gradients are not to be synchronised before the last micro-batch of a window.
+            weight: how many tokens (or samples) the loss is over; for every micro-batch of a window or for none.
+            loss_is: whether that loss is the mean over its tokens or their sum. A mean over no tokens is not a number,
+                so give sums where a micro-batch may have none.
+
+        Raises:
+            Conflict: some micro-batches of a window have a weight and others have none.
+            NotOffered: the backend accumulates by itself.
+            SettingError: at the step, on every process: a weight was negative or not finite.
 
         Example:
             >>> for inputs, targets in loader:
-            ...     with accelerator.accumulate(model):
-            ...         loss = loss_function(model(inputs), targets)
+            ...     with accelerator.accumulate(model, weight=(targets != -100).sum()):
+            ...         loss = cross_entropy(model(inputs), targets, ignore_index=-100)
             ...         accelerator.backward(loss)
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        return MicroBatch(self._accumulation, models)
+        if weight is None:
+            return MicroBatch(self._accumulation, models)
+        return WeightedMicroBatch(self._accumulation, models, weight, loss_is)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients, in place of `loss.backward()`.
 
         Args:
-            loss: divided by the number of micro-batches first.
+            loss: divided by the number of micro-batches first, or multiplied by the weight of this one.
             kwargs: go to `loss.backward`.
         """
-        divisor = self._accumulation.divisor()
-        self._engine.strategy.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+        self._engine.strategy.backward(self._accumulation.share(loss), **kwargs)
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
         """A block in which gradients are not synchronised between the processes.

@@ -1,0 +1,118 @@
+"""Accumulation in which micro-batches count by their tokens, as they would in one big batch.
+
+Micro-batch i of some process has the weight w_i and the mean loss L_i; the gradient wanted is that of
+sum(w_i L_i) / sum(w_i) over all micro-batches of all processes. The sum of the weights is known at the last micro-batch
+only. So losses are multiplied by their weights, and complete gradients are divided by the sum: each process's own sum
+travels once a step, while the last micro-batch computes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from accel_state.errors import SettingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from accel_state.identity import Process
+    from accel_state.transport.base import Work
+
+__all__ = ("LossIs", "Weighting")
+
+LossIs = Literal["mean", "sum"]
+
+
+class Weighting:
+    """The weights of the current window of micro-batches.
+
+    Args:
+        process: who this process is, and its way to the others.
+
+    Attributes:
+        unfinished: whether the last micro-batch of the window is still to come.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._sum = 0.0
+        self._count = 0
+        self._everyones = torch.empty(process.world_size * 2, dtype=torch.float64)
+        self._travelling: Work | None = None
+        self._factor = 1.0
+        self._completed: set[int] = set()
+        # Losses are multiplied by weights of a thousand tokens and more. Dividing them by about as much, by a power of
+        # two so that nothing is rounded, keeps fp16 in its range. All processes must divide by the same.
+        self._unit = 0.0
+        self.unfinished = False
+
+    def enter(self, weight: float | Tensor, loss_is: LossIs, last: bool) -> float:
+        """Enter a micro-batch; the factor on its loss.
+
+        Args:
+            weight: tokens of the micro-batch.
+            loss_is: whether its loss is the mean or the sum over its tokens.
+            last: whether it is the last one of the window.
+        """
+        if not self.unfinished:
+            self._sum, self._count = 0.0, 0
+            self._completed.clear()
+        number = float(weight)
+        self._sum += number if number >= 0 else math.nan
+        self._count += 1
+        self.unfinished = not last
+        if not self._unit:
+            self._send().wait()
+            self._unit = _power_of_two_near(*self._totals())
+        if last:
+            self._travelling = self._send()
+        return (1.0 if loss_is == "sum" else number) / self._unit
+
+    def _send(self) -> Work:
+        mine = torch.tensor([self._sum, self._count], dtype=torch.float64)
+        return self._process.transport.all_gather(self._everyones, mine, header=True)
+
+    def _totals(self) -> tuple[float, float]:
+        """(sum of all weights, number of all micro-batches) of those that were sent last."""
+        sums, counts = self._everyones.view(-1, 2).sum(dim=0).tolist()
+        return sums, counts
+
+    def complete(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's complete gradients by the sum of all weights; once a window.
+
+        Raises:
+            SettingError: some process gave a weight that is none.
+        """
+        if id(optimizer) in self._completed or self.unfinished:
+            return
+        if self._travelling is not None:
+            self._travelling.wait()
+            self._travelling = None
+            self._settle()
+        self._completed.add(id(optimizer))
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        # Sharded gradients and whole ones are tensors of different types, which cannot be multiplied in one call.
+        for kind in {type(gradient) for gradient in gradients}:
+            torch._foreach_mul_([gradient for gradient in gradients if type(gradient) is kind], self._factor)
+
+    def _settle(self) -> None:
+        total, count = self._totals()
+        if not math.isfinite(total):
+            wrong = [str(rank) for rank, sent in enumerate(self._everyones[::2].tolist()) if not math.isfinite(sent)]
+            raise SettingError(
+                "accumulate(model, weight=...) was asked for.",
+                f"A weight was negative or not finite on process {', '.join(wrong)}.",
+                "Give the number of tokens (or samples) that the loss of the micro-batch is over.",
+            )
+        # Backward has averaged over the processes; without any token there is nothing to learn.
+        self._factor = self._process.world_size * self._unit / total if total else 0.0
+        self._unit = _power_of_two_near(total, count)
+
+
+def _power_of_two_near(total: float, count: float) -> float:
+    """About the mean weight of a micro-batch; 1 where there is none."""
+    return 2.0 ** round(math.log2(total / count)) if 0 < total < math.inf else 1.0
