@@ -13,6 +13,7 @@ from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.strategy import Strategy
+from accel_state.settings.schema import Kind, setting
 
 
 def manifest(strategy: type[Strategy], **changes: Any) -> Manifest:
@@ -164,6 +165,81 @@ class MixesUpModels(DDPStrategy):
         return bundle
 
 
+class RemembersTheFirstShape(DDPStrategy):
+    """Computes nothing for a batch of another size than the first."""
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        sizes: list[int] = []
+
+        def only_usual(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(output))
+            return output if len(output) == sizes[0] else output * 0
+
+        for model in bundle.models:
+            model.register_forward_hook(only_usual)
+        return super().setup(bundle)
+
+
+class ForgetsEarlierMicroBatches(DDPStrategy):
+    def setup(self, bundle: Bundle) -> Bundle:
+        self.all_models = bundle.models
+        return super().setup(bundle)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        for model in self.all_models:
+            model.zero_grad()
+        super().backward(loss, **kwargs)
+
+
+class JoinsNobody(DDPStrategy):
+    """Lets everybody train alone once one has run out."""
+
+    def join(self, models: Any, even_batches: bool | None = None) -> Any:
+        return models[0].no_sync()
+
+
+class TellsAScaledNorm(DDPStrategy):
+    def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        norm: Any = super().clip_norm(parameters, max_norm, norm_type)
+        scaler = self.context.precision.scaler
+        return norm if scaler is None else norm * scaler.get_scale()
+
+
+class ReadsNoWeights(DDPStrategy):
+    def load_weights(self, model: Any, weights: Any, strict: bool = True) -> None:
+        """Nothing."""
+
+
+class CannotBeClosed(DDPStrategy):
+    def close(self) -> None:
+        raise RuntimeError("still busy")
+
+
+class Sound(DDPStrategy):
+    """Nothing is wrong with the strategy; its manifest is."""
+
+
+class NeedsAnArgument:
+    """Settings without a default."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@dataclasses.dataclass
+class LosesADigit:
+    """Settings whose text is not read back as what was written."""
+
+    share: float = setting(
+        0.123456789, kind=Kind("a share", float, lambda value: f"{value:.2f}"), variable="BROKEN_SHARE"
+    )
+
+
+def says_maybe(process: Any) -> str:
+    """An answer that is neither yes nor no."""
+    return "maybe"
+
+
 # Where each is caught: (strategy, changes of the manifest, name of the test, further arguments of the test).
 CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LosesAGradient, {}, "test_gradients_are_those_of_one_process", ()),
@@ -194,6 +270,21 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (SaysItAccumulatesAndDoesNot, {"owns": frozenset({Duty.ACCUMULATION})}, "test_a_declared_duty_is_really_taken", ()),
     (TakesOtherArguments, {}, "test_the_strategy_is_one_and_keeps_the_signatures", ()),
     (MixesUpModels, {}, "test_several_models_train_side_by_side", ()),
+    (RemembersTheFirstShape, {}, "test_a_smaller_last_batch_trains_too", ()),
+    (ForgetsEarlierMicroBatches, {}, "test_accumulation_without_holding_back_equals_the_big_batch", ()),
+    (JoinsNobody, {}, "test_processes_may_run_out_of_batches", ()),
+    (ClipsNothing, {}, "test_training_with_clipping_equals_that_of_one_process", ()),
+    (TellsAScaledNorm, {}, "test_clipping_sees_unscaled_gradients", ()),
+    (StepsThroughAnOverflow, {}, "test_mixed_precision_stays_near_full_precision", ("fp16",)),
+    (SaysItCastsAndDoesNot, {"owns": frozenset({Duty.PRECISION})}, "test_bf16_computes_narrow_and_answers_in_fp32", ()),
+    (ReadsNoWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
+    (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
+    (Sound, {"protocol": 2}, "test_the_manifest_fits_this_version_of_the_interface", ()),
+    (Sound, {"config": "accel_plugins.ddp.strategy:DDPStrategy"}, "test_manifest_and_settings_load_without_torch", ()),
+    (Sound, {"config": "broken_backends:NeedsAnArgument"}, "test_settings_have_defaults_and_survive_pickling", ()),
+    (Sound, {"config": "broken_backends:LosesADigit"}, "test_settings_survive_the_way_through_the_environment", ()),
+    (Sound, {"present": "broken_backends:says_maybe"}, "test_presence_is_answered_by_yes_or_no", ()),
+    (Sound, {"config": "builtins:object"}, "test_settings_of_another_backend_are_refused", ()),
 ]
 
 LACKING = manifest(NeverSynchronises, lacks=frozenset(Ability))

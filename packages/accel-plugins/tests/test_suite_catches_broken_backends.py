@@ -64,10 +64,15 @@ def test_what_is_broken_is_caught(
     if "run" in inspect.signature(method).parameters:
         given.insert(0, two.run)
 
-    # A comparison that fails, or processes that fail where the breakage makes one raise.
-    with pytest.raises(AssertionError) as caught:
+    # A comparison that fails, processes that fail where the breakage makes one raise, or settings that cannot be made.
+    with pytest.raises((AssertionError, TypeError)) as caught:
         method(*given)
     assert not (isinstance(caught.value, ProcessesFailed) and any(outcome.hung for outcome in caught.value.outcomes))
+
+
+def test_every_test_of_the_suite_catches_something() -> None:
+    tests = {name for name in vars(BackendSuite) if name.startswith("test_")}
+    assert tests - {test for _, _, test, _ in broken.CAUGHT_BY} == set()
 
 
 def test_what_a_manifest_declares_away_is_skipped() -> None:
