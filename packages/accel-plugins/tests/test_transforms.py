@@ -141,6 +141,22 @@ def test_a_compiled_model_computes_the_same_and_is_undone(context: Context, regi
     assert not has_compiled_regions(model)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_that_the_user_compiled_stay_as_they_are(context: Context) -> None:
+    model = Model().eval()
+    model.layers[0].compile(backend="eager")
+    own = model.layers[0]._compiled_call_impl
+    Compile(TorchDynamoPlugin(backend="eager", use_regional_compilation=True)).apply(model, context)
+    assert model.layers[0]._compiled_call_impl is own
+    assert model.layers[1]._compiled_call_impl is not None
+
+    assert extract_model_from_parallel(model) is model
+    assert model.layers[1]._compiled_call_impl is not None
+    assert extract_model_from_parallel(model, keep_torch_compile=False) is model
+    assert model.layers[1]._compiled_call_impl is None
+    assert model.layers[0]._compiled_call_impl is own
+
+
 def test_nothing_is_compiled_unless_asked(context: Context) -> None:
     model = Model()
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Shards, Strategy
     from accel_plugins.transform import Stage, Transform
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
     from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
     from accel_plugins.wrapped.scheduler import AcceleratedScheduler
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
@@ -46,6 +47,7 @@ __all__ = (
     "Stage",
     "Strategy",
     "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
     "Transform",
     "extract_model_from_parallel",
     "is_compiled_module",
@@ -79,6 +81,7 @@ __getattr__, __dir__ = lazy_names(
             "Strategy",
         ),
         "accel_plugins.transforms.compile_config": ("TorchDynamoPlugin",),
+        "accel_plugins.transforms.tensor_parallel_config": ("TorchTensorParallelPlugin",),
         "accel_plugins.transform": (
             "Stage",
             "Transform",

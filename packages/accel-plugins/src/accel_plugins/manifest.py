@@ -103,6 +103,7 @@ class Manifest:
         phases: where jobs go whose order differs from the usual one (autocast before, compile after).
         lacks: what it cannot do.
         settings: arguments for its settings class where the settings are not given, such as the version it is for.
+        parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
         launcher: "module:function" of its own launcher, or None.
         priority: of the backends that are present, the one with the highest is taken.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
@@ -124,6 +125,7 @@ class Manifest:
     phases: Mapping[Job, Phase] = field(default_factory=dict)
     lacks: frozenset[Ability] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    parameter: str = ""
     launcher: str | None = None
     priority: int = 0
     tier: int | None = None

@@ -37,6 +37,7 @@ def steps(
     strategy: Strategy,
     transforms: Iterable[Transform] = (),
     moves: Callable[[Module], bool] = lambda model: True,
+    trains: bool = True,
 ) -> list[Step]:
     """The steps for models of a run, in order.
 
@@ -45,6 +46,7 @@ def steps(
         strategy: the backend at work.
         transforms: those of the run; those that the strategy's settings ask for are added.
         moves: whether a model is brought to the device.
+        trains: False leaves out what the strategy does for training.
     """
     before, after = ordered([*transforms, *strategy.transforms()], manifest)
     autocast = _autocast(manifest, strategy)
@@ -53,7 +55,7 @@ def steps(
         Step("place", lambda bundle: _place(bundle, strategy, moves)),
         *(_transformation(transform, strategy) for transform in before),
         *early,
-        Step(manifest.name, strategy.setup),
+        *([Step(manifest.name, strategy.setup)] if trains else []),
         *([] if early else autocast),
         *(_transformation(transform, strategy) for transform in after),
     ]

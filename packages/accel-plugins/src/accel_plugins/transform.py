@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from accel_plugins.manifest import Manifest, Phase
+from accel_plugins.manifest import Duty, Manifest, Phase
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -39,6 +39,9 @@ class Transform(ABC):
     stage: ClassVar[Stage]
     """Its place among the transforms of its phase."""
 
+    duty: ClassVar[Duty | None] = None
+    """The duty that it takes; it is left out where the strategy owns that."""
+
     def phase(self, manifest: Manifest) -> Phase:
         """Whether it comes before or after the strategy of the run wraps the model. Called once, by `ordered`."""
         return Phase.BEFORE
@@ -61,6 +64,9 @@ class Transform(ABC):
 
 def ordered(transforms: Iterable[Transform], manifest: Manifest) -> tuple[list[Transform], list[Transform]]:
     """(transforms before the strategy, transforms after it), each in the order of application."""
-    by_stage = sorted(transforms, key=lambda transform: transform.stage)
+    by_stage = sorted(
+        (transform for transform in transforms if transform.duty not in manifest.owns),
+        key=lambda transform: transform.stage,
+    )
     before = [transform for transform in by_stage if transform.phase(manifest) is Phase.BEFORE]
     return before, [transform for transform in by_stage if transform not in before]

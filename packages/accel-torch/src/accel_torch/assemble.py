@@ -6,7 +6,7 @@ with.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
@@ -20,6 +20,7 @@ from accel_state.gradient import GradientState
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.process import PartialState
 from accel_state.run_state import AcceleratorState, check_given, precision_name
+from accel_torch.arrangement import arrangement
 from accel_torch.options import Options
 
 __all__ = ("Engine", "assemble")
@@ -56,22 +57,25 @@ def assemble(options: Options) -> tuple[AcceleratorState, GradientState, Engine]
     given = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,
-        "backend_config": options.backend_config,
+        "parallelism_config": options.arranged,
+        **options.backends,
     }
     check_given(given)
     run = current.run_or_none()
     if run is None or not isinstance(run.strategy, Engine):
-        engine = _engine(options, current.process(), gradient)
-        label = engine.manifest.label or current.process().distributed_type
-        current.set_run(Run(engine.precision.name, label, engine, given))
-    else:
-        engine = run.strategy
-    return AcceleratorState(), gradient, engine
+        run = _run(options, current.process(), gradient, {**given, **options.plugins})
+        current.set_run(run)
+    return AcceleratorState(), gradient, run.strategy
 
 
-def _engine(options: Options, process: Process, gradient: GradientState) -> Engine:
-    manifest = resolve.choose(options.backend, options.backend_config, process)
+def _run(options: Options, process: Process, gradient: GradientState, given: dict[str, Any]) -> Run:
+    arranged = arrangement(options, process)
+    manifest = resolve.choose(options.backend, options.backend_config, process, arranged)
     precision = choose(precision_name(options.mixed_precision), process.family, options.handlers)
-    context = Context(process, gradient, precision)
+    mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
     config = options.backend_config or resolve.config_among(manifest, options.handlers)
-    return Engine(manifest, resolve.build(manifest, config, context), precision)
+    strategy = resolve.build(manifest, config, Context(process, gradient, precision, mesh))
+    if manifest.parameter:
+        given[manifest.parameter] = strategy.config
+    label = manifest.label or process.distributed_type
+    return Run(precision.name, label, Engine(manifest, strategy, precision), given, mesh, arranged)

@@ -6,31 +6,49 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_data.mesh import coordinates
 from accel_data.padding import Padding, drop_padding
-from accel_ops import gather, gather_object
+from accel_ops import gather, gather_object, recursively_apply
 from accel_ops.tree import leaves_with_paths
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_state.gradient import GradientState
 
 __all__ = ("gather_for_metrics",)
 
 
-def gather_for_metrics(gradient: GradientState, input_data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    gradient: GradientState, input_data: Any, use_gather_object: bool = False, mesh: DeviceMesh | None = None
+) -> Any:
     """What all processes computed for the batch given out last, without the samples that were added for evenness.
 
     Args:
         gradient: knows the loader in iteration.
         input_data: tensors in any nesting, or objects.
         use_gather_object: gather as objects even if there are tensors; for tensors of different shapes.
+        mesh: where processes that differ in no data axis read the same samples, of which one is kept.
     """
     tensors = not use_gather_object and any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_with_paths(input_data))
     gathered = gather(input_data) if tensors else gather_object(input_data)
+    if mesh is not None:
+        gathered = _one_of_each(gathered, mesh, tensors)
     loader: Any = gradient.active_dataloader
     if loader is None:
         return gathered
     padding = loader.progress.padding
     return drop_padding(gathered, padding) if tensors else _real_objects(gathered, padding)
+
+
+def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
+    """What was gathered, from one of the processes that read the same samples each."""
+    parts = coordinates(mesh, mesh.size())
+    chosen = [parts.index(part) for part in range(max(parts) + 1)]
+    if not tensors:
+        size = len(gathered) // len(parts)
+        return [item for rank in chosen for item in gathered[rank * size : (rank + 1) * size]]
+    return recursively_apply(lambda tensor: tensor.unflatten(0, (len(parts), -1))[chosen].flatten(0, 1), gathered)
 
 
 def _real_objects(gathered: list[Any], padding: Padding | None) -> list[Any]:

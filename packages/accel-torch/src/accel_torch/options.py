@@ -6,17 +6,23 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
-from accel_state.labels import PrecisionType, RNGType
+from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_state.run_state import precision_name
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
+
+if TYPE_CHECKING:
+    from accel_plugins.transform import Transform
+    from accel_state.mesh import ParallelismConfig
 
 __all__ = (
     "UNSET",
@@ -24,11 +30,14 @@ __all__ = (
     "accumulation_plugin",
     "backend_config",
     "checked_handlers",
+    "checked_transforms",
+    "compiling",
     "generator_names",
     "listed",
     "loader_configuration",
     "precision_given",
     "project_configuration",
+    "those_given",
 )
 
 H = TypeVar("H", bound=KwargsHandler)
@@ -53,6 +62,10 @@ class Options(NamedTuple):
         log_with: trackers, by name or as instances.
         step_scheduler_with_optimizer: whether schedulers follow their optimizers.
         handlers: settings objects for what is created on the way, such as `AutocastKwargs`.
+        backends: settings objects of backends that were given, by the name of their argument.
+        plugins: the same of what changes models.
+        arranged: how the processes are arranged along axes, or None.
+        transforms: changes of every model that were given as objects.
     """
 
     cpu: bool
@@ -67,6 +80,10 @@ class Options(NamedTuple):
     log_with: tuple[Any, ...]
     step_scheduler_with_optimizer: bool
     handlers: tuple[KwargsHandler, ...] = ()
+    backends: Mapping[str, Any] = MappingProxyType({})
+    plugins: Mapping[str, Any] = MappingProxyType({})
+    arranged: ParallelismConfig | None = None
+    transforms: tuple[Transform, ...] = ()
 
     def handler(self, kind: type[H]) -> H | None:
         """The settings object of a kind, or None when none was given."""
@@ -194,13 +211,18 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
     return tuple(checked)
 
 
+def those_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are not None."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def backend_config(configs: Mapping[str, Any]) -> Any:
     """The settings object of a backend among the arguments, or None.
 
     Raises:
         Conflict: there are several.
     """
-    given = {name: config for name, config in configs.items() if config is not None}
+    given = those_given(configs)
     if len(given) > 1:
         raise Conflict(
             f"{' and '.join(given)} were given together.",
@@ -208,6 +230,40 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
             "Give one of them.",
         )
     return next(iter(given.values()), None)
+
+
+def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
+    """How models are compiled: by plugin, else by name of a backend, else by variables; None when they are not.
+
+    Raises:
+        Conflict: plugin and name were both given.
+        SettingError: there is no such backend.
+    """
+    if plugin is not None and backend is not None:
+        raise Conflict(
+            f"dynamo_backend={str(backend)!r} and a dynamo_plugin were both given.",
+            "They configure the same thing.",
+            "Give TorchDynamoPlugin(backend=...) only.",
+        )
+    chosen = plugin or TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
+    return None if chosen.backend is DynamoBackend.NO else chosen
+
+
+def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transform, ...]:
+    """Changes of every model.
+
+    Raises:
+        UnknownKind: one of them is none.
+    """
+    given = tuple(transforms or ())
+    for one in given:
+        if not callable(getattr(one, "apply", None)):
+            raise UnknownKind(
+                f"transforms holds {one!r}.",
+                f"It is of type {type(one).__name__}, not a Transform of accel_plugins.",
+                "Give objects such as ActivationCheckpoint(), or leave it out.",
+            )
+    return given
 
 
 def listed(log_with: Any) -> tuple[Any, ...]:

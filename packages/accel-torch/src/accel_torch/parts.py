@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
+    from accel_plugins.transform import Transform
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
     from accel_torch.accumulation import Accumulation
@@ -26,5 +27,6 @@ class Parts:
     _engine: Engine
     _accumulation: Accumulation
     _registry: Registry
+    _transforms: tuple[Transform, ...]
     _tracking: TrackerGroup | None
     _saver: BackgroundSaver | None

@@ -33,6 +33,7 @@ FSDP2: Final = Manifest(
     axes=frozenset(Axis),
     lacks=frozenset({Ability.JOIN, Ability.AVERAGE}),
     settings={"fsdp_version": 2},
+    parameter="fsdp_plugin",
     priority=50,
     tier=1,
 )

@@ -8,10 +8,10 @@ import torch
 from torch.nn import Module, ModuleList
 
 from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks, repeated_blocks
-from accel_plugins.manifest import Job, Manifest, Phase
+from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.transform import Stage, Transform
 from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-from accel_plugins.wrapped.unwrap import is_compiled_module
+from accel_plugins.wrapped.unwrap import COMPILED_IN_PLACE, extract_model_from_parallel, is_compiled_module
 from accel_state.labels import DynamoBackend
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Compile(Transform):
 
     name: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
+    duty: ClassVar[Duty | None] = Duty.COMPILE
 
     def __init__(self, config: TorchDynamoPlugin) -> None:
         self._config = config
@@ -39,15 +40,14 @@ class Compile(Transform):
         arguments = self._config.to_kwargs()
         blocks = repeated_blocks(model) if self._config.use_regional_compilation else []
         for block in blocks:
-            # In place: names of parameters stay as they are.
-            block.compile(**arguments)
+            if block._compiled_call_impl is None and not is_compiled_module(block):
+                # In place: names of parameters stay as they are.
+                block.compile(**arguments)
+                setattr(block, COMPILED_IN_PLACE, True)
         return model if blocks else _compiled(model, arguments)
 
     def undo(self, model: Module) -> Module:
-        for part in model.modules():
-            part._compiled_call_impl = None
-        bare: Any = model
-        return bare._orig_mod if is_compiled_module(model) else model
+        return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import singledispatch
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn import Module
@@ -12,7 +12,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_plugins.precision.autocast import restore_forward
 
-__all__ = ("extract_model_from_parallel", "is_compiled_module", "wrapped_module")
+__all__ = ("COMPILED_IN_PLACE", "extract_model_from_parallel", "is_compiled_module", "wrapped_module")
+
+COMPILED_IN_PLACE: Final = "_compiled_by_prepare"
+"""On a block that `prepare` compiled without a wrapper."""
 
 
 @singledispatch
@@ -40,12 +43,15 @@ def is_compiled_module(module: Module) -> bool:
 def extract_model_from_parallel(
     model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Module:
-    """The user's model inside a prepared one; the prepared one goes on working.
+    """The user's model inside a prepared one, which is the very object that went into `prepare`.
+
+    The prepared one goes on working. What was changed inside of the model, and not around it, is the same for both: the
+    forward and compiled blocks. Where they are restored, the prepared model has them no longer either.
 
     Args:
         model: what `prepare` returned, or any other module.
         keep_fp32_wrapper: leave the autocasting forward on; False restores the forward the model had.
-        keep_torch_compile: return a compiled model compiled; False returns what was compiled.
+        keep_torch_compile: leave what `prepare` compiled, the model or its blocks, compiled.
         recursive: also look for wrappers inside the model and take them out.
     """
     compiled: Module | None = None
@@ -59,7 +65,16 @@ def extract_model_from_parallel(
         _peel_children(model)
     if not keep_fp32_wrapper:
         restore_forward(model)
+    if not keep_torch_compile:
+        _restore_blocks(model)
     return _compiled_like(compiled, model) if compiled is not None and keep_torch_compile else model
+
+
+def _restore_blocks(model: Module) -> None:
+    """Take the compiled calls off the blocks that `prepare` gave one; those that the user compiled stay."""
+    for part in model.modules():
+        if vars(part).pop(COMPILED_IN_PLACE, False):
+            part._compiled_call_impl = None
 
 
 def _peel(model: Module) -> Module | None:

@@ -1,35 +1,44 @@
 """The Accelerator: one object that makes a plain training loop run anywhere.
 
-Its pages (`process`, `data`, `training`, `saving`, `tracking`) document and delegate; the work is done by the packages
-below and by the modules beside this one.
+Its pages (`process`, `mesh`, `data`, `training`, `saving`, `tracking`) document and delegate; the work is done by the
+packages below and by the modules beside this one.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_plugins.manifest import Duty
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
-from accel_state.labels import PrecisionType, RNGType
+from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_torch import options
 from accel_torch.accelerator.data import DataPage
+from accel_torch.accelerator.mesh import MeshPage
 from accel_torch.accelerator.process import ProcessPage
 from accel_torch.accelerator.saving import SavingPage
 from accel_torch.accelerator.tracking import TrackingPage
 from accel_torch.accelerator.training import TrainingPage
 from accel_torch.accumulation import Accumulation
+from accel_torch.arrangement import transforms_of
 from accel_torch.assemble import assemble
 from accel_torch.options import UNSET, Options
 from accel_torch.registry import Registry
 
+if TYPE_CHECKING:
+    from accel_plugins.transform import Transform
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
+    from accel_state.mesh import ParallelismConfig
+
 __all__ = ("Accelerator",)
 
 
-class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage):
+class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, TrackingPage):
     """Makes a plain PyTorch training loop run on one process or many, on any device, in any precision.
 
     Args:
@@ -48,6 +57,11 @@ class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage)
         dispatch_batches, even_batches, use_seedable_sampler: deprecated; fields of `DataLoaderConfiguration`.
         step_scheduler_with_optimizer: whether schedulers follow their optimizers.
         kwargs_handlers: settings of what is created on the way, such as `AutocastKwargs`.
+        dynamo_backend: compile models with this backend of `torch.compile`.
+        dynamo_plugin: the same in more detail.
+        torch_tp_plugin: how layers are divided for tensor parallelism.
+        parallelism_config: how the processes are arranged along axes.
+        transforms: further changes of every model, such as `ActivationCheckpoint()`.
         backend: name of the backend that owns the run, as `accel backends` lists it.
 
     Raises:
@@ -87,8 +101,13 @@ class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage)
         use_seedable_sampler: bool = UNSET,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
         *,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         backend: str | None = None,
+        transforms: Sequence[Transform] | None = None,
     ) -> None:
         moved = {
             "split_batches": split_batches,
@@ -100,6 +119,10 @@ class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage)
             "deepspeed_plugin": deepspeed_plugin,
             "fsdp_plugin": fsdp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
+        }
+        settings = {
+            "dynamo_plugin": options.compiling(dynamo_plugin, dynamo_backend),
+            "torch_tp_plugin": torch_tp_plugin,
         }
         loader = options.loader_configuration(dataloader_config, moved)
         self._options = Options(
@@ -115,11 +138,16 @@ class Accelerator(ProcessPage, DataPage, TrainingPage, SavingPage, TrackingPage)
             log_with=options.listed(log_with),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             handlers=options.checked_handlers(kwargs_handlers),
+            backends=options.those_given(plugins),
+            plugins=options.those_given(settings),
+            arranged=parallelism_config,
+            transforms=options.checked_transforms(transforms),
         )
         self.state, self.gradient_state, self._engine = assemble(self._options)
         owned = self._engine.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()
+        self._transforms = transforms_of(self._options, self.state.parallelism_config)
         self._tracking = None
         self._saver = None
 

@@ -72,7 +72,7 @@ class DataPage(Parts):
         """
         from accel_torch.metrics import gather_for_metrics
 
-        return gather_for_metrics(self.gradient_state, input_data, use_gather_object)
+        return gather_for_metrics(self.gradient_state, input_data, use_gather_object, self.state.device_mesh)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors of all processes added up or averaged, on every process.
