@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.device_map import Device, resolve_device
 from accel_bigmodel.hooks import ModelHook, SequentialHook
-from accel_bigmodel.place import TiedParameters, set_module_tensor_to_device, submodule_and_leaf
+from accel_bigmodel.place import TiedParameters, parameter_like, set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_ops.measure import find_device
@@ -39,9 +39,7 @@ class _Slot:
         """The weight as what stands in the slot: a parameter of the same class, or a buffer."""
         if not isinstance(self.empty, nn.Parameter):
             return weight
-        kind: Any = type(self.empty)
-        attributes = {} if kind is nn.Parameter else vars(self.empty)
-        return kind(weight, requires_grad=self.empty.requires_grad, **attributes)  # type: ignore[no-any-return]
+        return parameter_like(self.empty, weight, self.empty.requires_grad)
 
 
 class AlignDevicesHook(ModelHook):
@@ -160,7 +158,8 @@ class AlignDevicesHook(ModelHook):
             self._input_devices.setdefault(threading.get_ident(), []).append(find_device([args, kwargs]))
         if self.offload:
             self._enter()
-        if self.execution_device is None:
+        device = self.execution_device
+        if device is None or (not kwargs and all(type(arg) is Tensor and arg.device == device for arg in args)):
             return args, kwargs
         return (
             send_to_device(args, self.execution_device, skip_keys=self.skip_keys),

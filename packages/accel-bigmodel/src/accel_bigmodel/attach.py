@@ -161,8 +161,12 @@ class _Blocks:
 
     def attach_offloaded(self, name: str, block: nn.Module, device: Any) -> None:
         """Hooks on every part of a block that keep its weights away between forwards."""
+        whole_ones = set[int]()
         for full, part, whole in _units(self._full(name), block, self.preload_module_classes, self._others(block)):
             self._add(part, full, device, place_submodules=whole)
+            if whole:
+                whole_ones.add(id(part))
+        self._bring_inputs(block, device, whole_ones)
 
     def attach_placed(self, block: nn.Module, device: Any) -> None:
         """Weights moved to the device for good, and a hook on the block that brings its inputs there."""
@@ -171,8 +175,19 @@ class _Blocks:
                 for leaf, _ in list(named_module_tensors(part)):
                     tied = self.options["tied_params_map"]
                     set_module_tensor_to_device(part, leaf, device, tied_params_map=tied, clear_cache=False)
-        if block is not self.module:
-            add_hook_to_module(block, AlignDevicesHook(device, names=(), **self.options), append=True)
+            self._bring_inputs(block, device)
+
+    def _bring_inputs(self, block: nn.Module, device: Any, whole: Collection[int] = ()) -> None:
+        """A hook on every module with tensors that brings inputs to the device, for any may be called by itself."""
+        waiting, others = [block], self._others(block)
+        while waiting:
+            module = waiting.pop()
+            if id(module) in others or next(iter(module.state_dict(keep_vars=True)), None) is None:
+                continue
+            if not hasattr(module, HOOK):
+                add_hook_to_module(module, AlignDevicesHook(device, names=(), **self.options))
+            if id(module) not in whole:
+                waiting += module.children()
 
     def attach_tensor(self, name: str, device: Any, away: bool) -> None:
         """A lone tensor: moved for good, or brought with the module that owns it."""

@@ -83,6 +83,11 @@ def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None
 
 def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     """The parameter on another device, of the same class and with the attributes that libraries set on it."""
-    moved = torch.Tensor._make_subclass(type(param), param.detach().to(device), param.requires_grad)
+    data = param.detach().to(device)
+    if type(data) is torch.Tensor:
+        moved = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    else:
+        # The tensors of devices that are written in Python keep their own class; torch marks them as parameters.
+        moved = nn.Parameter(data, param.requires_grad)
     moved.__dict__.update(param.__dict__)
     return moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from accel_bigmodel.sizes import torch_dtype
 from accel_state.devices.select import family_of
 from accel_state.errors import SettingError, ShapeMismatch
 
-__all__ = ("TiedParameters", "set_module_tensor_to_device", "submodule_and_leaf")
+__all__ = ("TiedParameters", "parameter_like", "set_module_tensor_to_device", "submodule_and_leaf")
 
 TiedParameters: TypeAlias = "MutableMapping[int, MutableMapping[torch.device, Tensor]]"
 """Address of a tied weight to its copies by device, so that it is there once for all its names."""
@@ -131,10 +131,21 @@ def _assign(owner: nn.Module, leaf: str, old: Tensor, data: Tensor, fp16_statist
     if leaf in owner._buffers:
         owner._buffers[leaf] = data
         return
-    kind: Any = type(old)
-    requires_grad = old.requires_grad and (data.dtype.is_floating_point or data.dtype.is_complex)
-    attributes: Mapping[str, Any] = {} if kind is nn.Parameter else vars(old)
-    parameter = kind(data.detach(), requires_grad=requires_grad, **attributes)
+    # A tensor that knows its class by itself, such as one of bitsandbytes, brings its own attributes.
+    parameter = parameter_like(data if type(data) is type(old) else old, data.detach(), _requires_grad(old, data))
     if fp16_statistics is not None:
-        parameter.SCB = fp16_statistics.to(data.device)
+        parameter.SCB = fp16_statistics.to(data.device)  # type: ignore[attr-defined]
     owner._parameters[leaf] = parameter
+
+
+def _requires_grad(old: Tensor, data: Tensor) -> bool:
+    return old.requires_grad and (data.dtype.is_floating_point or data.dtype.is_complex)
+
+
+def parameter_like(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter of the class of another one and with the attributes that libraries set on it."""
+    kind: Any = type(old)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
+        # The tensors of devices that are written in Python, for example, are marked as parameters, not of that class.
+        return nn.Parameter(data, requires_grad)
+    return kind(data, requires_grad=requires_grad, **vars(old))  # type: ignore[no-any-return]

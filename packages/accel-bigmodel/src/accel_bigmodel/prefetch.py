@@ -67,13 +67,15 @@ class BlockReader:
     """Gives blocks to whoever needs them, and reads the next ones ahead in a thread.
 
     Args:
-        max_bytes: most that may lie ready or be on its way beside what is in use; twice the largest block when None.
-            With 0 nothing is read ahead.
+        max_bytes: most that may lie ready or be on its way beside what is in use. With 0 nothing is read ahead; when
+            None it is twice the largest block, but not more than half of what was free on the device after the first
+            pass.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes
         self._largest = 0
+        self._free: dict[torch.device, int] = {}
         self._next: dict[Block | None, Block] = {}
         self._last: dict[int, Block] = {}
         self._shared = _Shared()
@@ -86,7 +88,9 @@ class BlockReader:
     @property
     def budget(self) -> int:
         """Bytes that may be read ahead."""
-        return _AHEAD * self._largest if self.max_bytes is None else self.max_bytes
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return min([_AHEAD * self._largest, *(free // 2 for free in self._free.values())])
 
     def take(self, block: Block) -> dict[str, Tensor]:
         """The weights of a block, on its device."""
@@ -99,11 +103,27 @@ class BlockReader:
             if weights is None and block in shared.queue:
                 shared.queue.remove(block)
         if weights is None:
-            weights = _load(block, shared)
+            weights = self._load_now(block)
         with shared.changed:
             self._look_ahead(block)
         _used_here(weights, block.device)
         return weights
+
+    def _load_now(self, block: Block) -> dict[str, Tensor]:
+        """Read a block; when the device is full, without what was read ahead for later, and no more of that."""
+        try:
+            return _load(block, self._shared)
+        except torch.OutOfMemoryError:
+            with self._shared.changed:
+                if not self._shared.held():
+                    raise
+                self.max_bytes = 0
+                self._shared.queue.clear()
+                while self._shared.loading is not None:
+                    self._shared.changed.wait()
+                self._shared.ready.clear()
+        family_of(block.device).empty_cache()
+        return _load(block, self._shared)
 
     def give_back(self, weights: dict[str, Tensor]) -> None:
         """Take back what `take` gave; memory of the host that nothing else refers to is used for the next blocks."""
@@ -125,6 +145,9 @@ class BlockReader:
     def _look_ahead(self, block: Block) -> None:
         """Queue the blocks that followed last time, as far as the budget goes, in place of what was expected before."""
         shared = self._shared
+        if block in self._next and block.device not in self._free and self.max_bytes is None:
+            # Measured once: later on what was read ahead and given back counts as taken in a caching allocator.
+            self._free[block.device] = family_of(block.device).free_memory(block.device.index)
         expected = list(self._chain(block))
         others = {later for last in self._last.values() if last is not block for later in self._chain(last)}
         for stale in [ready for ready in shared.ready if ready not in expected and ready not in others]:
