@@ -49,6 +49,36 @@ def test_weights_are_written_raw_and_mapped_again(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "a.half.dat").read_bytes() == WEIGHTS["a.half"].view(torch.int16).numpy().tobytes()
 
 
+FOLDER = {
+    "w": (torch.arange(6.0).reshape(2, 3).t(), "00000000000040400000803f00008040000000400000a040"),
+    "half": (torch.tensor([1.0, -2.0], dtype=torch.bfloat16), "803f00c0"),
+    "f16": (torch.tensor([0.5], dtype=torch.float16), "0038"),
+    "step": (torch.tensor(7), "0700000000000000"),
+    "mask": (torch.tensor([True, False]), "0100"),
+    "none": (torch.zeros(0, 3), "00"),
+}
+"""Weights and the bytes in which other libraries keep them in such a folder."""
+
+
+def test_a_folder_has_the_bytes_that_other_libraries_expect(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {name: weight for name, (weight, _) in FOLDER.items()})
+    for name, (_, content) in FOLDER.items():
+        assert (tmp_path / f"{name}.dat").read_bytes().hex() == content
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["w"] == {"dtype": "float32", "shape": [3, 2]}
+    assert index["half"]["dtype"] == "bfloat16"
+
+
+def test_a_folder_of_another_library_is_read(tmp_path: Path) -> None:
+    index = {}
+    for name, (weight, content) in FOLDER.items():
+        (tmp_path / f"{name}.dat").write_bytes(bytes.fromhex(content))
+        index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    (tmp_path / "index.json").write_text(json.dumps(index, indent=2))
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert all(torch.equal(loader[name], weight) for name, (weight, _) in FOLDER.items())
+
+
 def test_what_is_written_to_a_mapped_weight_stays_in_memory(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"w": torch.zeros(4)})
     OffloadedWeightsLoader(save_folder=tmp_path)["w"].add_(1)

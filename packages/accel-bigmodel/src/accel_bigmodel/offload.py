@@ -48,7 +48,8 @@ def offload_weight(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
-            file.write(_bytes_of(data))
+            # One byte where there are none: other readers map the file, and an empty one cannot be mapped.
+            file.write(_bytes_of(data) or b"\0")
     except OSError as error:
         path.unlink(missing_ok=True)
         raise CheckpointError(
