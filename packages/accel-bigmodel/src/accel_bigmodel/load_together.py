@@ -16,7 +16,7 @@ from accel_bigmodel.sizes import Dtype, torch_dtype
 from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_bigmodel.weight_files.reading import WeightSource
 from accel_ops.collectives import broadcast
-from accel_ops.objects import broadcast_object_list
+from accel_ops.objects import broadcast_object_list, gather_object
 from accel_state import current
 from accel_state.errors import AccelError
 
@@ -46,10 +46,10 @@ def load_together(
         full_state_dict: the files hold whole weights, not this process's part of them.
 
     Raises:
-        CheckpointError: on every process, what the first one met when it read the files.
+        CheckpointError: on every process, what the first one, or any that reads, met with the files.
     """
     if holds_sharded_weights(model):
-        return _into_shards(model, find, strict, full_state_dict)
+        return _into_shards(model, find, dtype, strict, full_state_dict)
     process = current.process_or_start()
     tied = find_tied_parameters(model)
     weights, outcome = _read(model, find, strict) if process.rank == 0 else ({}, None)
@@ -96,13 +96,24 @@ def _assign(model: nn.Module, name: str, own: Tensor, weight: Tensor) -> None:
 
 
 def _into_shards(
-    model: nn.Module, find: Callable[[], Iterable[WeightSource]], strict: bool, full_state_dict: bool
+    model: nn.Module, find: Callable[[], Iterable[WeightSource]], dtype: Dtype | None, strict: bool, full: bool
 ) -> LoadReport:
     """Let torch hand each process its part; with whole weights only the first process reads them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    reads = not full_state_dict or current.process_or_start().rank == 0
-    weights = {name: weight for source in find() for name, weight in source.load().items()} if reads else {}
-    options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=full_state_dict, strict=strict)
-    outcome = set_model_state_dict(model, weights, options=options)
-    return LoadReport(list(outcome.missing_keys), list(outcome.unexpected_keys))
+    reads = not full or current.process_or_start().rank == 0
+    weights, outcome = _read(model, find, strict) if reads else ({}, None)
+    outcomes = gather_object([outcome])
+    error = next((met for met in outcomes if isinstance(met, AccelError)), None)
+    if error is not None:
+        raise error
+    if dtype is not None:
+        wanted = torch_dtype(dtype)
+        model.to(wanted)
+        weights = {name: w.to(wanted) if w.is_floating_point() else w for name, w in weights.items()}
+    own = own_tensors(model)
+    given = {name: weight for name, weight in weights.items() if name in own}
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full, strict=False)
+    set_model_state_dict(model, given, options=options)
+    report: LoadReport = outcomes[0][0]
+    return report

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model, save_weights
+from accel_state.errors import AccelError, CheckpointError, ShapeMismatch
+from accel_state.process import PartialState
+from accel_state.testing.processes import Processes
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(width, 12), nn.BatchNorm1d(12), nn.Linear(12, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+def reference() -> Net:
+    torch.manual_seed(0)
+    model = Net().eval()
+    model.norm.running_mean.normal_()
+    return model
+
+
+def sharded(empty: bool = False) -> Net:
+    """A model whose parameters are spread over the processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    PartialState(cpu=True)
+    torch.manual_seed(1)
+    if empty:
+        with init_empty_weights():
+            model = Net().eval()
+    else:
+        model = Net().eval()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model.first, model.last):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def same_as_reference(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
+    expected = reference().state_dict()
+    found = whole(model)
+    return found.keys() == expected.keys() and all(
+        torch.equal(value, expected[name].to(dtype) if value.is_floating_point() else expected[name])
+        and (value.dtype == dtype or not value.is_floating_point())
+        for name, value in found.items()
+    )
+
+
+def into_shards(folder: str, elsewhere: str, empty: bool, dtype: torch.dtype | None) -> tuple[bool, list[str], bool]:
+    model = sharded(empty)
+    first = PartialState().is_main_process
+    report = load_checkpoint_in_model(model, folder if first else elsewhere, dtype=dtype, strict=True)
+    spread = all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    return same_as_reference(model, dtype or torch.float32), report.missing + report.unexpected, spread
+
+
+def parts_by_process(folder: str) -> bool:
+    """Each process saves its own part and loads it again."""
+    saved = sharded()
+    load_checkpoint_in_model(saved, f"{folder}/whole")
+    own = Path(folder) / f"{PartialState().process_index}.bin"
+    torch.save(saved.state_dict(), own)
+    model = sharded()
+    load_checkpoint_in_model(model, own, full_state_dict=False)
+    return same_as_reference(model)
+
+
+def dispatched(folder: str) -> bool:
+    model = load_checkpoint_and_dispatch(sharded(), folder, full_state_dict=True, broadcast_from_rank0=True)
+    return same_as_reference(model)
+
+
+def refused(folder: str, spread: bool, strict: bool, only_second: bool = False) -> str:
+    PartialState(cpu=True)
+    model = sharded() if spread else Net()
+    before = {name: value.clone() for name, value in whole(model).items()}
+    rank = PartialState().process_index
+    where = f"{folder}/nowhere" if only_second and rank else folder
+    try:
+        load_checkpoint_in_model(
+            model, where, strict=strict, broadcast_from_rank0=not spread, full_state_dict=not only_second
+        )
+    except AccelError as error:
+        unchanged = all(torch.equal(value, before[name]) for name, value in whole(model).items())
+        return f"{type(error).__name__} {unchanged} {error}"
+    return "loaded"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_spread_over_processes_come_from_the_first(
+    two: Processes, tmp_path: Path, empty: bool, dtype: torch.dtype | None
+) -> None:
+    save_weights(reference().state_dict(), tmp_path, 300)
+    nowhere = str(tmp_path / "nowhere")
+    assert two.run(into_shards, str(tmp_path), nowhere, empty, dtype) == [(True, [], True)] * 2
+
+
+def test_each_process_loads_the_part_it_saved(two: Processes, tmp_path: Path) -> None:
+    save_weights(reference().state_dict(), tmp_path / "whole")
+    assert two.run(parts_by_process, str(tmp_path)) == [True, True]
+
+
+def test_dispatching_without_a_map_only_loads(two: Processes, tmp_path: Path) -> None:
+    save_weights(reference().state_dict(), tmp_path)
+    assert two.run(dispatched, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("what", ["names", "shapes", "damage"])
+def test_what_cannot_be_loaded_is_an_error_on_every_process_and_changes_nothing(
+    two: Processes, tmp_path: Path, spread: bool, what: str
+) -> None:
+    state = (Net(width=4) if what == "shapes" else reference()).state_dict()
+    if what == "names":
+        del state["last.bias"]
+    save_weights(state, tmp_path)
+    if what == "damage":
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-8])
+    kind = ShapeMismatch if what == "shapes" else CheckpointError
+    words = {"names": "Missing: last.bias", "shapes": "The file has shape (12, 4)", "damage": "it is truncated"}[what]
+    for message in two.run(refused, str(tmp_path), spread, True):
+        assert message.startswith(f"{kind.__name__} True ")
+        assert words in message
+
+
+def test_an_error_of_one_process_that_reads_its_own_part_reaches_all(two: Processes, tmp_path: Path) -> None:
+    save_weights(reference().state_dict(), tmp_path)
+    first, second = two.run(refused, str(tmp_path), True, False, True)
+    assert "nowhere" in first
+    assert first == second
