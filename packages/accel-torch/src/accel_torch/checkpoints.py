@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from accel_ops import broadcast_object_list
 from accel_plugins.checkpoint.contents import Contents
 from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.meeting import Meeting
 from accel_plugins.checkpoint.retention import checkpoints, find_newest
 from accel_plugins.manifest import Duty
-from accel_state.errors import AccelError, CheckpointError, SettingError
+from accel_state.errors import CheckpointError, SettingError
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_plugins.checkpoint.config import ProjectConfiguration
-    from accel_state.current import Process
     from accel_torch.parts import Parts
 
 __all__ = ("automatic_folder", "chosen", "contents", "decided_by_main", "next_folder", "unwrapped")
-
-T = TypeVar("T")
 
 
 def unwrapped(parts: Parts) -> list[Module]:
@@ -44,18 +42,24 @@ def contents(parts: Parts) -> Contents:
     )
 
 
-def decided_by_main(process: Process, decide: Callable[[], T]) -> T:
-    """What `decide` returns on the main process, on every process; its error comes to every process too."""
-    answer: list[Any] = [None]
+def decided_by_main(parts: Parts, asked: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `decide` returns on the main process, on every process; its error comes to every process too.
+
+    Raises:
+        CheckpointError: what `decide` raised, or a process did not come before the deadline.
+    """
+    process = parts.state._process
+    meeting = Meeting(process, "decide", asked, parts._options.project.deadline)
+    answer: dict[str, Any] = {}
     if process.rank == 0:
         try:
-            answer = [decide()]
-        except AccelError as error:
-            answer = [error]
-    broadcast_object_list(answer)
-    if isinstance(answer[0], AccelError):
-        raise answer[0]
-    decided: T = answer[0]
+            answer = {"value": decide()}
+        except CheckpointError as error:
+            answer = {"error": [error.asked, error.obstacle, error.remedy]}
+    told = json.loads(meeting.exchange("main", json.dumps(answer))[0])
+    if "error" in told:
+        raise CheckpointError(*told["error"])
+    decided: dict[str, Any] = told["value"]
     return decided
 
 
@@ -73,7 +77,8 @@ def next_folder(parts: Parts, output_dir: str | os.PathLike[str] | None) -> Path
     """
     project = parts._options.project
     if project.automatic_checkpoint_naming:
-        return decided_by_main(parts.state._process, lambda: _next_automatic(project))
+        asked = "save_state() was called with automatic naming."
+        return Path(decided_by_main(parts, asked, lambda: {"folder": str(_next_automatic(project))})["folder"])
     return Path(_named(output_dir, "save_state"))
 
 
@@ -99,9 +104,10 @@ def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: b
     project = parts._options.project
     hashes = project.verify == "hashes"
     if input_dir is None and project.automatic_checkpoint_naming:
-        found, following = decided_by_main(parts.state._process, lambda: _newest(project, hashes, missing_ok))
-        project.iteration = max(project.iteration, following)
-        return found
+        asked = "load_state() was called with automatic naming."
+        told = decided_by_main(parts, asked, lambda: _newest(project, hashes, missing_ok))
+        project.iteration = max(project.iteration, told["following"])
+        return None if told["folder"] is None else Path(told["folder"])
     folder = Path(_named(input_dir, "load_state"))
     if missing_ok and not folder.exists():
         return None
@@ -109,14 +115,14 @@ def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: b
     return folder
 
 
-def _newest(project: ProjectConfiguration, hashes: bool, missing_ok: bool) -> tuple[Path | None, int]:
+def _newest(project: ProjectConfiguration, hashes: bool, missing_ok: bool) -> dict[str, Any]:
     """The newest good checkpoint, and a number that is free for the next."""
     folder = automatic_folder(project)
     known = checkpoints(folder)
     following = known[-1].number + 1 if known else 0
     if missing_ok and not known:
-        return None, following
-    return find_newest(folder, hashes=hashes), following
+        return {"folder": None, "following": following}
+    return {"folder": str(find_newest(folder, hashes=hashes)), "following": following}
 
 
 def _named(given: str | os.PathLike[str] | None, method: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.checkpoint.folder import load_folder
 from accel_plugins.checkpoint.gradients import load_gradients
+from accel_plugins.checkpoint.meeting import Meeting
 from accel_state.errors import UnknownKind
 from accel_torch.checkpoints import chosen, contents, unwrapped
 from accel_torch.saving import wait
@@ -30,6 +32,20 @@ def load_state(
     folder = chosen(parts, input_dir, missing_ok)
     if folder is None:
         return None
+    project, process = parts._options.project, parts.state._process
+    asked = f"The checkpoint {folder} was to be loaded."
+    meeting = Meeting(process, f"load/{folder.name}", asked, project.deadline)
+    try:
+        _load(parts, folder, dict(options))
+    except BaseException as error:
+        meeting.fail("read", f"{type(error).__name__}: {error}")
+        raise
+    meeting.exchange("read")
+    meeting.leave()
+    return str(folder)
+
+
+def _load(parts: Parts, folder: Path, options: dict[str, Any]) -> None:
     map_location = _place(parts, options.pop("map_location", None))
     waive = options.pop("waive", ())
     trusted = not options.pop("weights_only", True)
@@ -45,7 +61,6 @@ def load_state(
         hooks=list(parts._registry.load_hooks.values()),
     )
     load_gradients(unwrapped(parts), folder, parts.state.process_index)
-    return str(folder)
 
 
 def _place(parts: Parts, asked: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Processes that wait for each other while a checkpoint is saved: with a deadline, and with the names of those missing.
+"""Processes that wait for each other while a checkpoint is saved or loaded, with a deadline that names those missing.
 
 They meet through the key-value store of the run, not through a collective: a process that failed says so and goes on,
 and one that died is noticed by the others when their patience ends.
@@ -6,9 +6,11 @@ and one that died is noticed by the others when their patience ends.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state import current
@@ -23,6 +25,7 @@ _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
 _FAREWELL: Final = 10.0
 _held: Counter[str] = Counter()
+_connections: dict[int, Any] = {}
 
 
 class Meeting:
@@ -37,13 +40,12 @@ class Meeting:
 
     def __init__(self, process: Process, topic: str, asked: str, deadline: float) -> None:
         if not _held:
-            current.on_clear(_held.clear)
+            current.on_clear(_forget)
         _held[topic] += 1
         self._process = process
         self._asked = asked
         self._deadline = deadline
         self._prefix = f"accel/meeting/{topic}/{_held[topic]}"
-        self._connection: Any = None
 
     def exchange(self, phase: str, value: str = "") -> list[str]:
         """Give a value and return everyone's, by rank.
@@ -108,11 +110,7 @@ class Meeting:
             return
 
     def _store(self) -> Any:
-        """A connection of our own: on a shared one, a wait of another thread would keep us out."""
-        if self._connection is None:
-            store: Any = self._process.transport.store()
-            self._connection = store.clone()
-        return self._connection
+        return _connection(self._process, self._deadline)
 
     def _key(self, phase: str, rank: int) -> str:
         return f"{self._prefix}/{phase}/{rank}"
@@ -148,3 +146,26 @@ class Meeting:
             f"Process {', '.join(map(str, missing))} did not come within {self._deadline:g} s.",
             "Look at what it does; call this on every process, or give ProjectConfiguration(deadline=...) more time.",
         )
+
+
+def _forget() -> None:
+    _held.clear()
+    _connections.clear()
+
+
+def _connection(process: Process, patience: float) -> Any:
+    """A connection of our own to the store: on training's, a wait of another thread would keep us out.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    shared: Any = process.transport.store()
+    if os.getpid() not in _connections:
+        before = shared.timeout
+        # Who dials a store that is gone tries until the time-out of the one that is copied.
+        shared.set_timeout(timedelta(seconds=max(min(patience, before.total_seconds()), 1.0)))
+        try:
+            _connections[os.getpid()] = shared.clone()
+        finally:
+            shared.set_timeout(before)
+    return _connections[os.getpid()]

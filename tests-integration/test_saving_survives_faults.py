@@ -1,0 +1,37 @@
+"""A part of the sweeps that docs/reliability.md tells of, and that document itself."""
+
+from __future__ import annotations
+
+import pytest
+import reliability
+
+from accel_plugins.testing import faults
+
+TRACED = faults.obstacle(errors=True)
+
+
+@pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
+@pytest.mark.parametrize("name", reliability.SWEEPS)
+def test_nothing_is_lost(name: str) -> None:
+    tally = reliability.sweep(name, every=9)
+
+    assert tally.lost == []
+    assert tally.injected == tally.survived > 0
+
+
+def test_the_document_tells_of_every_sweep_and_of_no_loss() -> None:
+    assert reliability.problems(reliability.DOCUMENT.read_text(encoding="utf-8")) == []
+
+
+def test_a_loss_or_a_missing_sweep_is_noticed() -> None:
+    names = list(reliability.SWEEPS)
+    well = {name: faults.Tally("a fault", 3, 3) for name in names}
+    assert reliability.problems(reliability.document(well)) == []
+
+    lost = {**well, names[0]: faults.Tally("a fault", 3, 2, ["it was gone"])}
+    assert reliability.problems(reliability.document(lost)) == [f"{names[0]}: [3, 2, 1]"]
+    assert reliability.problems(reliability.document({names[0]: well[names[0]]})) == [
+        f"{name}: not in the document" for name in names[1:]
+    ]
+    never = {**well, names[1]: faults.Tally("a fault")}
+    assert reliability.problems(reliability.document(never)) == [f"{names[1]}: [0, 0, 0]"]

@@ -1,0 +1,161 @@
+"""Sweep faults over saving checkpoints and write what was found to docs/reliability.md.
+
+    python tools/reliability.py             run every sweep in full (about three minutes) and write the document
+    python tools/reliability.py --check     exit 1 when the document has a fault that lost something, or lacks a sweep
+
+A tenth of the same sweeps is run by the tests (tests-integration/test_saving_survives_faults.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+import reliability_runs as runs
+from accel_plugins.testing import faults
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "reliability.md"
+
+Sweep = Callable[[Path, int], faults.Tally]
+
+HEAD: Final = """# What saving survives
+
+Written by `python tools/reliability.py`. Each row is one kind of fault, injected at every place where it can happen
+while a checkpoint is saved. *Survived* means that afterwards the newest good checkpoint was found (that of the save
+that was hit, or the one before it), every hash in it was right, a restart trained on with the losses of an undisturbed
+run bit for bit, no process hung, and nothing older was lost. A damaged checkpoint that is accepted counts as lost.
+
+Faults strike at system calls: a forked child that saves is traced, and before its k-th file operation it is killed, or
+the call fails. A loss of power is played on a model of a disk that keeps what was flushed (contents with their file,
+names with their folder); of the rest it keeps nothing, the names alone, names and lengths with zeros for contents, or
+all. The harness is `accel_plugins.testing.faults`; `docs/how-to` tells how to use it on a backend of your own.
+
+"""
+
+
+def _job(sweep: Callable[[faults.Job, int], faults.Tally], **options: bool) -> Sweep:
+    return lambda folder, every: sweep(runs.Run(folder / "project", **options).job(), every)
+
+
+def _kill(job: faults.Job, every: int) -> faults.Tally:
+    return faults.kill_everywhere(job, every=every)
+
+
+def _full(job: faults.Job, every: int) -> faults.Tally:
+    return faults.fail_everywhere(job, errno.ENOSPC, every=every)
+
+
+def _broken(job: faults.Job, every: int) -> faults.Tally:
+    return faults.fail_everywhere(job, errno.EIO, every=every)
+
+
+def _power(job: faults.Job, every: int) -> faults.Tally:
+    return faults.lose_power(job, every=every)
+
+
+def _together(hit: int) -> Sweep:
+    return lambda folder, every: faults.kill_everywhere(runs.Together(folder / "project", hit).job(), every=every)
+
+
+def _told(kind: str, ask: Callable[[runs.Together], str | None]) -> Sweep:
+    """One fault for each process."""
+
+    def sweep(folder: Path, every: int) -> faults.Tally:
+        tally = faults.Tally(kind)
+        for hit in (0, 1):
+            (folder / str(hit)).mkdir()
+            tally.count(f"process {hit}", ask(runs.Together(folder / str(hit) / "project", hit)))
+        return tally
+
+    return sweep
+
+
+SWEEPS: Final[Mapping[str, Sweep]] = {
+    "a new checkpoint, the oldest removed: SIGKILL": _job(_kill),
+    "a new checkpoint, the oldest removed: disk full": _job(_full),
+    "a new checkpoint, the oldest removed: EIO": _job(_broken),
+    "a new checkpoint, the oldest removed: loss of power": _job(_power),
+    "over an existing name: SIGKILL": _job(_kill, overwrite=True),
+    "over an existing name: disk full": _job(_full, overwrite=True),
+    "over an existing name: EIO": _job(_broken, overwrite=True),
+    "over an existing name: loss of power": _job(_power, overwrite=True),
+    "while training goes on: SIGKILL": _job(_kill, behind=True),
+    "while training goes on: disk full": _job(_full, behind=True),
+    "two processes, the first hit: SIGKILL": _together(0),
+    "two processes, the second hit: SIGKILL": _together(1),
+    "two processes, one past the deadline": _told("slow process", lambda run: run.slow()),
+    "two processes, one with other keys": _told("other keys", lambda run: run.other_keys()),
+    "damage afterwards": lambda folder, every: runs.harm(runs.Run(folder / "project")),
+    "folders left behind by dead processes": lambda folder, every: runs.stale_folders(runs.Run(folder / "project")),
+    "two writers of one name": lambda folder, every: runs.two_writers(runs.Run(folder / "project"), 10 // every + 1),
+    "SIGTERM during a save": lambda folder, every: runs.signals(runs.Run(folder / "project"), 20 // every + 1),
+}
+"""What is saved and what happens, with the sweep that does it; the number says how many places lie between faults."""
+
+
+def sweep(name: str, every: int = 1) -> faults.Tally:
+    """Run one sweep in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        return SWEEPS[name](Path(folder), every)
+
+
+def document(tallies: Mapping[str, faults.Tally]) -> str:
+    """The text of the document."""
+    rows = [
+        f"| {name} | {tally.kind} | {tally.injected} | {tally.survived} | {len(tally.lost)} |"
+        for name, tally in tallies.items()
+    ]
+    injected = sum(tally.injected for tally in tallies.values())
+    lost = sum(len(tally.lost) for tally in tallies.values())
+    rows.append(f"| **all** | | **{injected}** | **{injected - lost}** | **{lost}** |")
+    where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
+    table = ["| Saved, and hit by | Fault | Injected | Survived | Lost |", "| --- | --- | ---: | ---: | ---: |", *rows]
+    return HEAD + "\n".join(table) + f"\n\nMeasured with {where}\n"
+
+
+def problems(text: str) -> list[str]:
+    """What is wrong with a document: sweeps it lacks or does not know, and faults that lost something."""
+    rows = {
+        found[1].strip(): [int(number) for number in found[2].replace("|", " ").split()]
+        for found in re.finditer(r"^\| ([^|*]+)\|[^|]+\|([ \d|]+)\|$", text, re.MULTILINE)
+    }
+    wrong = [f"{name}: not in the document" for name in SWEEPS if name not in rows]
+    wrong += [f"{name}: no sweep of that name" for name in rows if name not in SWEEPS]
+    wrong += [f"{name}: {row}" for name, row in rows.items() if row[2] or not row[0] or row[0] != row[1]]
+    return wrong
+
+
+def main() -> int:
+    """Write the document, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only look at the document")
+    arguments = parser.parse_args()
+    if arguments.check:
+        wrong = problems(DOCUMENT.read_text(encoding="utf-8"))
+        print("\n".join(wrong), end="\n" if wrong else "")
+        return 1 if wrong else 0
+    tallies = {}
+    for name in SWEEPS:
+        begun = time.monotonic()
+        tallies[name] = tally = sweep(name)
+        print(
+            f"{name}: {tally.injected} injected, {len(tally.lost)} lost, {time.monotonic() - begun:.0f} s", flush=True
+        )
+        print("".join(f"    {lost}\n" for lost in tally.lost), end="", flush=True)
+    DOCUMENT.write_text(document(tallies), encoding="utf-8")
+    return 1 if any(tally.lost for tally in tallies.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
