@@ -21,6 +21,11 @@ class TestDDPWithViews(BackendSuite):
     config = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
+class TestFSDP1(BackendSuite):
+    target = "accel_plugins.fsdp.manifest:FSDP1"
+    config = FullyShardedDataParallelPlugin(1)
+
+
 class TestFSDP2(BackendSuite):
     target = "accel_plugins.fsdp.manifest:FSDP2"
     config = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=50)

@@ -384,7 +384,8 @@ def chosen() -> tuple[str, str]:
 
 
 def test_a_launcher_asks_for_it_by_its_variable(two: Group) -> None:
-    assert two.run(chosen, environment={"ACCELERATE_USE_FSDP": "true"}) == [("fsdp2", "FSDP")] * 2
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    assert two.run(chosen, environment=asked) == [("fsdp2", "FSDP")] * 2
     assert two.run(chosen, environment={"ACCELERATE_USE_FSDP": "false"}) == [("ddp", "None")] * 2
 
 

@@ -102,7 +102,7 @@ class Manifest:
         axes: mesh axes it can live with.
         phases: where jobs go whose order differs from the usual one (autocast before, compile after).
         lacks: what it cannot do.
-        settings: arguments for its settings class where the settings are not given, such as the version it is for.
+        settings: arguments for its settings class where nobody gives the settings, such as the version it is for.
         parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
         launcher: "module:function" of its own launcher, or None.
         priority: of the backends that are present, the one with the highest is taken.

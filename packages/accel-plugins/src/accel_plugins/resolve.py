@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins import mesh_rules
@@ -90,7 +90,7 @@ def choose(
 
     Args:
         name: the backend asked for by argument.
-        config: a settings object; the backend whose manifest names its class is taken.
+        config: a settings object, or several by name; the backend whose manifest names their class is taken.
         process: who this process is; the current one when None.
         arranged: how the processes are arranged along axes; where nobody names a backend, one that takes them is taken.
 
@@ -142,14 +142,16 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
     if not manifest.config:
         return strategy_class(context)
     config_class = _imported(manifest, manifest.config)
-    if config is not None and not isinstance(config, config_class):
+    if config is not None and not isinstance(_first_of(config), config_class):
         raise Conflict(
             f"The backend {manifest.name!r} was asked for with settings of type {type(config).__name__}.",
             f"Its settings are {manifest.config}.",
             "Leave out one of the two.",
         )
     if config is None:
-        config = from_environment(config_class, None, **manifest.settings)
+        found = resolve(config_class, {})
+        defaults = {name: value for name, value in manifest.settings.items() if found[name].origin == "default"}
+        config = from_environment(config_class, None, **defaults)
     return strategy_class(context, config)
 
 
@@ -166,7 +168,7 @@ def _pick(name: str | None, config: object | None, process: Process, arranged: P
     if name is not None:
         return _named(name, "argument", found)
     if config is not None:
-        return _of_config(config, found)
+        return _of_config(_first_of(config), found)
     given = resolve(RunSettings, {})["backend"]
     if given.value is not None:
         return _named(given.value, given.origin, found)
@@ -224,6 +226,11 @@ def _of_config(config: object, found: Sequence[Found]) -> Manifest:
         f"No installed backend has such settings. Installed: {', '.join(one.name for one in found) or 'none'}.",
         "Install the package that brings it.",
     )
+
+
+def _first_of(config: Any) -> Any:
+    """A settings object, where several are given by name."""
+    return next(iter(config.values()), config) if isinstance(config, Mapping) else config
 
 
 def _target_is_type_of(target: str, config: object) -> bool:

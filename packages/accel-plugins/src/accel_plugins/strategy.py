@@ -235,7 +235,26 @@ class Strategy:
         """Whether `state_dict` gives this process complete weights to write."""
         return True
 
+    def gradients(self, model: Module) -> dict[str, Tensor]:
+        """Complete gradients of a model under the names of the user's model, of those parameters that have one.
+
+        Called on every process, by whoever looks at gradients; never on the way of training.
+        """
+        from accel_plugins.bundle import canonical_name
+
+        return {
+            canonical_name(name): _complete(parameter.grad)
+            for name, parameter in self.unwrap(model).named_parameters()
+            if parameter.grad is not None
+        }
+
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Give back what the strategy opened. Called once, at the end of training; nothing is called afterwards."""
+
+
+def _complete(tensor: Tensor) -> Tensor:
+    """A tensor that may be spread over processes, put together."""
+    complete: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
+    return complete.detach()

@@ -35,6 +35,9 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "activation_checkpointing": False,
     "activation_checkpointing_offload": False,
     "cpu_ram_efficient_loading": False,
+    "use_orig_params": True,
+    "sync_module_states": True,
+    "forward_prefetch": False,
 }
 
 

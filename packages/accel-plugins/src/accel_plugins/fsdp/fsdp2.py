@@ -7,9 +7,8 @@ in shards only. A model keeps its class and the names of its parameters, which b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -18,106 +17,40 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
-from accel_plugins.blocks import repeated_blocks
-from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.fsdp import loading, weights
+from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, mixed_precision, offload
-from accel_plugins.manifest import Axis, Part
+from accel_plugins.fsdp.sharded import ShardedStrategy
+from accel_plugins.manifest import Axis
 from accel_plugins.mesh_axes import flattened, part
-from accel_plugins.strategy import Strategy
-from accel_plugins.transform import Transform
-from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
-from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("FSDP2Strategy",)
 
 _DIVIDING = (Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE)
 
 
-class FSDP2Strategy(Strategy):
-    """Shards parameters, gradients and optimizer state over the processes."""
+class FSDP2Strategy(ShardedStrategy):
+    """Shards each parameter by itself."""
 
-    saves_together: ClassVar[bool] = True
-    saves_behind: ClassVar[bool] = True
-    gives_partial_gradients: ClassVar[bool] = False
-    config: FullyShardedDataParallelPlugin
+    version: ClassVar[int] = 2
 
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
         super().__init__(context, config)
-        if config.fsdp_version != 2:
-            raise Conflict(
-                f"The backend 'fsdp2' was asked for with settings of FSDP version {config.fsdp_version}.",
-                "It shards by version 2.",
-                "Use fsdp_version=2 (or FSDP_VERSION=2), or the backend 'fsdp1'.",
-            )
-        self._owners: dict[int, Module] = {}
-        self._saving_group: torch.distributed.ProcessGroup | None = None
-        self._holding: dict[int, int] = {}
         self._sources: dict[int, dict[str, Tensor]] = {}
-
-    # ------------------------------------------------------------------ preparing
-
-    def check(self, bundle: Bundle) -> None:
-        if self.context.process.backend is None:
-            raise Conflict(
-                "Sharding (FSDP) was asked for.",
-                "This process was started alone, so there is nobody to share with.",
-                "Start the script with `accel launch --num_processes N`.",
-            )
-        for model in bundle.models:
-            blocks_to_shard(model, self.config)
-            loading.check(model, self.config, self.context.process.rank)
-            if self.context.precision.scaler is not None and self._whole(model):
-                raise NotOffered(
-                    "Parameters were to be trained in fp16 without being sharded (ignored_modules).",
-                    "torch's gradient scaler cannot unscale sharded gradients and whole ones together.",
-                    "Train in bf16, or freeze the ignored modules.",
-                )
-        for optimizer in bundle.optimizers:
-            _owner(optimizer, bundle.models)
-            if optimizer.state:
-                raise Conflict(
-                    f"{type(optimizer).__name__} was given to prepare().",
-                    "It has stepped before, and its state belongs to parameters that are not sharded yet.",
-                    "Prepare it first, and load its state afterwards.",
-                )
-
-    def transforms(self) -> Iterable[Transform]:
-        config = self.config
-        if not (config.activation_checkpointing or config.activation_checkpointing_offload):
-            return ()
-        offload = bool(config.activation_checkpointing_offload)
-        return (ActivationCheckpoint(lambda model: blocks_to_shard(model, config) or repeated_blocks(model), offload),)
 
     def place(self, model: Module) -> Module:
         if self.config.cpu_ram_efficient_loading:
             # Transforms divide weights, and only whole ones can be sent.
             self._sources[id(model)] = loading.weights_of_first(model, self.context.process.rank)
-        loading.to_device(model, self.context.process.device)
-        return model
+        return super().place(model)
 
-    def setup(self, bundle: Bundle) -> Bundle:
-        before = bundle.parameter_names()
-        for model in bundle.models:
-            self._shard(model)
-        bundle.rebind_by_name(before)
-        for optimizer in bundle.optimizers:
-            self._owners[id(optimizer)] = _owner(optimizer, bundle.models)
-        return bundle
-
-    def _shard(self, model: Module) -> None:
-        config, context = self.config, self.context
+    def shard(self, model: Module) -> Module:
+        config, context, mesh = self.config, self.context, self._mesh
         source = self._source(model) if config.cpu_ram_efficient_loading else None
-        mesh = self._mesh
-        for parameter in self._whole(model) if mesh is not None else ():
-            hook = self._averaging_hook(model)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if mesh is not None:
             arguments: dict[str, Any] = {
                 "mesh": mesh,
@@ -130,29 +63,12 @@ class FSDP2Strategy(Strategy):
                 fully_shard(block, **arguments)
         if source is not None:
             loading.distribute(model, source)
+        return model
 
     def _source(self, model: Module) -> dict[str, Tensor]:
         """All weights, where this is the first process; kept from before they were divided."""
         kept = self._sources.pop(id(model), None)
         return loading.weights_of_first(model, self.context.process.rank) if kept is None else kept
-
-    def _whole(self, model: Module) -> list[Parameter]:
-        """Parameters that train and are not sharded."""
-        return [parameter for parameter in ignored_parameters(model, self.config) if parameter.requires_grad]
-
-    def _averaging_hook(self, model: Module) -> Callable[[Tensor], None]:
-        """Averages the gradient of a parameter that is not sharded, when gradients are synchronised.
-
-        What earlier backwards have averaged is the same everywhere, so averaging it again changes nothing.
-        """
-        transport, holding, key = self.context.process.transport, self._holding, id(model)
-
-        def average(parameter: Tensor) -> None:
-            if not holding.get(key) and parameter.grad is not None:
-                transport.all_reduce(parameter.grad).wait()
-                parameter.grad /= transport.world_size
-
-        return average
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:
@@ -188,61 +104,6 @@ class FSDP2Strategy(Strategy):
         for group in _alike(parameters):
             torch.nn.utils.clip_grad_value_(group, value)
 
-    def average_parameters(self, model: Module) -> None:
-        raise NotOffered(
-            "Parameters were to be averaged over the processes (LocalSGD).",
-            "With FSDP each process has another part of them, so there is nothing to average.",
-            "Use the backend 'ddp' with LocalSGD.",
-        )
-
-    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
-        raise NotOffered(
-            "Processes were to run out of batches at different times (join_uneven_inputs).",
-            "With FSDP every forward gathers parameters from all processes.",
-            "Use even_batches=True, or the backend 'ddp'.",
-        )
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def _full(self) -> bool:
-        return bool(self.config.state_dict_type == "FULL_STATE_DICT")
-
-    def collect(self, part: Part, item: Any) -> Any:
-        if self._saving_group is None and not self._full:
-            self._saving_group = torch.distributed.new_group(backend="gloo")
-        if part is Part.MODEL:
-            return weights.model_state(item, full=self._full)
-        if part is Part.OPTIMIZER:
-            inner = _inner(item)
-            return weights.optimizer_state(self._owners[id(inner)], inner, full=self._full)
-        return super().collect(part, item)
-
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        if part in (Part.MODEL, Part.OPTIMIZER):
-            first, group = self.context.process.rank == 0, self._saving_group
-            weights.write(part, state, folder, index, full=self._full, first=first, group=group)
-        elif self.context.process.rank == 0:
-            super().save(part, state, folder, index, safe_serialization=safe_serialization)
-
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        if part is Part.MODEL:
-            weights.load_model(item, folder, index, strict=options.get("strict", True))
-        elif part is Part.OPTIMIZER:
-            inner = _inner(item)
-            weights.load_optimizer(self._owners[id(inner)], inner, folder, index)
-        else:
-            super().load(part, item, folder, index, **options)
-
-    def state_dict(self, model: Module) -> dict[str, Tensor]:
-        return weights.model_state(model, full=True)
-
-    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        loading.put(model, weights, strict=strict)
-
-    def writes_weights(self) -> bool:
-        return self.context.process.rank == 0
-
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Parameters with a gradient, in groups that torch's functions can handle together: by the mesh they lie on."""
@@ -257,28 +118,6 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
     norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _inner(optimizer: Any) -> Optimizer:
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
-def _owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
-    """The model whose parameters an optimizer holds.
-
-    Raises:
-        Conflict: it holds parameters of several models, or of none that are prepared with it.
-    """
-    held: set[Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for model in models:
-        if held <= set(model.parameters()):
-            return model
-    raise Conflict(
-        f"{type(optimizer).__name__} was given to prepare().",
-        "Its parameters are not those of one model of the same call, and sharding replaces parameters.",
-        "Give each optimizer together with its model, and make one optimizer for each model.",
-    )
 
 
 class _Syncing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from torch.nn import Module
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, Conflict
 
-__all__ = ("check", "distribute", "put", "to_device", "weights_of_first")
+__all__ = ("check", "distribute", "put", "send_from_first", "to_device", "weights_of_first")
 
 
 def check(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
     """Refuse a model without weights where nobody would give it any."""
     empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
-    if empty is not None and (rank == 0 or not config.cpu_ram_efficient_loading):
+    if empty is not None and config.param_init_fn is None and (rank == 0 or not config.cpu_ram_efficient_loading):
         raise Conflict(
             f"{type(model).__name__} was given to prepare().",
             f"{empty!r} is on the meta device of process {rank} and has no values.",
@@ -31,8 +31,18 @@ def _tensors(model: Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def to_device(model: Module, device: torch.device) -> None:
-    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was."""
+def to_device(model: Module, device: torch.device, initialise: Callable[[Module], None] | None = None) -> None:
+    """Move a model to the device; what is on the meta device gets memory there, and stays tied as it was.
+
+    Args:
+        model: the model.
+        device: where it goes.
+        initialise: gives the tensors that stand in one module memory and values, where they have none.
+    """
+    if initialise is not None:
+        for module in list(model.modules()):
+            if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                initialise(module)
     if not any(tensor.is_meta for _, tensor in _tensors(model)):
         model.to(device)
         return
@@ -53,6 +63,12 @@ def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
         return {}
     kept = {**dict(model.named_buffers()), **model.state_dict()}
     return {name: value.detach().cpu().clone() for name, value in kept.items()}
+
+
+def send_from_first(model: Module) -> None:
+    """Give every process the weights and buffers of the first; the model is whole everywhere."""
+    for _, tensor in _tensors(model):
+        torch.distributed.broadcast(tensor.detach(), src=0)
 
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:

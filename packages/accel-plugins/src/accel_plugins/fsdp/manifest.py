@@ -1,4 +1,4 @@
-"""What the sharding backend declares."""
+"""What the sharding backends declare, one for each version of FSDP."""
 
 from __future__ import annotations
 
@@ -7,33 +7,59 @@ from typing import TYPE_CHECKING, Final
 from accel_plugins.manifest import Ability, Axis, Manifest, Part
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read
-from accel_state.settings.schema import BOOLEAN, Setting
+from accel_state.settings.schema import BOOLEAN, Setting, whole
 
 if TYPE_CHECKING:
     from accel_state.current import Process
 
-__all__ = ("FSDP2", "present")
+__all__ = ("FSDP1", "FSDP2", "first_present", "second_present")
 
 _USE: Final = Setting("use_fsdp", BOOLEAN, False, variable="ACCELERATE_USE_FSDP", flag="--use_fsdp")
+_VERSION: Final = Setting("fsdp_version", whole(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
 
 
-def present(process: Process) -> bool:
-    """Whether sharding was asked for by the launcher."""
-    found = read(_USE)
-    return bool(found and found.value)
+def _asked(version: int) -> bool:
+    """Whether the launcher asked for sharding by a version; the first one when it did not say which."""
+    use, found = read(_USE), read(_VERSION)
+    return bool(use and use.value) and (1 if found is None else found.value) == version
 
+
+def first_present(process: Process) -> bool:
+    """Whether sharding by version 1 was asked for by the launcher."""
+    return _asked(1)
+
+
+def second_present(process: Process) -> bool:
+    """Whether sharding by version 2 was asked for by the launcher."""
+    return _asked(2)
+
+
+FSDP1: Final = Manifest(
+    name="fsdp1",
+    config="accel_plugins.fsdp.config:FullyShardedDataParallelPlugin",
+    strategy="accel_plugins.fsdp.fsdp1:FSDP1Strategy",
+    label=DistributedType.FSDP,
+    present="accel_plugins.fsdp.manifest:first_present",
+    together=frozenset({Part.MODEL}),
+    axes=frozenset({Axis.REPLICATE, Axis.SHARD}),
+    lacks=frozenset({Ability.JOIN, Ability.AVERAGE}),
+    settings={"fsdp_version": 1},
+    parameter="fsdp_plugin",
+    priority=50,
+    tier=1,
+)
 
 FSDP2: Final = Manifest(
     name="fsdp2",
     config="accel_plugins.fsdp.config:FullyShardedDataParallelPlugin",
     strategy="accel_plugins.fsdp.fsdp2:FSDP2Strategy",
     label=DistributedType.FSDP,
-    present="accel_plugins.fsdp.manifest:present",
+    present="accel_plugins.fsdp.manifest:second_present",
     together=frozenset({Part.MODEL}),
     axes=frozenset(Axis),
     lacks=frozenset({Ability.JOIN, Ability.AVERAGE}),
     settings={"fsdp_version": 2},
     parameter="fsdp_plugin",
-    priority=50,
+    priority=51,
     tier=1,
 )

@@ -14,7 +14,7 @@ from accel_plugins.blocks import blocks_by_size, blocks_of_class
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import SettingError
 
-__all__ = ("blocks_to_shard", "ignored_parameters", "mixed_precision", "offload")
+__all__ = ("blocks_to_shard", "dtype_of", "ignored_parameters", "mixed_precision", "offload")
 
 _SIZE = 100_000_000
 """Parameters that make a block when nothing was said, as launchers have it."""
@@ -60,13 +60,13 @@ def mixed_precision(config: FullyShardedDataParallelPlugin, compute: torch.dtype
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else torch.float32)
     given = policy if isinstance(policy, dict) else vars(policy)
     return MixedPrecisionPolicy(
-        param_dtype=_dtype(given.get("param_dtype")),
-        reduce_dtype=_dtype(given.get("reduce_dtype")),
-        output_dtype=_dtype(given.get("output_dtype")),
+        param_dtype=dtype_of(given.get("param_dtype")),
+        reduce_dtype=dtype_of(given.get("reduce_dtype")),
+        output_dtype=dtype_of(given.get("output_dtype")),
     )
 
 
-def _dtype(given: Any) -> torch.dtype | None:
+def dtype_of(given: Any) -> torch.dtype | None:
     if given is None:
         return None
     found = getattr(torch, str(given).removeprefix("torch."), None)

@@ -37,15 +37,21 @@ __all__ = ("load_model", "load_optimizer", "model_state", "optimizer_state", "wr
 _STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
 
 
-def model_state(model: Module, *, full: bool) -> dict[str, Any]:
-    """Weights by name: whole, on the first process and on the CPU; or the shards of this process."""
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+def model_state(model: Module, *, full: bool, to_host: bool = True) -> dict[str, Any]:
+    """Weights by name: whole, on the first process and in host memory; or the shards of this process.
+
+    Args:
+        model: a sharded model.
+        full: whether they are put together.
+        to_host: False leaves whole weights where they are, on every process.
+    """
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
     return dict(get_model_state_dict(model, options=options))
 
 
-def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool) -> dict[str, Any]:
+def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool, to_host: bool = True) -> dict[str, Any]:
     """State of an optimizer by names of parameters, as `model_state`."""
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 

@@ -305,14 +305,7 @@ class Session:
 
     def gradients(self) -> dict[str, list[Any]]:
         """Complete gradients as plain lists, by the user's names."""
-        from accel_plugins.bundle import canonical_name
-
-        model = self.strategy.unwrap(self.model)
-        return {
-            canonical_name(name): _full(parameter.grad).tolist()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+        return {name: gradient.tolist() for name, gradient in self.strategy.gradients(self.model).items()}
 
 
 def _full(tensor: Tensor) -> Tensor:

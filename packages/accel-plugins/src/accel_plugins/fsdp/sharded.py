@@ -1,0 +1,218 @@
+"""What both versions of FSDP have in common: what they refuse, where weights come from, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from accel_plugins.blocks import repeated_blocks
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.fsdp import loading, weights
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.manifest import Part
+from accel_plugins.strategy import Strategy
+from accel_plugins.transform import Transform
+from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
+from accel_state.errors import Conflict, NotOffered
+
+__all__ = ("ShardedStrategy", "inner_optimizer", "owner")
+
+
+class ShardedStrategy(Strategy):
+    """Shards parameters, gradients and optimizer state over the processes; a version says how.
+
+    A version implements `shard`, which makes of a model on its device the one that trains.
+    """
+
+    saves_together: ClassVar[bool] = True
+    saves_behind: ClassVar[bool] = True
+    gives_partial_gradients: ClassVar[bool] = False
+    version: ClassVar[int]
+    config: FullyShardedDataParallelPlugin
+
+    def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
+        super().__init__(context, config)
+        if config.fsdp_version != self.version:
+            raise Conflict(
+                f"The backend 'fsdp{self.version}' was asked for with settings of version {config.fsdp_version}.",
+                "Each version has its own backend and its own settings.",
+                f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or leave out the backend.",
+            )
+        self._owners: dict[int, Module] = {}
+        self._saving_group: torch.distributed.ProcessGroup | None = None
+        self._holding: dict[int, int] = {}
+
+    # ------------------------------------------------------------------ preparing
+
+    def check(self, bundle: Bundle) -> None:
+        if self.context.process.backend is None:
+            raise Conflict(
+                "Sharding (FSDP) was asked for.",
+                "This process was started alone, so there is nobody to share with.",
+                "Start the script with `accel launch --num_processes N`.",
+            )
+        if self.config.state_dict_type == "LOCAL_STATE_DICT":
+            raise NotOffered(
+                "state_dict_type='LOCAL_STATE_DICT' was asked for.",
+                "It holds the flat shards of one arrangement, and nothing else can read them.",
+                "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
+            )
+        for model in bundle.models:
+            blocks_to_shard(model, self.config)
+            loading.check(model, self.config, self.context.process.rank)
+            if self.context.precision.scaler is not None and self._whole(model):
+                raise NotOffered(
+                    "Parameters were to be trained in fp16 without being sharded (ignored_modules).",
+                    "torch's gradient scaler cannot unscale sharded gradients and whole ones together.",
+                    "Train in bf16, or freeze the ignored modules.",
+                )
+        for optimizer in bundle.optimizers:
+            owner(optimizer, bundle.models)
+            if optimizer.state:
+                raise Conflict(
+                    f"{type(optimizer).__name__} was given to prepare().",
+                    "It has stepped before, and its state belongs to parameters that are not sharded yet.",
+                    "Prepare it first, and load its state afterwards.",
+                )
+
+    def transforms(self) -> Iterable[Transform]:
+        config = self.config
+        if not (config.activation_checkpointing or config.activation_checkpointing_offload):
+            return ()
+        offload = bool(config.activation_checkpointing_offload)
+        return (ActivationCheckpoint(lambda model: blocks_to_shard(model, config) or repeated_blocks(model), offload),)
+
+    def place(self, model: Module) -> Module:
+        loading.to_device(model, self.context.process.device, self.config.param_init_fn)
+        return model
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        before = bundle.parameter_names()
+        for model in bundle.models:
+            for parameter in self._whole(model):
+                hook = self._averaging_hook(model)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        bundle.models[:] = [self.shard(model) for model in bundle.models]
+        self.follow(bundle, before)
+        for optimizer in bundle.optimizers:
+            self._owners[id(optimizer)] = owner(optimizer, bundle.models)
+        return bundle
+
+    def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
+        """Make the optimizers hold the parameters that now train; `before` names those they hold."""
+        bundle.rebind_by_name(before)
+
+    def shard(self, model: Module) -> Module:
+        """The model that trains, made of one on its device."""
+        raise NotImplementedError
+
+    def _whole(self, model: Module) -> list[Parameter]:
+        """Parameters that train and are not sharded."""
+        return [parameter for parameter in ignored_parameters(model, self.config) if parameter.requires_grad]
+
+    def _averaging_hook(self, model: Module) -> Callable[[Tensor], None]:
+        """Averages the gradient of a parameter that is not sharded, when gradients are synchronised.
+
+        What earlier backwards have averaged is the same everywhere, so averaging it again changes nothing.
+        """
+        transport, holding, key = self.context.process.transport, self._holding, id(model)
+
+        def average(parameter: Tensor) -> None:
+            if not holding.get(key) and parameter.grad is not None:
+                transport.all_reduce(parameter.grad).wait()
+                parameter.grad /= transport.world_size
+
+        return average
+
+    # ------------------------------------------------------------------ one step
+
+    def average_parameters(self, model: Module) -> None:
+        raise NotOffered(
+            "Parameters were to be averaged over the processes (LocalSGD).",
+            "With FSDP each process has another part of them, so there is nothing to average.",
+            "Use the backend 'ddp' with LocalSGD.",
+        )
+
+    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        raise NotOffered(
+            "Processes were to run out of batches at different times (join_uneven_inputs).",
+            "With FSDP every forward gathers parameters from all processes.",
+            "Use even_batches=True, or the backend 'ddp'.",
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def whole_to_host(self) -> bool:
+        """Whether whole states are put together in host memory of the first process, and nowhere else."""
+        return True
+
+    @property
+    def _full(self) -> bool:
+        return bool(self.config.state_dict_type == "FULL_STATE_DICT")
+
+    def collect(self, part: Part, item: Any) -> Any:
+        if self._saving_group is None and not self._full:
+            self._saving_group = torch.distributed.new_group(backend="gloo")
+        if part is Part.MODEL:
+            return weights.model_state(item, full=self._full, to_host=self.whole_to_host)
+        if part is Part.OPTIMIZER:
+            inner = inner_optimizer(item)
+            return weights.optimizer_state(self._owners[id(inner)], inner, full=self._full, to_host=self.whole_to_host)
+        return super().collect(part, item)
+
+    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+        if part in (Part.MODEL, Part.OPTIMIZER):
+            first, group = self.context.process.rank == 0, self._saving_group
+            weights.write(part, state, folder, index, full=self._full, first=first, group=group)
+        elif self.context.process.rank == 0:
+            super().save(part, state, folder, index, safe_serialization=safe_serialization)
+
+    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+        if part is Part.MODEL:
+            weights.load_model(item, folder, index, strict=options.get("strict", True))
+        elif part is Part.OPTIMIZER:
+            inner = inner_optimizer(item)
+            weights.load_optimizer(self._owners[id(inner)], inner, folder, index)
+        else:
+            super().load(part, item, folder, index, **options)
+
+    def state_dict(self, model: Module) -> dict[str, Tensor]:
+        return weights.model_state(model, full=True, to_host=self.whole_to_host)
+
+    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        loading.put(model, weights, strict=strict)
+
+    def writes_weights(self) -> bool:
+        return self.context.process.rank == 0
+
+
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
+    """The model whose parameters an optimizer holds.
+
+    Raises:
+        Conflict: it holds parameters of several models, or of none that are prepared with it.
+    """
+    held: set[Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if held <= set(model.parameters()):
+            return model
+    raise Conflict(
+        f"{type(optimizer).__name__} was given to prepare().",
+        "Its parameters are not those of one model of the same call, and sharding replaces parameters.",
+        "Give each optimizer together with its model, and make one optimizer for each model.",
+    )
