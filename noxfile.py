@@ -178,6 +178,26 @@ def trackers(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "packages/accel-tracking/tests", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def optimizers(session: nox.Session) -> None:
+    """Run the tests of unusual optimizers against their libraries, one of which `tests` does not install."""
+    look_through_to_base(session)
+    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *own, "schedulefree", "lomo-optim")
+    tests = "packages/accel-torch/tests/test_unusual_optimizers.py"
+    session.run("python", "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def bigmodel(session: nox.Session) -> None:
+    """Run the tests of big models with bitsandbytes and transformers, which `tests` does not install."""
+    look_through_to_base(session)
+    own = ["-e", "packages/accel-state[testing]", "-e", "packages/accel-ops"]
+    own += ["-e", "packages/accel-bigmodel[bnb,estimate,hub,plots,progress]"]
+    session.install("-q", "-c", str(CONSTRAINTS), "numpy", *own)
+    session.run("python", "-m", "pytest", "packages/accel-bigmodel/tests", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, in one run, and write docs/benchmarks.md."""

@@ -58,6 +58,10 @@ if TYPE_CHECKING:
         get_state_dict_from_offload,
         get_state_dict_offloaded_model,
     )
+    from accel_bigmodel.fallback import (
+        fallback_allocate,
+        get_module_size_with_ties,
+    )
     from accel_bigmodel.hooks import (
         ModelHook,
         SequentialHook,
@@ -183,6 +187,7 @@ __all__ = (
     "estimate_memory",
     "explain_device_map",
     "extract_submodules_state_dict",
+    "fallback_allocate",
     "find_tied_parameters",
     "find_weights",
     "get_balanced_memory",
@@ -190,6 +195,7 @@ __all__ = (
     "get_max_layer_size",
     "get_max_memory",
     "get_module_leaves",
+    "get_module_size_with_ties",
     "get_non_persistent_buffers",
     "get_quantized_model_device_map",
     "get_state_dict_from_offload",
@@ -276,6 +282,10 @@ __getattr__, __dir__ = lazy_names(
         "accel_bigmodel.export": (
             "get_state_dict_from_offload",
             "get_state_dict_offloaded_model",
+        ),
+        "accel_bigmodel.fallback": (
+            "fallback_allocate",
+            "get_module_size_with_ties",
         ),
         "accel_bigmodel.hooks": (
             "ModelHook",

@@ -112,7 +112,7 @@ def _into_shards(
         model.to(wanted)
         weights = {name: w.to(wanted) if w.is_floating_point() else w for name, w in weights.items()}
     own = own_tensors(model)
-    given = {name: weight for name, weight in weights.items() if name in own}
+    given: dict[str, Any] = {name: weight for name, weight in weights.items() if name in own}
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full, strict=False)
     set_model_state_dict(model, given, options=options)
     report: LoadReport = outcomes[0][0]

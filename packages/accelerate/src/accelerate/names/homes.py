@@ -219,6 +219,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.byte_counts": "convert_file_size_to_int",
         "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map infer_auto_device_map",
         "accel_bigmodel.export": "get_state_dict_from_offload get_state_dict_offloaded_model",
+        "accel_bigmodel.fallback": "fallback_allocate get_module_size_with_ties",
         "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights load_state_dict",
         "accel_bigmodel.place": "set_module_tensor_to_device",
         "accel_bigmodel.sizes": """
@@ -229,7 +230,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
             retie_parameters
         """,
-        "accelerate.legacy.models": "fallback_allocate get_module_size_with_ties is_peft_model",
+        "accelerate.legacy.models": "is_peft_model",
     },
     "accelerate.utils.offload": {
         "accel_bigmodel.offload": """

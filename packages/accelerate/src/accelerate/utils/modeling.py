@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.byte_counts import convert_file_size_to_int
     from accel_bigmodel.device_map import check_device_map, check_device_same, clean_device_map, infer_auto_device_map
     from accel_bigmodel.export import get_state_dict_from_offload, get_state_dict_offloaded_model
+    from accel_bigmodel.fallback import fallback_allocate, get_module_size_with_ties
     from accel_bigmodel.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
     from accel_bigmodel.offload import load_offloaded_weight as load_offloaded_weight
     from accel_bigmodel.offload import offload_weight as offload_weight
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from accel_state.memory import clear_device_cache as clear_device_cache
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
-    from accelerate.legacy.models import fallback_allocate, get_module_size_with_ties, is_peft_model
+    from accelerate.legacy.models import is_peft_model
 
 __all__ = (
     "align_module_device",
