@@ -35,7 +35,7 @@ PACKAGES = (
     "accel-tracking[plots,tensorboard,testing]",
     "accel-plugins[testing]",
     "accel-cli[completion,wizard]",
-    "accel-torch",
+    "accel-torch[testing]",
     "accelerate",
 )
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from accel_plugins import *  # noqa: F403
     from accel_state import *  # noqa: F403
     from accel_torch.accelerator import Accelerator as Accelerator
+    from accel_torch.local_sgd import LocalSGD as LocalSGD
     from accel_tracking import *  # noqa: F403
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "LocalSGD"]
 __all__ += accel_bigmodel.__all__
 __all__ += accel_data.__all__
 __all__ += accel_ops.__all__
@@ -35,6 +36,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "accel_torch.accelerator": ("Accelerator",),
+        "accel_torch.local_sgd": ("LocalSGD",),
         "accel_bigmodel": accel_bigmodel.__all__,
         "accel_data": accel_data.__all__,
         "accel_ops": accel_ops.__all__,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.manifest import Duty
+from accel_state.errors import NotOffered, SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from accel_torch.accumulation import Accumulation
     from accel_torch.parts import Parts
 
-__all__ = ("Stepping", "clip_grad_norm", "clip_grad_value", "unscale_gradients")
+__all__ = ("Stepping", "clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradients")
 
 
 class Stepping:
@@ -48,6 +49,37 @@ def unscale_gradients(parts: Parts, optimizers: Iterable[Any] | None = None) -> 
         complete(engine.strategy, parts._accumulation, optimizer)
         if not engine.owns(Duty.PRECISION):
             engine.precision.unscale(optimizer)
+
+
+def fused_backward(parts: Parts, loss: Tensor, learning_rate: float | None) -> None:
+    """Backward in which optimizers such as LOMO change each parameter as soon as its gradient is there.
+
+    Raises:
+        SettingError: no learning rate was given, or no such optimizer was prepared.
+        NotOffered: gradients would have to be gathered first, over processes or micro-batches.
+    """
+    fused = [optimizer for optimizer in parts._registry.optimizers if _steps_in_backward(optimizer)]
+    asked = "A backward pass in which the optimizer steps (LOMO) was asked for."
+    if not fused:
+        raise SettingError(
+            asked, "No prepared optimizer does that.", "Prepare a Lomo or AdaLomo, or use backward(loss)."
+        )
+    if learning_rate is None:
+        raise SettingError(
+            asked, "No learning rate was given.", "Give backward(loss, learning_rate=...): the step happens there."
+        )
+    if parts.gradient_state.num_steps > 1 or parts.state.use_distributed:
+        raise NotOffered(
+            asked,
+            "Each gradient is gone when the next is computed, so none can be gathered over micro-batches or processes.",
+            "Train in one process without accumulation, or with another optimizer.",
+        )
+    for optimizer in fused:
+        optimizer.fused_backward(loss, learning_rate)
+
+
+def _steps_in_backward(optimizer: Any) -> bool:
+    return getattr(optimizer, "steps_in_backward", False)
 
 
 def clip_grad_norm(

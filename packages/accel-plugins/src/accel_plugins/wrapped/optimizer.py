@@ -11,6 +11,7 @@ from accel_plugins.precision.base import Closure, Precision
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
@@ -39,6 +40,10 @@ class AcceleratedOptimizer(Optimizer):
         gradient: says whether gradients are synchronised; the state made last when None.
         strategy: decides how to step.
         precision: decides how to step where there is no strategy.
+
+    Attributes:
+        steps_in_backward: whether the optimizer changes each parameter during backward, as LOMO does; `step` has
+            nothing to do then.
     """
 
     def __init__(
@@ -61,6 +66,9 @@ class AcceleratedOptimizer(Optimizer):
         self.gradient_state = gradient
         stepping = strategy or precision
         self._step: Step = stepping.step if stepping is not None else _step_alone(scaler)
+        self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
+        if self.steps_in_backward:
+            self._step = _nothing_left_to_do
         self._skipped = False
 
     @property
@@ -101,6 +109,10 @@ class AcceleratedOptimizer(Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step at complete gradients was skipped, because they overflowed for example."""
         return self._skipped
+
+    def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Backward and step in one, of an optimizer that steps in backward."""
+        self.optimizer.fused_backward(loss, learning_rate)  # type: ignore[attr-defined]
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step when gradients are synchronised; with a closure, return what it returned first."""
@@ -169,6 +181,11 @@ def _recording(closure: Closure, losses: list[Any]) -> Closure:
         return loss
 
     return record
+
+
+def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) -> bool:
+    """The step of an optimizer that has stepped in backward."""
+    return True
 
 
 def _step_alone(scaler: torch.amp.GradScaler | None) -> Step:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
 from accel_torch.parts import Parts
-from accel_torch.step import clip_grad_norm, clip_grad_value, unscale_gradients
+from accel_torch.step import clip_grad_norm, clip_grad_value, fused_backward, unscale_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_plugins.precision.config import AutocastKwargs
+    from accel_torch.assemble import Engine
 
 __all__ = ("TrainingPage",)
 
@@ -112,9 +113,51 @@ class TrainingPage(Parts):
 
         Args:
             loss: divided by the number of micro-batches first, or multiplied by the weight of this one.
-            kwargs: go to `loss.backward`.
+            kwargs: go to `loss.backward`; `learning_rate` is for optimizers that step in backward, see `lomo_backward`.
         """
+        if "learning_rate" in kwargs or self.has_lomo_optimizer:
+            self.lomo_backward(loss, kwargs.pop("learning_rate", None))
+            return
         self._engine.strategy.backward(self._accumulation.share(loss), **kwargs)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
+        """Compute gradients and let prepared LOMO optimizers step with each of them at once, which saves their memory.
+
+        Args:
+            loss: of the whole batch.
+            learning_rate: of this step; schedulers of such an optimizer are read by the caller.
+
+        Raises:
+            SettingError: no learning rate was given, or no such optimizer was prepared.
+            NotOffered: gradients would have to be gathered first, over processes or micro-batches.
+        """
+        fused_backward(self, loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a prepared optimizer steps in backward, as LOMO does."""
+        return any(getattr(optimizer, "steps_in_backward", False) for optimizer in self._registry.optimizers)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: Module) -> AbstractContextManager[None]:
+        """A block whose backward synchronises all gradients gathered so far, though forward ran under `no_sync`.
+
+        Args:
+            model: a prepared model.
+
+        Example:
+            >>> with accelerator.no_sync(model):
+            ...     first, second = loss_function(model(one_batch)), loss_function(model(another_batch))
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(first)
+            >>> with accelerator.trigger_sync_in_backward(model):
+            ...     accelerator.backward(second)
+            >>> optimizer.step()
+        """
+        from accel_state import current
+
+        engine: Engine = current.run().strategy
+        return engine.strategy.sync_in_next_backward(model)
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
         """A block in which gradients are not synchronised between the processes.

@@ -1,0 +1,91 @@
+"""Local SGD: every process trains by itself for some steps, then all average their parameters.
+
+Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from accel_plugins.manifest import Ability
+from accel_state.errors import NotOffered, SettingError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from accel_torch.accelerator import Accelerator
+
+__all__ = ("LocalSGD",)
+
+
+class LocalSGD:
+    """A block in which gradients stay on their process and parameters are averaged every few steps and at its end.
+
+    Args:
+        accelerator: the Accelerator that prepared the model.
+        model: a prepared model.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: False leaves gradients synchronised as without the block; a single process has nothing to average.
+
+    Raises:
+        SettingError: `local_sgd_steps` is not a whole number of at least 1.
+        NotOffered: the backend gives each process another part of the parameters.
+
+    Example:
+        >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+        ...     for inputs, targets in loader:
+        ...         with accelerator.accumulate(model):
+        ...             accelerator.backward(loss_function(model(inputs), targets))
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        ...             local_sgd.step()
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            raise SettingError(
+                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}) was asked for.",
+                "It is the number of optimizer steps between two averages.",
+                "Give a whole number of at least 1.",
+            )
+        self.enabled = enabled and accelerator.use_distributed
+        manifest = accelerator._engine.manifest
+        if self.enabled and Ability.AVERAGE in manifest.lacks:
+            raise NotOffered(
+                "LocalSGD was asked for.",
+                f"With the backend {manifest.name!r} each process has another part of the parameters.",
+                "Use the backend 'ddp', or LocalSGD(..., enabled=False).",
+            )
+        self.num_steps = 0
+        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self.model_sync_obj: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self.model_sync_obj = self.accelerator.no_sync(self.model)
+            self.model_sync_obj.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.model_sync_obj is None:
+            return
+        self.model_sync_obj.__exit__(kind, error, trace)
+        self.model_sync_obj = None
+        # A process that failed would leave the others waiting for their average.
+        if kind is None:
+            self._average()
+
+    def step(self) -> None:
+        """Count a micro-batch, and average when enough optimizer steps were made; called by every process."""
+        if not self.enabled or not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        self.accelerator._engine.strategy.average_parameters(self.model)
