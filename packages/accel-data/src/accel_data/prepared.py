@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -80,6 +80,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         skips: whether a position was given by hand, so that none is restored.
         restores: whether `load_state_dict` restores the position.
         torch_device_mesh: kept for readers.
+        between_batches: called whenever the loop is done with a batch, before the next one is given out.
     """
 
     source: Source
@@ -90,6 +91,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     skips: bool
     restores: bool
     torch_device_mesh: Any
+    between_batches: Callable[[], None] | None = None
     _non_blocking: bool
 
     @classmethod
@@ -121,6 +123,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         torch_device_mesh: Any = None,
         _drop_last: bool = False,
         _non_blocking: bool = False,
+        between_batches: Callable[[], None] | None = None,
     ) -> None:
         vars(self).update(
             source=source,
@@ -135,6 +138,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
+            between_batches=between_batches,
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -153,7 +157,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if before is not None:
                 # What the run draws at the beginning of an epoch it had drawn before it was saved.
                 restore(before)
-            yield from self._give_out(batches, first)
+            steps = self._give_out(batches, first)
+            between = self.between_batches
+            yield from (steps if between is None else _with_pauses(steps, between))
         finally:
             self.end()
 
@@ -248,7 +254,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
         """A loader over names of samples, with a progress and a gradient state of its own; see `audit`."""
         options = {name: value for name, value in vars(self).items() if name in _OPTIONS}
-        own = {"progress": progress, "gradient_state": gradient, "device": None}
+        own = {"progress": progress, "gradient_state": gradient, "device": None, "between_batches": None}
         return type(self).around(self.source.named(), **options | own)
 
     def _standing(self) -> dict[str, Any]:
@@ -315,10 +321,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
+def _with_pauses(steps: Iterator[Any], between: Callable[[], None]) -> Iterator[Any]:
+    """The same batches, with a call after each."""
+    for batch in steps:
+        yield batch
+        between()
+
+
 _OPTIONS: Final = frozenset(
     {
         "_drop_last",
         "_non_blocking",
+        "between_batches",
         "device",
         "gradient_state",
         "progress",

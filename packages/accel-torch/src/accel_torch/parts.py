@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
+    from accel_plugins.checkpoint.preemption import Preemption
     from accel_plugins.transform import Transform
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
@@ -30,3 +31,4 @@ class Parts:
     _transforms: tuple[Transform, ...]
     _tracking: TrackerGroup | None
     _saver: BackgroundSaver | None
+    _preemption: Preemption | None = None

@@ -177,4 +177,8 @@ def prepare_loader(
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
     )
+    if options.project.save_on_signal:
+        from accel_torch.preemption import watch
+
+        watch(parts, sharded)
     return strategy.wrap_loader(sharded)

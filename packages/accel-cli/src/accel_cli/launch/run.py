@@ -24,6 +24,7 @@ from accel_cli.launch.report import Failure, first_failure, read_record, report,
 from accel_cli.launch.runner import PARENT_VARIABLE
 from accel_cli.launch.signals import ENDING, Inbox
 from accel_state.errors import LaunchError
+from accel_state.exit_codes import RESUME
 
 __all__ = ("run",)
 
@@ -250,8 +251,8 @@ class _Spawner:
         if not self._quiet:
             print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
         if own:
-            with_record = [failure for failure in own if failure.record is not None]
-            if with_record:
-                report(with_record, self._plan.processes, quiet=self._quiet)
+            told = [failure for failure in own if failure.record is not None or failure.code == RESUME]
+            if told:
+                report(told, self._plan.processes, quiet=self._quiet)
             return own[0].exit_code
         return shell_code(-number)
