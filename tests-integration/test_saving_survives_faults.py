@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import reliability
 
+import reliability
 from accel_plugins.testing import faults
 
 TRACED = faults.obstacle(errors=True)

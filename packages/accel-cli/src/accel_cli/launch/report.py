@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from accel_state.exit_codes import RESUME
+
 __all__ = ("Failure", "first_failure", "meaning", "read_record", "report", "shell_code")
 
 _MEANINGS: Final = {
@@ -22,6 +24,10 @@ _MEANINGS: Final = {
     "SIGXCPU": "its limit of CPU time was reached",
     "SIGPIPE": "the reader of its output has gone",
 }
+
+_RESUMABLE: Final = (
+    f"accel launch: The run was asked to end and saved a checkpoint; start it again to resume (exit code {RESUME})."
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,10 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
         quiet: leave out all but the traceback of the first.
     """
     first = first or first_failure(failures)
+    if first.code == RESUME:
+        if not quiet:
+            print(_RESUMABLE, file=sys.stderr, flush=True)
+        return
     lines = [] if quiet else [_headline(first, processes), *_others(failures, first)]
     if first.trace and not first.shown:
         lines += ["", first.trace.rstrip()]

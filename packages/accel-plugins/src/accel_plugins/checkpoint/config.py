@@ -25,6 +25,8 @@ class ProjectConfiguration:
         fsync: wait until the disk holds a checkpoint before it counts; False trusts the page cache.
         verify: what is compared with the manifest before loading: "sizes" or "hashes".
         deadline: seconds that processes wait for each other while saving.
+        save_on_signal: on SIGTERM or SIGUSR1 to any process, save between two batches of a prepared loader and end with
+            exit code 75 (`accel_state.exit_codes.RESUME`), which `accel launch` passes on; needs automatic naming.
 
     Raises:
         SettingError: a number or a word cannot be used.
@@ -41,6 +43,7 @@ class ProjectConfiguration:
     fsync: bool = True
     verify: str = "sizes"
     deadline: float = 600.0
+    save_on_signal: bool = False
 
     def __post_init__(self, iteration_checkpoints: bool) -> None:
         self.automatic_checkpoint_naming |= iteration_checkpoints
@@ -50,6 +53,10 @@ class ProjectConfiguration:
             "iteration": (self.iteration >= 0, "at least 0"),
             "verify": (self.verify in ("sizes", "hashes"), "'sizes' or 'hashes'"),
             "deadline": (self.deadline > 0, "a positive number of seconds"),
+            "save_on_signal": (
+                self.automatic_checkpoint_naming or not self.save_on_signal,
+                "given together with automatic_checkpoint_naming=True, which says what the checkpoint is called",
+            ),
         }
         for name, (holds, rule) in rules.items():
             if not holds:

@@ -1,0 +1,51 @@
+"""Saving a checkpoint when the run is asked to end, before it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.checkpoint.preemption import Preemption
+from accel_state.errors import NotOffered
+from accel_torch.saving import save_state, wait
+
+if TYPE_CHECKING:
+    from accel_torch.parts import Parts
+
+__all__ = ("watch",)
+
+
+def watch(parts: Parts, loader: Any) -> None:
+    """Let a prepared loader end the run between two batches, after a signal has asked for it.
+
+    Raises:
+        NotOffered: the Accelerator is used in another thread than the main one, which alone hears signals.
+    """
+    if parts._preemption is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise NotOffered(
+                "ProjectConfiguration(save_on_signal=True) was asked for.",
+                "Signals reach the main thread alone, and this is another.",
+                "Prepare loaders in the main thread.",
+            )
+
+        def save() -> None:
+            save_state(parts, None, True)
+            wait(parts)
+
+        parts._preemption = Preemption(parts.state._process, save, parts._options.project.deadline)
+    loader.between_batches = _boundary(parts, parts._preemption)
+
+
+def _boundary(parts: Parts, preemption: Preemption) -> Callable[[], None]:
+    """What is called between two batches; where partial gradients cannot be saved, windows have to end first."""
+    gradient = parts.gradient_state
+    if parts._engine.strategy.gives_partial_gradients:
+        return preemption.between_batches
+
+    def between_windows() -> None:
+        if gradient.sync_gradients:
+            preemption.between_batches()
+
+    return between_windows

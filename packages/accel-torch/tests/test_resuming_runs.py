@@ -1,0 +1,185 @@
+"""Runs that are asked to end, or whose processes are killed, end with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_plugins.checkpoint import preemption
+from accel_plugins.checkpoint.preemption import Preemption
+from accel_state import PartialState, current
+from accel_state.errors import SettingError
+from accel_state.exit_codes import RESUME
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Finished, Processes, run_command
+from accel_torch import ProjectConfiguration
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+
+SCRIPT = str(Path(__file__).with_name("resuming_script.py"))
+STEPS = 40
+
+
+def start(folder: Path, *arguments: str, launch: tuple[str, ...] = ()) -> Finished:
+    command = [sys.executable, SCRIPT]
+    if launch:
+        command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", *launch, SCRIPT]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    folder.mkdir(exist_ok=True)
+    return run_command([*command, str(folder), str(STEPS), *arguments], timeout=110, env=environment)
+
+
+def losses(folder: Path, rank: int) -> dict[int, str]:
+    """The losses by step; those of steps that were trained again must be the same, or come later."""
+    lines = [line.split() for line in (folder / f"losses_{rank}").read_text().splitlines()]
+    return {int(step): loss for step, loss in lines}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[int, str]]]]:
+    """The losses of runs on one and on two processes, of each process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert start(folder / "one").returncode == 0
+    done = start(folder / "two", launch=("--num_processes", "2"))
+    assert done.returncode == 0, done.stderr
+    yield {1: [losses(folder / "one", 0)], 2: [losses(folder / "two", rank) for rank in range(2)]}
+
+
+@pytest.mark.parametrize(("how", "at"), [("term", 7), ("usr1", 24)])
+def test_a_process_that_is_asked_to_end_saves_and_resumes(
+    tmp_path: Path, undisturbed: dict[int, list[dict[int, str]]], how: str, at: int
+) -> None:
+    first = start(tmp_path / "run", how, "0", str(at))
+    assert first.returncode == RESUME, first.stderr
+    assert list(losses(tmp_path / "run", 0)) == list(range(1, at + 2))
+    second = start(tmp_path / "run")
+
+    assert second.returncode == 0, second.stderr
+    assert losses(tmp_path / "run", 0) == undisturbed[1][0]
+    assert len((tmp_path / "run" / "losses_0").read_text().splitlines()) == STEPS
+
+
+def test_all_processes_end_at_one_step_when_one_is_asked_to(
+    tmp_path: Path, undisturbed: dict[int, list[dict[int, str]]]
+) -> None:
+    first = start(tmp_path / "run", "term", "1", "5", launch=("--num_processes", "2"))
+    assert first.returncode == RESUME, first.stderr
+    assert "start it again to resume" in first.stderr
+    ended = [losses(tmp_path / "run", rank) for rank in range(2)]
+    assert len(ended[0]) == len(ended[1]) < STEPS
+    second = start(tmp_path / "run", launch=("--num_processes", "2"))
+
+    assert second.returncode == 0, second.stderr
+    assert [losses(tmp_path / "run", rank) for rank in range(2)] == undisturbed[2]
+
+
+def test_the_launcher_passes_the_signal_and_the_answer_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2", SCRIPT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with subprocess.Popen(
+        [*command, str(tmp_path), "1000000"], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        until = time.monotonic() + 60
+        while not all((tmp_path / f"losses_{rank}").exists() for rank in range(2)) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+
+    assert process.returncode == RESUME, told
+    assert "start it again to resume" in told
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+
+
+def kill_and_restart(folder: Path, rank: int, at: int) -> Finished:
+    launch = ("--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "0.1")
+    return start(folder, "kill", str(rank), str(at), launch=launch)
+
+
+def test_a_killed_process_leads_to_a_restart_that_resumes(
+    tmp_path: Path, undisturbed: dict[int, list[dict[int, str]]]
+) -> None:
+    done = kill_and_restart(tmp_path / "run", 1, 13)
+
+    assert done.returncode == 0, done.stderr
+    assert [losses(tmp_path / "run", rank) for rank in range(2)] == undisturbed[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_of_twenty_restarts_resume(tmp_path: Path, undisturbed: dict[int, list[dict[int, str]]]) -> None:
+    chance = random.Random(7)
+    for number in range(20):
+        rank, at = chance.randrange(2), chance.randrange(STEPS)
+        done = kill_and_restart(tmp_path / str(number), rank, at)
+        assert done.returncode == 0, (number, rank, at, done.stderr)
+        assert [losses(tmp_path / str(number), each) for each in range(2)] == undisturbed[2], (number, rank, at)
+
+
+def test_saving_on_a_signal_needs_a_name_for_the_checkpoint() -> None:
+    with pytest.raises(SettingError, match="automatic_checkpoint_naming"):
+        ProjectConfiguration(save_on_signal=True)
+
+
+def test_copies_of_a_signal_are_ignored_and_a_late_one_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    with fresh():
+        PartialState(cpu=True)
+        watching = Preemption(current.process(), lambda: None)
+        before = signal.getsignal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGTERM) is before
+        monkeypatch.setattr(preemption, "_PATIENCE", -1.0)
+        monkeypatch.setattr(preemption.signal, "raise_signal", ended.append)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(SystemExit) as leaving:
+            watching.between_batches()
+        assert leaving.value.code == RESUME
+        watching.leave()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def uneven(ahead: int, signalled: int) -> int:
+    """Processes that are at different boundaries, as inside accumulation windows; where they end."""
+    process = PartialState(cpu=True)._process
+    watching = Preemption(process, lambda: None, deadline=30.0)
+    passed = 0
+    try:
+        for _ in range(ahead * process.rank):
+            watching.between_batches()
+            passed += 1
+        if process.rank == signalled:
+            signal.raise_signal(signal.SIGTERM)
+        while passed < 1_000_000:
+            passed += 1
+            time.sleep(0.01)
+            watching.between_batches()
+    except SystemExit:
+        return passed
+    finally:
+        watching.leave()
+        process.transport.barrier()
+    return -1
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_processes_that_are_apart_end_at_the_same_boundary(two: Processes, ahead: int, signalled: int) -> None:
+    first, second = two.run(uneven, ahead, signalled)
+    assert first == second >= 3 * (ahead > 0)
