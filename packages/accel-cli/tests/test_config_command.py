@@ -15,7 +15,7 @@ from accel_cli.config.file import read_config
 from accel_cli.config.prompt import Lines
 from accel_cli.config.wizard import AUTOMATIC, questions
 from accel_cli.config.write import nested, write_config
-from accel_cli.launch.arguments import LAUNCH_CLASSES
+from accel_cli.launch.arguments import ASKED, LAUNCH_CLASSES
 from accel_state.errors import SettingError
 from accel_state.settings.schema import BOOLEAN, choice, setting
 
@@ -54,7 +54,7 @@ class Answers:
 
 
 def test_answers_make_a_file_that_can_be_read_back(tmp_path):
-    answers = questions(Answers(CPU_only="yes", in_total="4", mixed="bf16"), LAUNCH_CLASSES, {})
+    answers = questions(Answers(CPU_only="yes", in_total="4", mixed="bf16"), ASKED, {})
     path = tmp_path / "run.yaml"
     write_config(str(path), answers)
     values = {name: given.value for name, given in read_config(str(path), LAUNCH_CLASSES).values.items()}
@@ -65,12 +65,12 @@ def test_answers_make_a_file_that_can_be_read_back(tmp_path):
 
 def test_questions_follow_from_answers():
     asked = Answers(machines_do="2", address="10.0.0.1")
-    answers = questions(asked, LAUNCH_CLASSES, {})
+    answers = questions(asked, ASKED, {})
     assert answers["main_process_ip"] == "10.0.0.1"
     assert answers["machine_rank"] == 0
     assert any("Which devices" in question for question in asked.asked)
     on_cpu = Answers(CPU_only="yes")
-    questions(on_cpu, LAUNCH_CLASSES, {})
+    questions(on_cpu, ASKED, {})
     assert not any("Which devices" in question for question in on_cpu.asked)
     assert not any("rank of this machine" in question for question in on_cpu.asked)
 
@@ -123,7 +123,7 @@ def test_arrow_keys_choose_in_a_terminal(terminal, tmp_path, monkeypatch):
     down = "\x1b[B"
     keys = {"CPU only": down, "mixed precision": down * 2}
     expected = Answers(CPU_only="yes", mixed_precision="bf16")
-    questions(expected, LAUNCH_CLASSES, {"ddp": None})
+    questions(expected, ASKED, {"ddp": None})
     opened = terminal("config", "--config_file", "run.yaml")
     for question in expected.asked:
         opened.until(question)
@@ -157,9 +157,9 @@ def test_an_old_file_in_todays_form(accel, tmp_path):
     assert accel("config", "update", "--config_file", path).returncode == 0
     assert yaml.safe_load(path.read_text()) == {
         "mixed_precision": "fp16",
-        "dynamo_config": {"dynamo_backend": "no"},
+        "dynamo_config": {"dynamo_backend": "NO"},
         "fsdp_config": {"fsdp_version": 2},
-        "tpu_env": [1, "x"],
+        "tpu_env": ["1", "x"],
         "num_machines": 1,
     }
 
@@ -170,7 +170,7 @@ def test_an_updated_file_says_the_same(tmp_path):
     values = modernised(str(path), LAUNCH_CLASSES)
     write_config(str(path), values)
     assert json.loads(path.read_text()) == json.loads(
-        '{"num_processes": 2, "downcast_bf16": "no", "fsdp_config": {"fsdp_offload_params": false}}'
+        '{"num_processes": 2, "downcast_bf16": false, "fsdp_config": {"fsdp_offload_params": false}}'
     )
 
 

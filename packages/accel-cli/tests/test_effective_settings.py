@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_cli.config.effective import effective
+from accel_cli.config.effective import effective, label
+from accel_cli.config.file import read_config
 from accel_cli.launch.arguments import LAUNCH_CLASSES
 from accel_cli.launch.flags import add_settings, flag_values
-from accel_cli.launch.options import add_launch_arguments
+from accel_cli.launch.options import add_launch_arguments, carried_classes
 from accel_cli.parser import Parser
 from accel_state.errors import SettingError
-from accel_state.settings.environ import Given, from_environment
+from accel_state.settings.environ import Given, from_environment, read
 from accel_state.settings.run import ProcessSettings, RunSettings
-from accel_state.settings.schema import BOOLEAN, INTEGER, setting, settings_of
+from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, setting, settings_of
+
+# Settings that exclude others of their class, or that look closer at what they are given.
+EXCLUSIVE = ("sp_size", "sp_attn_implementation")
 
 FLAG = {"mixed_precision": Given("fp8", "--mixed_precision")}
 FILE = {"mixed_precision": Given("fp16", "run.yaml:3")}
@@ -54,6 +58,18 @@ def test_a_variable_of_the_wrong_kind_is_named():
         effective([RunSettings], {}, {"ACCELERATE_MIXED_PRECISION": "half"}, {})
 
 
+def text_for(known):
+    """A text that is not the default and that the setting takes."""
+    candidates = (*reversed(known.kind.choices), "3", "true", "true,false,true", "text")
+    for text in candidates:
+        try:
+            if known.kind.parse(text) != known.default:
+                return text
+        except ValueError:
+            continue
+    raise AssertionError(f"no text for {known}")
+
+
 def parse(*arguments, classes=LAUNCH_CLASSES):
     parser = Parser("accel launch")
     add_settings(parser, classes)
@@ -64,9 +80,9 @@ def parse(*arguments, classes=LAUNCH_CLASSES):
     "known", [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values() if known.flag]
 )
 def test_every_flag_is_understood_in_both_spellings(known):
-    text = () if known.kind.name == "true or false" else (known.kind.choices[-1] if known.kind.choices else "3",)
+    alone = known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
     for flag in {known.flag, known.flag.replace("_", "-")}:
-        assert list(parse(flag, *text)) == [known.name]
+        assert label(known) in parse(flag, *(() if alone else (text_for(known),)))
 
 
 def test_switches_have_opposites():
@@ -104,6 +120,7 @@ def test_settings_of_backends_do_not_take_the_place_of_the_launchers():
     classes = (*LAUNCH_CLASSES, Backend)
     assert parse("--gradient_accumulation_steps", "3", classes=classes) == {
         "gradient_accumulation_steps": 3,
+        "deepspeed_config.gradient_accumulation_steps": 3,
         "rocket.steps": 3,
     }
     settings = effective(classes, {}, {"ROCKET_STEPS": "7", "ACCELERATE_DEBUG_MODE": "1"}, {})
@@ -141,10 +158,12 @@ def test_everything_after_the_script_is_the_scripts(arguments):
     assert flag_values(parsed, LAUNCH_CLASSES)["num_processes"].value == 2
 
 
-def test_no_two_settings_of_a_launch_share_a_name_a_flag_a_key_or_a_variable():
+def test_no_two_settings_of_a_launch_share_a_label_a_flag_a_key_or_a_variable():
     settings = [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()]
+    # DeepSpeed's table of a config file holds a setting that others have as well.
+    settings = [known for known in settings if known.key != "deepspeed_config.gradient_accumulation_steps"]
     for values in (
-        [known.name for known in settings],
+        [label(known) for known in settings],
         [known.flag for known in settings if known.flag],
         [known.key for known in settings if known.key],
         [variable for known in settings for variable in known.variables],
@@ -152,16 +171,51 @@ def test_no_two_settings_of_a_launch_share_a_name_a_flag_a_key_or_a_variable():
         assert len(values) == len(set(values))
 
 
-@pytest.mark.parametrize("cls", [ProcessSettings, RunSettings])
-def test_flag_and_file_reach_the_process_as_the_same_settings(cls):
-    flags, file = {}, {}
-    for known in settings_of(cls).values():
-        text = known.kind.choices[-1] if known.kind.choices else "true" if known.default is False else "3"
-        value = known.parse(text, "test")
-        flags[known.name] = Given(value, str(known.flag))
-        file[known.name] = Given(value, "run.yaml:1")
-    from_flags = effective([cls], flags, {}, {})
-    from_file = effective([cls], {}, {}, file)
-    assert from_environment(cls, from_flags.variables(cls)) == from_flags.instance(cls)
-    assert from_environment(cls, from_file.variables(cls)) == from_flags.instance(cls)
-    assert from_flags.instance(cls) != cls()
+def own(known):
+    """The variables that a setting is carried by."""
+    if known.name == "override_linear_precision":
+        return [f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")]
+    return [known.variable] if known.variable else []
+
+
+@pytest.mark.parametrize(
+    ("cls", "known"), [(cls, known) for cls in carried_classes() for known in settings_of(cls).values()], ids=str
+)
+def test_flag_file_and_variable_reach_the_process_alike(cls, known, tmp_path):
+    text = text_for(known)
+    ways = []
+    if known.flag:
+        alone = known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
+        parser = Parser("accel launch")
+        add_settings(parser, [cls])
+        words = [known.flag] if alone else [known.flag, text]
+        ways.append(effective([cls], flag_values(parser.parse_args(words), [cls]), {}, {}))
+    if known.key:
+        *tables, key = known.key.split(".")
+        lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(tables)]
+        path = tmp_path / "run.yaml"
+        path.write_text("\n".join([*lines, f"{'  ' * len(tables)}{key}: {text}"]))
+        ways.append(effective([cls], {}, {}, read_config(str(path), [cls]).values))
+    if known.variable:
+        ways.append(effective([cls], {}, {known.variable: text}, {}))
+    carried = [settings.variables(cls) for settings in ways]
+    assert all(sorted(variables) == sorted(own(known)) for variables in carried)
+    assert all(variables == carried[0] for variables in carried)
+    if known.variable and carried:
+        value = read(known, carried[0]).value
+        assert value == known.parse(text, "test")
+        assert value != known.default
+
+
+@pytest.mark.parametrize("cls", [cls for cls in carried_classes() if cls.__name__ != "FP8Settings"])
+def test_what_is_carried_is_read_back_as_the_same_settings(cls):
+    given = {
+        label(known): Given(known.parse(text_for(known), "test"), "test")
+        for known in settings_of(cls).values()
+        if known.variable and known.name not in EXCLUSIVE
+    }
+    settings = effective([cls], given, {}, {})
+    there = from_environment(cls, settings.variables(cls))
+    for name, known in settings_of(cls).items():
+        if label(known) in given:
+            assert getattr(there, name) == given[label(known)].value, name

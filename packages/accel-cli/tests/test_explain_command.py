@@ -62,10 +62,10 @@ def test_a_file_named_in_the_launch_arguments(accel, files):
 def test_notes_of_a_launch_are_shown(accel, tmp_path):
     folder = tmp_path / "home" / "accelerate"
     folder.mkdir(parents=True)
-    (folder / "default_config.yaml").write_text("tpu_name: mine\n")
+    (folder / "default_config.yaml").write_text("megatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
     finished = accel("explain")
     assert f"Note: the settings of {folder / 'default_config.yaml'} are used." in finished.stdout
-    assert "Note: tpu_name=mine" in finished.stdout
+    assert "Note: megatron_lm_config.megatron_lm_tp_degree=2" in finished.stdout
 
 
 def test_two_files_are_compared(accel, files):

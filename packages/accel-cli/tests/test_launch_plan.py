@@ -11,7 +11,7 @@ from accel_cli.launch.nested import WRITTEN, without_outer
 from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.rows import ROWS
-from accel_state.errors import Conflict, Missing, NotOffered, SettingError
+from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
 
@@ -206,7 +206,6 @@ def test_a_backend_that_follows_from_a_config_file_is_passed_on():
         ({"launcher": "spawner", "num_machines": 2, "main_process_ip": "h"}, Conflict, ["num_machines=2"]),
         ({"prefix_output": True, "max_restarts": 1}, Conflict, ["prefix_output=True", "max_restarts=1"]),
         ({"prefix_output": True, "launcher": "torchrun"}, Conflict, ["prefix_output=True", "launcher=torchrun"]),
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, NotOffered, ["AMAZON_SAGEMAKER", "run.yaml:1"]),
     ],
 )
 def test_contradictions_name_both_sides(values, kind, named):
@@ -216,11 +215,6 @@ def test_contradictions_name_both_sides(values, kind, named):
     assert caught.value.asked
     assert caught.value.obstacle
     assert caught.value.remedy
-
-
-def test_kinds_of_runs_that_follow_from_the_devices_need_no_backend():
-    assert backend_for("MULTI_GPU", "run.yaml:1") is None
-    assert backend_for("NO", "run.yaml:1") is None
 
 
 def test_a_kind_of_run_that_no_backend_carries():

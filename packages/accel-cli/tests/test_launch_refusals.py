@@ -46,7 +46,6 @@ def refused(finished):
         (["--config_file", "broken.yaml", "job.py"], "broken.yaml:2, column 2: it is not valid YAML"),
         (["--config_file", "unknown.yaml", "job.py"], "Did you mean 'mixed_precision'?"),
         (["--config_file", "wrong.yaml", "job.py"], "wrong.yaml:1"),
-        (["--config_file", "place.yaml", "job.py"], "AMAZON_SAGEMAKER"),
     ],
 )
 def test_bad_input(accel, script, tmp_path, arguments, said):
@@ -55,7 +54,6 @@ def test_bad_input(accel, script, tmp_path, arguments, said):
     (tmp_path / "broken.yaml").write_text("a: [1\nb: 2")
     (tmp_path / "unknown.yaml").write_text("mixed_precison: no\n")
     (tmp_path / "wrong.yaml").write_text("num_processes: two\n")
-    (tmp_path / "place.yaml").write_text("compute_environment: AMAZON_SAGEMAKER\n")
     assert said in refused(accel("launch", *arguments))
 
 
@@ -92,7 +90,16 @@ def test_what_nothing_reads_is_told(accel, script, tmp_path):
     (tmp_path / "run.yaml").write_text("num_processes: 1\nfp8_config:\n  backend: TE\n")
     finished = accel("launch", "--config_file", "run.yaml", script(""))
     assert finished.returncode == 0
-    assert "fp8_config.fp8_backend=TE (run.yaml:3) has no effect" in finished.stderr
+    assert "fp8_config.fp8_backend=te (run.yaml:3) has no effect" in finished.stderr
+    finished = accel("launch", "--config_file", "run.yaml", "--mixed_precision", "fp8", script(""))
+    assert "no effect" not in finished.stderr
+
+
+def test_options_of_an_engine_that_is_not_used_are_told(accel, script):
+    finished = accel("launch", "--zero_stage", "2", "--gradient_accumulation_steps", "2", script(""))
+    assert finished.stderr == (
+        "accel launch: deepspeed_config.zero_stage=2 (--zero_stage) has no effect without --use_deepspeed.\n"
+    )
 
 
 def test_a_broken_backend_is_told_and_takes_nothing_from_the_others(accel, script, tmp_path):
@@ -139,6 +146,6 @@ def test_a_kind_of_run_that_nothing_installed_offers(accel, script, tmp_path):
     body = script("import os; print(os.environ.get('ACCEL_BACKEND'))")
     finished = accel("launch", "--config_file", "run.yaml", body)
     if finished.returncode:
-        assert "No installed backend carries it." in refused(finished)
+        assert "No installed backend trains that way." in refused(finished)
     else:
         assert finished.stdout == "megatron\n"

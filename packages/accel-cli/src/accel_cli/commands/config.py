@@ -54,12 +54,12 @@ def _ask(path: str, arguments: Namespace) -> str:
     from accel_cli.config.prompt import prompter
     from accel_cli.config.wizard import questions
     from accel_cli.config.write import write_config
-    from accel_cli.launch.arguments import LAUNCH_CLASSES
+    from accel_cli.launch.arguments import ASKED
     from accel_cli.launch.backends import backends
 
     del arguments
     offered = {backend.extension.name: backend.settings for backend in backends() if backend.manifest is not None}
-    answers = questions(prompter(), LAUNCH_CLASSES, offered)
+    answers = questions(prompter(), ASKED, offered)
     write_config(path, answers)
     return f"Written to {path}."
 

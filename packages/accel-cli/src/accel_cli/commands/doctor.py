@@ -68,10 +68,11 @@ def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
     from accel_cli.doctor.compare import Member
     from accel_cli.doctor.nodes import Meeting, meet
     from accel_cli.launch.arguments import MachineSettings
-    from accel_cli.launch.check import check_launch
+    from accel_cli.launch.check import check_launch, check_own_launcher
     from accel_cli.launch.torchrun import PORT_OF_MACHINES
 
     check_launch(request.settings)
+    check_own_launcher(request.settings)
     machines = request.settings.instance(MachineSettings)
     if machines.num_machines < 2 or machines.main_process_ip is None:
         raise SettingError(

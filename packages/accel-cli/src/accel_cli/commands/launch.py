@@ -12,7 +12,7 @@ from accel_cli.launch.options import add_launch_arguments, carried_classes, laun
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.launch.plan import LaunchPlan, Machine
+    from accel_cli.launch.parts import LaunchPlan, Machine, Script
     from accel_cli.launch.request import Request
 
 __all__ = ("COMMAND", "Launch", "this_machine")
@@ -39,11 +39,14 @@ class Launch:
         from accel_cli.launch.plan import make_plan
         from accel_cli.launch.request import notes, read_request
         from accel_cli.launch.script import find_script
+        from accel_state.labels import ComputeEnvironment
 
         words = arguments.script[arguments.script[:1] == ["--"] :]
         target, *script_arguments = words or [""]
         script = find_script(target, script_arguments, arguments.module, arguments.no_python)
         request = read_request(arguments, os.environ)
+        if request.settings["compute_environment"].value != ComputeEnvironment.LOCAL_MACHINE.value:
+            return _hand_in(request, script)
         plan = make_plan(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
         check_launchers(request.surroundings, plan.processes)
         if not arguments.quiet:
@@ -62,6 +65,17 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     usable = getattr(os, "sched_getaffinity", None)
     processors = len(usable(0)) if usable is not None else os.cpu_count() or 1
     return Machine(sys.executable, processors, count_devices, environ)
+
+
+def _hand_in(request: Request, script: Script) -> int:
+    """Let SageMaker run the script."""
+    from accel_cli.launch.plan import common_environment
+    from accel_cli.launch.sagemaker import describe_job, hand_in
+
+    further = request.config.additional if request.config is not None else {}
+    environment = common_environment(request.settings, carried_classes())
+    hand_in(describe_job(request.settings, script.target, script.arguments, environment, further))
+    return 0
 
 
 def _lost_place(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:

@@ -77,12 +77,17 @@ class Effective(Mapping[str, Effect]):
 
     def variables(self, settings_class: type) -> dict[str, str]:
         """Variables that carry what was given for a class; what is only a default is not passed on as if asked for."""
-        effects = self._by_class[settings_class].values()
-        return {
+        effects = self._by_class[settings_class]
+        variables = {
             effect.setting.variable: effect.setting.kind.format(effect.value)
-            for effect in effects
+            for effect in effects.values()
             if effect.given and effect.setting.variable is not None and effect.value is not None
         }
+        further = getattr(settings_class, "further_variables", None)
+        if further is not None:
+            given = {name: effect.candidates[0] for name, effect in effects.items() if effect.given}
+            variables.update(further(given))
+        return variables
 
 
 def effective(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from accel_cli.config.document import Entry, read_document
 from accel_cli.config.effective import label
 from accel_cli.config.known import KNOWN, is_known, says_nothing, with_prefix
+from accel_cli.launch.repeated import REPEATED
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import JSON, Setting, closest, settings_of
 
 __all__ = ("ConfigFile", "modern", "read_config")
+
+
+_ADDITIONAL: Final = "additional_args."
 
 
 class ConfigFile(NamedTuple):
@@ -22,11 +27,13 @@ class ConfigFile(NamedTuple):
         path: where it lies.
         values: values by the label of their setting, with file and line as origin.
         unread: entries that no installed part reads and that ask for something.
+        additional: what stands below `additional_args`, by name; the launcher of SageMaker passes it on.
     """
 
     path: str
     values: Mapping[str, Given]
     unread: tuple[Entry, ...] = ()
+    additional: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
@@ -42,17 +49,20 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
     keys = _keys(classes)
     values: dict[str, Given] = {}
     unread = []
+    additional = {}
     for entry in map(modern, read_document(path)):
         if entry.key in keys:
             for known in keys[entry.key]:
                 given = _given(known, entry, path)
                 if given is not None:
                     values[label(known)] = given
+        elif entry.key.startswith(_ADDITIONAL):
+            additional[entry.key.removeprefix(_ADDITIONAL)] = entry.value
         elif not is_known(entry.key):
             raise _unknown(entry, path, keys)
         elif not says_nothing(entry.key, entry.value):
             unread.append(entry)
-    return ConfigFile(path, values, tuple(unread))
+    return ConfigFile(path, values, tuple(unread), additional)
 
 
 def _keys(classes: Iterable[type]) -> dict[str, list[Setting]]:
@@ -81,6 +91,8 @@ def _given(known: Setting, entry: Entry, path: str) -> Given | None:
     if isinstance(value, list):
         if known.kind.parse is JSON.parse:
             return Given(value, origin)
+        if known.kind is REPEATED:
+            return Given(tuple(str(item) for item in value if item is not None), origin)
         value = ",".join(str(item) for item in value)
     return Given(known.parse(value, origin), origin)
 

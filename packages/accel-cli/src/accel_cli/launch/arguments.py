@@ -9,11 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from accel_state.labels import ComputeEnvironment, DistributedType
+from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings, DeepSpeedSettings
+from accel_cli.engines.fp8 import FP8Settings
+from accel_cli.engines.megatron import MegatronSettings
+from accel_cli.launch.kinds import KindSettings
+from accel_cli.launch.places import MPISettings, SageMakerSettings, TPUSettings
+from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accel_state.mesh import (
+    DeepSpeedSequenceParallelConfig,
+    MeshSettings,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+)
 from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, whole
 
 __all__ = (
+    "ASKED",
     "CARRIED",
     "LAUNCH_CLASSES",
     "MachineSettings",
@@ -57,7 +70,7 @@ class PlaceSettings:
     )
     distributed_type: str | None = setting(
         None,
-        kind=choice(*DistributedType.list(), fold=str.upper),
+        kind=choice(*dict.fromkeys((*DistributedType.list(), *SageMakerDistributedType.list())), fold=str.upper),
         key="distributed_type",
         help="Kind of run that a config file was written for.",
     )
@@ -112,6 +125,14 @@ class MachineSettings:
         key="main_process_port",
         question="Which port do the processes meet on? (0 chooses a free one on a single machine)",
         help="Port on which the processes meet; on one machine a free one is chosen when it is 0 or not given.",
+        group=_MACHINES,
+    )
+    same_network: bool = setting(
+        False,
+        kind=BOOLEAN,
+        flag="--same_network",
+        key="same_network",
+        help="Whether the machines are in one network; nothing depends on it.",
         group=_MACHINES,
     )
     gpu_ids: str | None = setting(
@@ -220,8 +241,33 @@ class TorchrunSettings:
     )
 
 
-CARRIED: Final = (ProcessSettings, RunSettings)
-"""Settings of this launcher's own layers that the started processes read back from their environment."""
+CARRIED: Final = (
+    ProcessSettings,
+    RunSettings,
+    KindSettings,
+    TorchDynamoPlugin,
+    MeshSettings,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    DeepSpeedSequenceParallelConfig,
+    FP8Settings,
+    DeepSpeedSettings,
+    MegatronSettings,
+    TPUSettings,
+)
+"""Settings that the started processes read back from their environment; those of backends come in addition."""
 
-LAUNCH_CLASSES: Final = (*CARRIED, PlaceSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+LAUNCH_CLASSES: Final = (
+    *CARRIED,
+    PlaceSettings,
+    MachineSettings,
+    SupervisionSettings,
+    TorchrunSettings,
+    DeepSpeedLaunchSettings,
+    MPISettings,
+    SageMakerSettings,
+)
 """Every settings class that `accel launch` knows, apart from those of backends."""
+
+ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+"""Those whose questions the wizard asks everybody; those of a backend are asked when it is chosen."""

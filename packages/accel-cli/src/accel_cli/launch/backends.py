@@ -18,10 +18,6 @@ __all__ = ("GROUP", "Backend", "backend_for", "backend_settings", "backends", "c
 
 GROUP: Final = "accel.backends"
 
-# Kinds of runs that follow from the devices alone and need no backend by name.
-_SINGLE: Final = "NO"
-_SEVERAL: Final = "MULTI_"
-
 
 class Backend(NamedTuple):
     """One entry point of the group, loaded as far as it could be.
@@ -72,20 +68,20 @@ def check_backend(name: str, origin: str) -> None:
 
 
 def backend_for(label: str, origin: str) -> str | None:
-    """Name of the backend whose runs carry a label of `distributed_type`; None for what follows from the devices.
+    """Name of the backend whose runs carry a label of `distributed_type`; None where several do.
+
+    Of several, such as two versions of one engine, the processes choose by their settings.
 
     Raises:
         Missing: no installed backend carries it.
     """
-    if label == _SINGLE or label.startswith(_SEVERAL):
-        return None
     found = [backend.manifest for backend in backends() if _label(backend.manifest) == label]
     if found:
-        return str(max(found, key=lambda manifest: int(manifest.priority)).name)
+        return str(found[0].name) if len(found) == 1 else None
     raise Missing(
-        f"distributed_type={label!r} was asked for ({origin}).",
-        "No installed backend carries it.",
-        "Install the package that offers such a backend, or remove the line.",
+        f"A run of the kind {label} was asked for ({origin}).",
+        "No installed backend trains that way.",
+        "Install the package that offers such a backend (`accel backends` lists what there is), or remove the option.",
     )
 
 

@@ -6,12 +6,12 @@ from typing import Final
 
 from accel_cli.config.effective import Effect, Effective
 from accel_cli.launch.arguments import TorchrunSettings
+from accel_cli.launch.kinds import check_kind
 from accel_cli.launch.surroundings import Surroundings
-from accel_state.errors import Conflict, NotOffered, SettingError
-from accel_state.labels import ComputeEnvironment
+from accel_state.errors import Conflict, SettingError
 from accel_state.settings.schema import settings_of
 
-__all__ = ("asks_for_torchrun", "check_launch", "check_launchers", "contradiction", "shown")
+__all__ = ("asks_for_torchrun", "check_launch", "check_launchers", "check_own_launcher", "contradiction", "shown")
 
 _PYTHON_CAN_DO: Final = "Remove one of the two."
 
@@ -39,41 +39,42 @@ def check_launch(effective: Effective) -> None:
 
     Raises:
         SettingError: a setting cannot be used; `Conflict` when two contradict each other.
-        NotOffered: the run is meant for a place that this launcher does not reach.
     """
-    _check_place(effective)
+    check_kind(effective)
     _check_machines(effective)
     _check_devices(effective)
+
+
+def check_own_launcher(effective: Effective) -> None:
+    """Refuse what neither the spawner nor torch.distributed.run can do.
+
+    Raises:
+        SettingError: several machines are to take part and nobody said where they meet.
+        Conflict: the launcher that was asked for cannot do something else that was.
+    """
+    _check_meeting(effective)
     _check_launcher(effective)
-
-
-def _check_place(effective: Effective) -> None:
-    place = effective["compute_environment"]
-    if place.value != ComputeEnvironment.LOCAL_MACHINE.value:
-        raise NotOffered(
-            f"{shown(place)} was asked for.",
-            "This launcher starts processes on machines it runs on.",
-            f"Set compute_environment to {ComputeEnvironment.LOCAL_MACHINE.value}, or give another --config_file.",
-        )
 
 
 def _check_machines(effective: Effective) -> None:
     machines, rank = effective["num_machines"], effective["machine_rank"]
-    processes, address = effective["num_processes"], effective["main_process_ip"]
+    processes = effective["num_processes"]
     if rank.value >= machines.value:
         obstacle = f"With {machines.value} machine(s) the ranks go from 0 to {machines.value - 1}."
         raise contradiction(rank, machines, obstacle, "Correct --machine_rank or --num_machines.")
-    if machines.value == 1:
-        return
-    if address.value is None:
+    if processes.value is not None and processes.value % machines.value:
+        obstacle = "Every machine starts the same number of processes, so the total has to be a multiple."
+        raise contradiction(processes, machines, obstacle, f"Give a multiple of {machines.value} as --num_processes.")
+
+
+def _check_meeting(effective: Effective) -> None:
+    machines, address = effective["num_machines"], effective["main_process_ip"]
+    if machines.value > 1 and address.value is None:
         raise SettingError(
             f"{shown(machines)} was asked for.",
             "The machines cannot find each other: no address of the main machine was given.",
             "Give --main_process_ip, the address of the machine with rank 0.",
         )
-    if processes.value is not None and processes.value % machines.value:
-        obstacle = "Every machine starts the same number of processes, so the total has to be a multiple."
-        raise contradiction(processes, machines, obstacle, f"Give a multiple of {machines.value} as --num_processes.")
 
 
 def _check_devices(effective: Effective) -> None:

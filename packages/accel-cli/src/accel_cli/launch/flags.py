@@ -1,8 +1,9 @@
 """Command-line flags grown from the definitions of settings, in both spellings: `--num_processes`, `--num-processes`.
 
-A setting that is off by default becomes a switch with its opposite, `--cpu` and `--no_cpu`, so that a flag can undo
-what a file says; one whose default is open takes `true` or `false`. Opposites and spellings with dashes are understood
-without a line of help of their own. Where two settings have one flag, it sets both.
+A setting that is off by default, or is declared as a switch, becomes one with its opposite, `--cpu` and `--no_cpu`, so
+that a flag can undo what a file says; another truth value takes `true` or `false`. One that holds several texts may be
+given several times. Opposites and spellings with dashes are understood without a line of help of their own. Where two
+settings have one flag, it sets both.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.effective import label
+from accel_cli.launch.repeated import REPEATED
 from accel_state.settings.environ import Given
-from accel_state.settings.schema import BOOLEAN, TEXT, Setting, settings_of
+from accel_state.settings.schema import BOOLEAN, SWITCH, TEXT, Setting, settings_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -30,7 +32,7 @@ def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
         names = _names(known)
         destination = _PREFIX + flag
         if not _is_switch(known):
-            parser.add_argument(*names, dest=destination)
+            parser.add_argument(*names, dest=destination, action=_action(known))
             continue
         parser.add_argument(*names, dest=destination, action="store_const", const="true")
         opposites = spelled(f"--no_{flag.removeprefix('--')}")
@@ -55,9 +57,10 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
     """
     values = {}
     for known in _flagged(classes):
-        text = getattr(parsed, f"{_PREFIX}{known.flag}", None)
-        if text is not None:
-            values[label(known)] = Given(known.parse(text, str(known.flag)), str(known.flag))
+        said = getattr(parsed, f"{_PREFIX}{known.flag}", None)
+        if said is not None:
+            value = tuple(said) if known.kind is REPEATED else known.parse(said, str(known.flag))
+            values[label(known)] = Given(value, str(known.flag))
     return values
 
 
@@ -74,8 +77,12 @@ def _by_flag(classes: Iterable[type]) -> dict[str, Setting]:
     return found
 
 
+def _action(known: Setting) -> str:
+    return "append" if known.kind is REPEATED else "store"
+
+
 def _is_switch(known: Setting) -> bool:
-    return known.kind is BOOLEAN and known.default is False
+    return known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
 
 
 def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
@@ -92,12 +99,12 @@ def _metavar(known: Setting) -> str:
         return "{true,false}"
     if known.kind.choices:
         return "{" + ",".join(known.kind.choices) + "}"
-    return "TEXT" if known.kind is TEXT else "N"
+    return "TEXT" if known.kind in (TEXT, REPEATED) else "N"
 
 
 def _meaning(known: Setting) -> str:
     parts = [known.help]
-    if known.default not in (None, "", False):
+    if known.default not in (None, "", False, ()):
         parts.append(f"Default: {known.kind.format(known.default)}.")
     if known.variable is not None:
         parts.append(f"Variable: {known.variable}.")

@@ -1,85 +1,54 @@
 """From settings to a plan: a pure function, so that tests compare what would be started as data.
 
-Everything the plan depends on is handed in. Nothing is started, no file is read and no port is chosen here.
+Everything the plan depends on is handed in. Nothing is started and no port is chosen here.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings, SupervisionSettings
-from accel_cli.launch.check import asks_for_torchrun, check_launch
+from accel_cli.launch.check import asks_for_torchrun, check_launch, check_own_launcher
+from accel_cli.launch.deepspeed import ENVIRONMENT_FILE, check_deepspeed, deepspeed_argv, own_launcher
 from accel_cli.launch.devices import usual_variables, visible
+from accel_cli.launch.kinds import check_devices_of_kind, kind_of, kind_variables
+from accel_cli.launch.mpi import mpi_argv, mpi_hosts
 from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
+from accel_cli.launch.parts import RUNNER, LaunchPlan, Machine, Script
 from accel_cli.launch.torchrun import torchrun_argv
+from accel_cli.launch.tpu import pod_argv, tpu_argv, tpu_variables
 from accel_state.devices.rows import ROWS
 
-__all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "make_plan")
-
-RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
-"""The module that every process starts with and that runs the script."""
+__all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "common_environment", "make_plan")
 
 # torch's C++ side prints every frame of an error of the store; the traceback says the same in one line.
 _USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-class Script(NamedTuple):
-    """What every process runs.
+class _Launch(NamedTuple):
+    """What the ways to start processes are given."""
 
-    Args:
-        how: "script" for a path, "module" for the name of a module, "program" for something that is not Python.
-        target: the path or name.
-        arguments: what is passed on, untouched.
-    """
+    effective: Effective
+    script: Script
+    machine: Machine
+    carried: tuple[type, ...]
+    backend: str | None
 
-    how: str
-    target: str
-    arguments: tuple[str, ...] = ()
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What each process runs, after its interpreter."""
+        return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
 
-
-class Machine(NamedTuple):
-    """What the plan has to know about the machine.
-
-    Args:
-        python: path of the interpreter.
-        processors: CPUs that the processes share.
-        devices: asked for the number of devices, when no number of processes was given.
-        environ: variables of the launcher itself, those of an outer launch left out.
-    """
-
-    python: str
-    processors: int
-    devices: Callable[[], int]
-    environ: Mapping[str, str]
-
-
-class LaunchPlan(NamedTuple):
-    """What is going to be started.
-
-    Args:
-        environment: variables that every process gets in addition to the launcher's own.
-        argv: command line of each process; with "torchrun", of the one process that starts them.
-        runner: "spawner" or "torchrun".
-        processes: number of processes on this machine.
-        address: host that serves the store.
-        port: port of the store; None lets the spawner choose a free one.
-        removed: variables of the launcher that the processes may not see.
-        grace_period: seconds between asking processes to end and killing them.
-        prefix_output: whether each line that a process prints begins with its rank.
-    """
-
-    environment: Mapping[str, str]
-    argv: tuple[str, ...]
-    runner: str
-    processes: int = 1
-    address: str = "127.0.0.1"
-    port: int | None = None
-    removed: tuple[str, ...] = ()
-    grace_period: float = 30.0
-    prefix_output: bool = False
+    def environment(self, processes: int) -> dict[str, str]:
+        """Variables of the processes, of which `processes` run on each machine."""
+        environment = common_environment(self.effective, self.carried)
+        if self.backend is not None and not self.effective["backend"].given:
+            environment[str(self.effective["backend"].setting.variable)] = self.backend
+        environment.update(_machine_environment(self.effective, self.machine, environment, processes))
+        environment[WRITTEN] = written(environment, self.machine.environ)
+        return environment
 
 
 def make_plan(
@@ -92,27 +61,36 @@ def make_plan(
         script: what to run.
         machine: where to run it.
         carried: settings classes that the processes read back from their environment.
-        backend: the backend that owns the run, where it follows from the kind of run in a config file.
+        backend: the backend that owns the run, where it follows from the kind of run that was asked for.
 
     Raises:
         SettingError: a setting cannot be used here; `Conflict` when two contradict each other.
-        NotOffered: the run is meant for a place that this launcher does not reach.
+        NotOffered: the way to start the processes does not take what is to run.
     """
     check_launch(effective)
-    machines = effective.instance(MachineSettings)
-    supervision = effective.instance(SupervisionSettings)
-    local = _local_processes(effective, machines, machine)
-    environment = _environment(effective, machines, machine, carried, local)
-    if backend is not None and not effective["backend"].given:
-        environment[str(effective["backend"].setting.variable)] = backend
-    environment[WRITTEN] = written(environment, machine.environ)
-    program = (RUNNER, script.how, script.target, *script.arguments)
-    if supervision.launcher == "torchrun" or asks_for_torchrun(effective) is not None:
-        argv = (machine.python, *torchrun_argv(effective, local, program))
-        return LaunchPlan(environment, argv, "torchrun", local, grace_period=supervision.grace_period)
+    return _WAYS[_runner(effective)](_Launch(effective, script, machine, carried, backend))
+
+
+def _runner(effective: Effective) -> str:
+    """Who starts the processes."""
+    if effective["mpirun_config.mpirun_hostfile"].value:
+        return "mpirun"
+    found = kind_of(effective)
+    wanted = found[0].runner if found is not None else ""
+    if wanted and _TAKES_OVER[wanted](effective):
+        return wanted
+    through_torchrun = effective["launcher"].value == "torchrun" or asks_for_torchrun(effective) is not None
+    return "torchrun" if through_torchrun else "spawner"
+
+
+def _spawner(launch: _Launch) -> LaunchPlan:
+    check_own_launcher(launch.effective)
+    machines = launch.effective.instance(MachineSettings)
+    supervision = launch.effective.instance(SupervisionSettings)
+    local = _local_processes(launch.effective, machines, launch.machine)
     return LaunchPlan(
-        environment,
-        (machine.python, *program),
+        launch.environment(local),
+        (launch.machine.python, *launch.program),
         "spawner",
         processes=local,
         address=machines.main_process_ip or "127.0.0.1",
@@ -123,31 +101,102 @@ def make_plan(
     )
 
 
+def _torchrun(launch: _Launch) -> LaunchPlan:
+    check_own_launcher(launch.effective)
+    local = _local_processes(launch.effective, launch.effective.instance(MachineSettings), launch.machine)
+    argv = (launch.machine.python, *torchrun_argv(launch.effective, local, launch.program))
+    grace = launch.effective.instance(SupervisionSettings).grace_period
+    return LaunchPlan(launch.environment(local), argv, "torchrun", local, grace_period=grace)
+
+
+def _deepspeed(launch: _Launch) -> LaunchPlan:
+    check_deepspeed(launch.effective)
+    processes = _each(launch.effective, launch.effective["num_machines"].value)
+    argv = deepspeed_argv(launch.effective, processes, launch.program)
+    return _one_process(launch, argv, "deepspeed", processes or 1)._replace(environment_file=ENVIRONMENT_FILE)
+
+
+def _mpirun(launch: _Launch) -> LaunchPlan:
+    hosts = mpi_hosts(launch.effective)
+    processes = _each(launch.effective, len(hosts)) or hosts[0].slots or 1
+    program = (launch.machine.python, *launch.program)
+    environment = launch.environment(processes)
+    argv = mpi_argv(launch.effective, processes, environment, program, launch.machine.mpi())
+    return _one_process(launch, argv, "mpirun", processes)
+
+
+def _tpu(launch: _Launch) -> LaunchPlan:
+    script = launch.script
+    if launch.effective["tpu_use_cluster"].value:
+        how = {"script": (), "module": ("--module",), "program": ("--no_python",)}[script.how]
+        argv = pod_argv(launch.effective, (*how, script.target, *script.arguments))
+    else:
+        argv = tpu_argv(launch.effective, script.how, script.target, script.arguments)
+    plan = _one_process(launch, (launch.machine.python, *argv), "tpu", 1)
+    return plan._replace(environment={**plan.environment, **tpu_variables(launch.effective)})
+
+
+def _one_process(launch: _Launch, argv: tuple[str, ...], runner: str, processes: int) -> LaunchPlan:
+    """A plan for a program that starts the processes by itself."""
+    grace = launch.effective.instance(SupervisionSettings).grace_period
+    return LaunchPlan(launch.environment(processes), argv, runner, removed=PLACE_VARIABLES, grace_period=grace)
+
+
+_WAYS: Final[Mapping[str, Callable[[_Launch], LaunchPlan]]] = {
+    "spawner": _spawner,
+    "torchrun": _torchrun,
+    "deepspeed": _deepspeed,
+    "mpirun": _mpirun,
+    "tpu": _tpu,
+}
+
+_TAKES_OVER: Final[Mapping[str, Callable[[Effective], bool]]] = {
+    "deepspeed": own_launcher,
+    "tpu": lambda effective: True,
+}
+
+
+def _each(effective: Effective, machines: int) -> int | None:
+    """Processes on each of some machines, where their number was given."""
+    total = effective["num_processes"].value
+    return None if total is None else max(total // machines, 1)
+
+
 def _local_processes(effective: Effective, machines: MachineSettings, machine: Machine) -> int:
     """Processes to start on this machine."""
+    found = kind_of(effective)
     if machines.num_processes is not None:
         return machines.num_processes // machines.num_machines
-    if effective["cpu"].value or effective["distributed_type"].value == "NO":
+    if effective["cpu"].value or (found is not None and found[0].alone):
         return 1
     if machines.gpu_ids not in (None, "all"):
         return len([part for part in str(machines.gpu_ids).split(",") if part.strip()])
-    return machine.devices()
+    count = machine.devices()
+    check_devices_of_kind(effective, count * machines.num_machines)
+    return count
 
 
-def _environment(
-    effective: Effective, machines: MachineSettings, machine: Machine, carried: tuple[type, ...], local: int
-) -> dict[str, str]:
-    """Variables that all processes get."""
+def common_environment(effective: Effective, carried: tuple[type, ...]) -> dict[str, str]:
+    """Variables that carry the settings to the processes, wherever these run."""
     environment: dict[str, str] = {}
     for settings_class in carried:
         environment.update(effective.variables(settings_class))
+    return {**environment, **kind_variables(effective)}
+
+
+def _machine_environment(
+    effective: Effective, machine: Machine, environment: Mapping[str, str], processes: int
+) -> dict[str, str]:
+    """Variables by which several processes share a machine."""
+    machines = effective.instance(MachineSettings)
+    own: dict[str, str] = {}
     if machines.gpu_ids is not None:
-        environment.update(visible(machines.gpu_ids))
+        own.update(visible(machines.gpu_ids))
     if machines.num_cpu_threads_per_process is not None:
-        environment["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
-    elif local > 1:
-        environment["OMP_NUM_THREADS"] = str(max(machine.processors // local, 1))
-    shared = ROWS["cpu"].sharing if effective["cpu"].value and local > 1 else {}
-    for name, value in {**_USUAL, **usual_variables(), **shared}.items():
-        environment.setdefault(name, machine.environ.get(name, value))
-    return environment
+        own["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
+    elif processes > 1:
+        own["OMP_NUM_THREADS"] = str(max(machine.processors // processes, 1))
+    shared = ROWS["cpu"].sharing if effective["cpu"].value and processes > 1 else {}
+    usual = {**_USUAL, **usual_variables(), **shared}
+    free = {name: machine.environ.get(name, value) for name, value in usual.items() if name not in environment}
+    return {**free, **own}

@@ -11,6 +11,7 @@ from accel_cli.config.file import ConfigFile, read_config
 from accel_cli.config.location import default_path
 from accel_cli.launch.backends import backend_for, check_backend, failures
 from accel_cli.launch.flags import flag_values
+from accel_cli.launch.kinds import idle, kind_of
 from accel_cli.launch.nested import without_outer
 from accel_cli.launch.options import add_launch_arguments, launch_classes
 from accel_cli.launch.surroundings import Surroundings, read_surroundings
@@ -29,7 +30,7 @@ class Request(NamedTuple):
         environ: the launcher's variables, without those that an outer launch wrote.
         config: the config file that was read, or None.
         by_default: whether that file was read because it lies where a user's own one lies.
-        backend: the backend that follows from the kind of run in the config file, or None.
+        backend: the backend that follows from the kind of run, or None where the processes choose it.
         surroundings: what a batch system says about the machines.
     """
 
@@ -54,10 +55,11 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     around = read_surroundings(own, os.uname().nodename if hasattr(os, "uname") else "")
     flags = flag_values(arguments, classes)
     settings = effective(classes, flags, own, config.values if config else {}, around.values)
-    backend, kind = settings["backend"], settings["distributed_type"]
+    backend, asked = settings["backend"], kind_of(settings)
     if backend.value is not None:
         check_backend(backend.value, backend.origin)
-    implied = backend_for(kind.value, kind.origin) if kind.value and backend.value is None else None
+    wanted = asked is not None and not asked[0].by_device and backend.value is None
+    implied = backend_for(asked[0].label, asked[1].origin) if asked is not None and wanted else None
     return Request(settings, own, config, arguments.config_file is None, implied, around)
 
 
@@ -100,6 +102,9 @@ def notes(request: Request) -> Iterator[str]:
             if effect.origin.startswith("$") and given.value != effect.value:
                 used, name = effect.setting.kind.format(effect.value), effect.setting.name
                 yield f"{effect.origin}={used} overrides {name}={given.value} ({given.origin})."
+    for name, effect, user in idle(request.settings):
+        value = effect.setting.kind.format(effect.value)
+        yield f"{name}={value} ({effect.origin}) has no effect without {user}."
     for entry in request.config.unread if request.config is not None else ():
         where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
         yield f"{entry.key}={entry.value} ({where}) has no effect: nothing that is installed reads it."

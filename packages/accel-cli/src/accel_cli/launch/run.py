@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from accel_cli.launch.deepspeed import environment_lines
 from accel_cli.launch.output import Relay
-from accel_cli.launch.plan import LaunchPlan
+from accel_cli.launch.parts import LaunchPlan
 from accel_cli.launch.ports import Port
 from accel_cli.launch.report import Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.runner import PARENT_VARIABLE
@@ -27,6 +28,9 @@ from accel_state.errors import LaunchError
 from accel_state.exit_codes import RESUME
 
 __all__ = ("run",)
+
+# The runner whose processes are children of this one.
+_DIRECT: Final = "spawner"
 
 # How often error files are looked for when nothing else happens.
 _TICK: Final = 1.0
@@ -86,7 +90,7 @@ def run(plan: LaunchPlan, environ: Mapping[str, str], port_origin: str = "", qui
     """Start what the plan says on this machine, wait for it, and return the exit code of the run.
 
     Args:
-        plan: the plan, whose runner is "spawner".
+        plan: the plan; its runner is not "torchrun".
         environ: the launcher's own variables.
         port_origin: who asked for the plan's port.
         quiet: report nothing but the traceback of the process that failed first.
@@ -99,6 +103,8 @@ def run(plan: LaunchPlan, environ: Mapping[str, str], port_origin: str = "", qui
     base.update(plan.environment)
     folder = tempfile.mkdtemp(prefix="accel-launch-")
     try:
+        if plan.environment_file:
+            base[plan.environment_file] = _environment_file(folder, plan.environment)
         if plan.processes == 1:
             return _Spawner(plan, base, folder, quiet).run({})
         with Port(plan.port, port_origin) as port:
@@ -106,6 +112,13 @@ def run(plan: LaunchPlan, environ: Mapping[str, str], port_origin: str = "", qui
             return _Spawner(plan, base, folder, quiet).run(store)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment_file(folder: str, environment: Mapping[str, str]) -> str:
+    path = os.path.join(folder, "environment")
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(environment_lines(environment))
+    return path
 
 
 class _Spawner:
@@ -134,7 +147,9 @@ class _Spawner:
     def _start(self, rank: int, store: Mapping[str, str]) -> _Process:
         plan = self._plan
         error_file = os.path.join(self._folder, f"{rank}.json")
-        place = {"TORCHELASTIC_ERROR_FILE": error_file, PARENT_VARIABLE: str(os.getpid()), **store}
+        place = {"TORCHELASTIC_ERROR_FILE": error_file, **store}
+        if plan.runner == _DIRECT:
+            place[PARENT_VARIABLE] = str(os.getpid())
         if plan.processes > 1:
             size = str(plan.processes)
             place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from accel_cli.launch.plan import Script
+from accel_cli.launch.parts import Script
 from accel_state.errors import Conflict, SettingError
 
 __all__ = ("find_script",)

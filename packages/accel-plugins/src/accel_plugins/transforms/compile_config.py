@@ -9,7 +9,7 @@ from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend
 from accel_state.settings.environ import read
-from accel_state.settings.schema import BOOLEAN, choice, setting, settings_of
+from accel_state.settings.schema import SWITCH, choice, setting, settings_of
 
 __all__ = ("TorchDynamoPlugin",)
 
@@ -61,7 +61,7 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     fullgraph: bool = setting(
         None,
-        kind=BOOLEAN,
+        kind=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         flag="--dynamo_use_fullgraph",
         key="dynamo_config.dynamo_use_fullgraph",
@@ -70,7 +70,7 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     dynamic: bool = setting(
         None,
-        kind=BOOLEAN,
+        kind=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
         flag="--dynamo_use_dynamic",
         key="dynamo_config.dynamo_use_dynamic",
@@ -81,7 +81,7 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool = setting(
         None,
-        kind=BOOLEAN,
+        kind=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         flag="--dynamo_use_regional_compilation",
         key="dynamo_config.dynamo_use_regional_compilation",

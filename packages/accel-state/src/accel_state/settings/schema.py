@@ -24,6 +24,7 @@ __all__ = (
     "FLOAT",
     "INTEGER",
     "JSON",
+    "SWITCH",
     "TEXT",
     "Kind",
     "Setting",
@@ -81,6 +82,8 @@ TEXT: Final = Kind("a text", str)
 INTEGER: Final = Kind("an integer", int)
 FLOAT: Final = Kind("a number", float)
 BOOLEAN: Final = Kind("true or false", _parse_boolean, lambda value: "true" if value else "false")
+SWITCH: Final = BOOLEAN._replace(name="true or false (a switch)")
+"""A truth value whose flag stands alone, also where it is open by default."""
 JSON: Final = Kind("a JSON value", _parse_json, _format_json)
 
 

@@ -1,0 +1,206 @@
+"""Kinds of runs: what `distributed_type` in a file and switches such as `--use_fsdp` ask for.
+
+A switch comes before the file. What a kind means for a launch stands in its row; nothing else compares its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from accel_cli.config.effective import Effect, Effective
+from accel_state.errors import Conflict, SettingError
+from accel_state.labels import DistributedType, SageMakerDistributedType
+from accel_state.settings.schema import BOOLEAN, setting, settings_of
+
+__all__ = ("Kind", "KindSettings", "check_devices_of_kind", "check_kind", "idle", "kind_of", "kind_variables")
+
+_GROUP: Final = "Kind of run"
+_MESH: Final = "parallelism_config."
+_OF_ENGINES: Final = {"deepspeed_config": "use_deepspeed", "megatron_lm_config": "use_megatron_lm"}
+_EIGHT_BITS: Final = ("fp8_config", "fp8")
+_SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KindSettings:
+    """Switches that choose the kind of run; at most one of them."""
+
+    multi_gpu: bool = setting(
+        False,
+        kind=BOOLEAN,
+        flag="--multi_gpu",
+        help="Run a process on each of several devices.",
+        group=_GROUP,
+    )
+    use_deepspeed: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_USE_DEEPSPEED",
+        flag="--use_deepspeed",
+        help="Train with DeepSpeed.",
+        group=_GROUP,
+    )
+    use_fsdp: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_USE_FSDP",
+        flag="--use_fsdp",
+        help="Divide parameters with torch's FSDP.",
+        group=_GROUP,
+    )
+    use_megatron_lm: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_USE_MEGATRON_LM",
+        flag="--use_megatron_lm",
+        help="Train with Megatron-LM.",
+        group=_GROUP,
+    )
+    tpu: bool = setting(False, kind=BOOLEAN, flag="--tpu", help="Train on TPUs.", group=_GROUP)
+
+
+class Kind(NamedTuple):
+    """What a kind of run means for a launch.
+
+    Args:
+        label: its name in `distributed_type`.
+        switch: the setting of `KindSettings` that asks for it, or empty.
+        alone: whether it is a run of one process where no number is given.
+        by_device: whether it follows from the devices and needs no backend of its own.
+        on_devices: whether it contradicts a run on the CPU.
+        variables: what tells the processes of it.
+        runner: who starts its processes, or empty for the launcher's usual ways.
+    """
+
+    label: str
+    switch: str = ""
+    alone: bool = False
+    by_device: bool = False
+    on_devices: bool = False
+    variables: Mapping[str, str] = _NONE
+    runner: str = ""
+
+
+def _own(label: DistributedType, switch: str, runner: str = "") -> Kind:
+    variable = str(settings_of(KindSettings)[switch].variable)
+    return Kind(label.value, switch, variables={variable: "true"}, runner=runner)
+
+
+_OF_DEVICES: Final = (
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_MLU,
+    DistributedType.MULTI_SDAA,
+    DistributedType.MULTI_MUSA,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_HPU,
+    DistributedType.MULTI_NEURON,
+)
+
+# What a job of SageMaker arranges by itself.
+_OF_SAGEMAKER: Final = (SageMakerDistributedType.DATA_PARALLEL, SageMakerDistributedType.MODEL_PARALLEL)
+
+_KINDS: Final = {
+    kind.label: kind
+    for kind in (
+        Kind(DistributedType.NO.value, alone=True, by_device=True),
+        Kind(DistributedType.MULTI_CPU.value, by_device=True),
+        Kind(DistributedType.MULTI_GPU.value, "multi_gpu", by_device=True, on_devices=True),
+        *(Kind(label.value, by_device=True, on_devices=True) for label in _OF_DEVICES),
+        _own(DistributedType.DEEPSPEED, "use_deepspeed", "deepspeed"),
+        _own(DistributedType.FSDP, "use_fsdp"),
+        _own(DistributedType.MEGATRON_LM, "use_megatron_lm"),
+        Kind(DistributedType.XLA.value, "tpu", on_devices=True, runner="tpu"),
+        *(Kind(label.value, by_device=True) for label in _OF_SAGEMAKER),
+    )
+}
+
+
+def kind_of(effective: Effective) -> tuple[Kind, Effect] | None:
+    """The kind of run that was asked for and the setting that did, or None when nobody did.
+
+    Raises:
+        Conflict: two kinds were asked for.
+    """
+    asked = [(kind, effective[kind.switch]) for kind in _KINDS.values() if kind.switch]
+    asked = [(kind, effect) for kind, effect in asked if effect.value]
+    if len(asked) > 1:
+        (_, one), (_, other) = asked[:2]
+        raise Conflict(
+            f"{one.setting.name} ({one.origin}) and {other.setting.name} ({other.origin}) were asked for.",
+            "A run is of one kind.",
+            "Remove one of the two.",
+        )
+    if asked:
+        return asked[0]
+    place = effective["distributed_type"]
+    return (_KINDS[place.value], place) if place.value is not None else None
+
+
+def check_kind(effective: Effective) -> None:
+    """Refuse a kind of run that contradicts other settings.
+
+    Raises:
+        Conflict: it needs devices, and they were forbidden or there is only one of them.
+    """
+    found = kind_of(effective)
+    if found is None or not found[0].on_devices or not found[1].setting.flag:
+        return
+    kind, effect = found
+    cpu, processes = effective["cpu"], effective["num_processes"]
+    if cpu.value:
+        raise Conflict(
+            f"{effect.setting.name} ({effect.origin}) and {cpu.setting.name} ({cpu.origin}) were asked for.",
+            "One is for a run on devices, the other for one on the CPU.",
+            "Remove one of the two.",
+        )
+    if kind.by_device and processes.value == 1 and processes.given:
+        raise Conflict(
+            f"{effect.setting.name} ({effect.origin}) and num_processes=1 ({processes.origin}) were asked for.",
+            "One process uses one device.",
+            "Give --num_processes 2 or more, or remove the switch.",
+        )
+
+
+def kind_variables(effective: Effective) -> dict[str, str]:
+    """Variables that tell the processes of the kind of run and of the axes along which they are arranged."""
+    found = kind_of(effective)
+    variables = dict(found[0].variables) if found is not None else {}
+    mesh = effective["use_parallelism_config"]
+    sizes = (effect for name, effect in effective.items() if name.startswith(_MESH))
+    if not mesh.given and any(effect.given for effect in sizes):
+        variables[str(mesh.setting.variable)] = "true"
+    return variables
+
+
+def idle(effective: Effective) -> Iterator[tuple[str, Effect, str]]:
+    """Options of engines that are not used: label, setting, and what would use it."""
+    found = kind_of(effective)
+    used = found[0].switch if found is not None else ""
+    for name, effect in effective.items():
+        table = name.partition(".")[0]
+        if not effect.given or effect.setting.variable in _SHARED:
+            continue
+        if table in _OF_ENGINES and _OF_ENGINES[table] != used:
+            yield name, effect, f"--{_OF_ENGINES[table]}"
+        elif table == _EIGHT_BITS[0] and effective["mixed_precision"].value != _EIGHT_BITS[1]:
+            yield name, effect, f"--mixed_precision {_EIGHT_BITS[1]}"
+
+
+def check_devices_of_kind(effective: Effective, processes: int) -> None:
+    """Refuse to run several devices' kind of run on the only device there is.
+
+    Raises:
+        SettingError: the machine has one device, and no number of processes was given.
+    """
+    found = kind_of(effective)
+    if found is None or not (found[0].by_device and found[0].on_devices and found[1].setting.flag) or processes > 1:
+        return
+    raise SettingError(
+        f"{found[1].setting.name} ({found[1].origin}) was asked for.",
+        "This machine has no several devices.",
+        "Give --num_processes, or remove the switch.",
+    )

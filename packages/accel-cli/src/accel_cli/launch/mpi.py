@@ -1,0 +1,94 @@
+"""Starting processes on several machines through mpirun, which reads a file that names them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from accel_cli.config.effective import Effective
+from accel_cli.launch.arguments import MachineSettings
+from accel_cli.launch.hostfile import Host, read_hostfile
+from accel_cli.launch.torchrun import PORT_OF_MACHINES
+from accel_state.errors import Conflict, Missing, SettingError
+
+__all__ = ("find_mpi", "mpi_argv", "mpi_hosts")
+
+_ASKED: Final = "Processes were to be started by MPI."
+_OPEN: Final = "Open MPI"
+_PATIENCE: Final = 20.0
+
+
+def find_mpi() -> str:
+    """Which family the installed mpirun is of: "Open MPI", or "Hydra" for MPICH, MVAPICH and Intel MPI.
+
+    Raises:
+        Missing: there is no mpirun.
+        SettingError: it does not say what it is.
+    """
+    try:
+        answer = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        remedy = "Install one, for example with: conda install -c conda-forge openmpi"
+        raise Missing(_ASKED, "There is no mpirun on the path.", remedy) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SettingError(_ASKED, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI.") from None
+    return _OPEN if _OPEN in answer.stdout or "OpenRTE" in answer.stdout else "Hydra"
+
+
+def mpi_hosts(effective: Effective) -> tuple[Host, ...]:
+    """The machines of the run.
+
+    Raises:
+        SettingError: the hostfile cannot be used.
+        Conflict: fewer machines stand in it than were asked for.
+    """
+    file, machines = effective["mpirun_config.mpirun_hostfile"], effective["num_machines"]
+    hosts = read_hostfile(file.value, file.origin)
+    if machines.given and machines.value > len(hosts):
+        raise Conflict(
+            f"num_machines={machines.value} ({machines.origin}) and mpirun_hostfile ({file.origin}) were given.",
+            f"{file.value} names {len(hosts)} machine(s).",
+            "Correct one of the two.",
+        )
+    return hosts[: machines.value] if machines.given else hosts
+
+
+def mpi_argv(
+    effective: Effective,
+    processes: int,
+    environment: Mapping[str, str],
+    program: Sequence[str],
+    family: str,
+) -> tuple[str, ...]:
+    """Command line of mpirun for a program.
+
+    Args:
+        effective: every setting of the launch.
+        processes: processes on each machine.
+        environment: variables that the processes get on all machines.
+        program: what each of them runs.
+        family: as `find_mpi` answers.
+    """
+    hosts = mpi_hosts(effective)
+    machines = effective.instance(MachineSettings)
+    store = {
+        "MASTER_ADDR": machines.main_process_ip or hosts[0].name,
+        "MASTER_PORT": str(machines.main_process_port or PORT_OF_MACHINES),
+    }
+    total = str(processes * len(hosts))
+    placed = _OPEN_MPI if family == _OPEN else _HYDRA
+    place = (part.format(file=effective["mpirun_config.mpirun_hostfile"].value, each=processes) for part in placed)
+    variables = _exported({**environment, **store}, family)
+    return ("mpirun", *place, "-n", total, *variables, *program)
+
+
+_OPEN_MPI: Final = ("--hostfile", "{file}", "--map-by", "ppr:{each}:node")
+_HYDRA: Final = ("-f", "{file}", "-ppn", "{each}")
+
+
+def _exported(environment: Mapping[str, str], family: str) -> Iterator[str]:
+    for name, value in sorted(environment.items()):
+        yield from ("-x", f"{name}={value}") if family == _OPEN else ("-genv", name, value)

@@ -1,0 +1,20 @@
+"""Settings that hold several texts: a flag that may be given more than once, a list in a file."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from accel_state.settings.schema import Kind
+
+__all__ = ("REPEATED",)
+
+
+def _parse(text: str) -> tuple[str, ...]:
+    if not text.startswith("["):
+        return (text,)
+    return tuple(map(str, json.loads(text)))
+
+
+REPEATED: Final = Kind("a text, or a list of texts", _parse, lambda texts: json.dumps(list(texts)))
+"""Texts that may hold anything, so no separator divides them."""

@@ -1,0 +1,167 @@
+"""A training job of Amazon SageMaker: its description as data, and handing it in through the SDK of SageMaker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from accel_cli.config.effective import Effective
+from accel_cli.launch.places import SageMakerSettings
+from accel_state.errors import NotOffered, SettingError
+from accel_state.labels import SageMakerDistributedType
+from accel_state.settings.requirement import Requirement
+
+__all__ = ("REQUIREMENT", "SageMakerJob", "describe_job", "hand_in")
+
+REQUIREMENT: Final = Requirement("sagemaker", versions="<3")
+
+_ASKED: Final = "A training job of SageMaker was to be described."
+_DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {
+    SageMakerDistributedType.NO.value: None,
+    SageMakerDistributedType.DATA_PARALLEL.value: {"smdistributed": {"dataparallel": {"enabled": True}}},
+}
+
+
+@dataclass(frozen=True)
+class SageMakerJob:
+    """What the SDK is given.
+
+    Args:
+        estimator: arguments of its HuggingFace estimator.
+        inputs: place of the data of each channel, or None for none.
+        variables: variables of this process that the SDK reads.
+    """
+
+    estimator: Mapping[str, Any]
+    inputs: Mapping[str, str] | None
+    variables: Mapping[str, str]
+
+
+def describe_job(
+    effective: Effective,
+    target: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    further: Mapping[str, Any] | None = None,
+) -> SageMakerJob:
+    """The job that the settings describe.
+
+    Args:
+        effective: every setting of the launch.
+        target: the script.
+        arguments: its arguments, all as `--name value`.
+        environment: variables that its processes get.
+        further: arguments of the estimator that the config file gives below `additional_args`.
+
+    Raises:
+        SettingError: the machine, the role or a table is missing, or an argument cannot be handed over.
+        NotOffered: SageMaker's model parallelism was asked for.
+    """
+    settings = effective.instance(SageMakerSettings)
+    for name in ("ec2_instance_type", "iam_role_name"):
+        if not getattr(settings, name):
+            raise SettingError(_ASKED, f"{name} is not given.", "Write it into the config file.")
+    kind = effective["distributed_type"].value or SageMakerDistributedType.NO.value
+    if kind not in _DISTRIBUTION:
+        raise NotOffered(_ASKED, f"distributed_type={kind} is none of {', '.join(_DISTRIBUTION)}.", "Use one of these.")
+    metrics = _table(settings.sagemaker_metrics_file)
+    estimator = {
+        "entry_point": os.path.basename(target),
+        "source_dir": os.path.dirname(target) or ".",
+        "role": settings.iam_role_name,
+        "image_uri": settings.image_uri,
+        "transformers_version": settings.transformers_version,
+        "pytorch_version": settings.pytorch_version,
+        "py_version": settings.py_version,
+        "base_job_name": settings.base_job_name,
+        "instance_count": effective["num_machines"].value,
+        "instance_type": settings.ec2_instance_type,
+        "debugger_hook_config": False,
+        "distribution": _DISTRIBUTION[kind],
+        "hyperparameters": hyperparameters(arguments),
+        "environment": {
+            **environment,
+            "ACCELERATE_USE_SAGEMAKER": "true",
+            "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind,
+        },
+        "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in metrics] or None,
+        **(further or {}),
+    }
+    inputs = dict(_table(settings.sagemaker_inputs_file)) or None
+    return SageMakerJob(estimator, inputs, _account(settings))
+
+
+def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a script as SageMaker hands them over: a value by name, numbers and truth values as such.
+
+    Raises:
+        SettingError: an argument has no name or no value.
+
+    Example:
+        >>> hyperparameters(["--lr", "0.1", "--model", "small"])
+        {'lr': 0.1, 'model': 'small'}
+    """
+    found: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or (not equals and (not rest or rest[0].startswith("--"))):
+            raise SettingError(
+                _ASKED,
+                f"The script's argument {word!r} has no {'value' if name.startswith('--') else 'name'}.",
+                "SageMaker hands over pairs only: write --name value, a switch as --name true.",
+            )
+        found[name[2:]] = _value(value if equals else rest.pop(0))
+    return found
+
+
+def hand_in(job: SageMakerJob) -> None:
+    """Hand the job in and stay until it has ended.
+
+    Raises:
+        Missing: the SDK is not installed.
+    """
+    REQUIREMENT.demand("A training job of SageMaker was to be handed in.")
+    from sagemaker.huggingface import HuggingFace  # type: ignore[import-not-found, unused-ignore]
+
+    os.environ.update(job.variables)
+    HuggingFace(**job.estimator).fit(inputs=job.inputs)
+
+
+def _account(settings: SageMakerSettings) -> dict[str, str]:
+    values = {
+        "AWS_PROFILE": settings.profile,
+        "AWS_ACCESS_KEY_ID": settings.aws_access_key_id,
+        "AWS_SECRET_ACCESS_KEY": settings.aws_secret_access_key,
+        "AWS_DEFAULT_REGION": settings.region,
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def _table(path: str | None) -> list[tuple[str, str]]:
+    """Rows of two columns, divided by tabs, below a heading."""
+    if not path:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            rows = [line.rstrip("\n").split("\t") for line in file if line.strip()][1:]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a table with two columns.") from None
+    for number, row in enumerate(rows, start=2):
+        if len(row) != 2:
+            raise SettingError(_ASKED, f"{path}:{number} has {len(row)} column(s).", "Divide two columns by a tab.")
+    return [(row[0], row[1]) for row in rows]
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,89 @@
+"""Starting the processes of a TPU: torch_xla makes them, and on a pod its own launcher does so on every machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from accel_cli.config.effective import Effective
+from accel_cli.launch.places import TPUSettings
+from accel_state.errors import NotOffered, SettingError
+
+__all__ = ("RUNNER_OF_TPU", "pod_argv", "tpu_argv", "tpu_variables")
+
+RUNNER_OF_TPU: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tpu_runner.py")
+"""The module that lets torch_xla start a script's function."""
+
+_POD_LAUNCHER: Final = "torch_xla.distributed.xla_dist"
+_IN_POD: Final = "ACCELERATE_IN_TPU_POD"
+_BFLOAT16: Final = "bf16"
+
+
+def tpu_variables(effective: Effective) -> dict[str, str]:
+    """Variables by which torch_xla computes in bfloat16."""
+    settings = effective.instance(TPUSettings)
+    if effective["mixed_precision"].value != _BFLOAT16:
+        return {}
+    return {"XLA_DOWNCAST_BF16" if settings.downcast_bf16 else "XLA_USE_BF16": "1"}
+
+
+def tpu_argv(effective: Effective, how: str, target: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Arguments of the interpreter that starts the processes of this machine's TPU.
+
+    Raises:
+        NotOffered: what is to run is no Python.
+    """
+    if how == "program":
+        raise NotOffered(
+            "--tpu and --no_python were asked for.",
+            "torch_xla starts a function of a Python module.",
+            "Name a script with such a function; --main_training_function says which.",
+        )
+    return (RUNNER_OF_TPU, effective.instance(TPUSettings).main_training_function, how, target, *arguments)
+
+
+def pod_argv(effective: Effective, script: Sequence[str]) -> tuple[str, ...]:
+    """Arguments of the interpreter that runs `accel launch` on every machine of a pod.
+
+    Args:
+        effective: every setting of the launch.
+        script: the options, script and arguments that `accel launch` gets there.
+
+    Raises:
+        SettingError: the TPU has no name, or a variable for its machines has no value.
+    """
+    settings = effective.instance(TPUSettings)
+    if not settings.tpu_name:
+        raise SettingError(
+            "A run on a TPU pod was asked for (tpu_use_cluster).",
+            "The TPU has no name.",
+            "Write tpu_name into the config file.",
+        )
+    return (
+        "-m",
+        _POD_LAUNCHER,
+        f"--tpu={settings.tpu_name}",
+        *(f"--vm={machine}" for machine in settings.tpu_vm),
+        *(f"--env={variable}" for variable in (*_checked(settings.tpu_env), f"{_IN_POD}=1")),
+        "--",
+        *(("sudo",) if settings.tpu_use_sudo else ()),
+        "python3",
+        "-m",
+        "accel_cli.main",
+        "launch",
+        "--tpu",
+        "--no_tpu_cluster",
+        f"--mixed_precision={effective['mixed_precision'].value}",
+        f"--main_training_function={settings.main_training_function}",
+        *script,
+    )
+
+
+def _checked(variables: Sequence[str]) -> Iterator[str]:
+    for variable in variables:
+        if "=" not in variable:
+            raise SettingError(
+                f"--env {variable} was asked for.", "A variable needs a value.", "Write it as --env NAME=value"
+            )
+        yield variable

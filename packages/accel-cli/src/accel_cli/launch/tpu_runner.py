@@ -1,0 +1,53 @@
+"""Lets torch_xla start a script's function on every core of a TPU.
+
+    python tpu_runner.py main script train.py --lr 1e-3
+    python tpu_runner.py main module package.train --lr 1e-3
+
+The script is imported, not run as a program: what stands under `if __name__ == "__main__"` is left out, and each
+process calls the function that was named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+__all__ = ("call", "load", "main")
+
+
+def main() -> None:
+    """Start the processes and stay until they have ended."""
+    function, how, target, *arguments = sys.argv[1:]
+    import torch_xla  # type: ignore[import-not-found, unused-ignore]
+
+    torch_xla.launch(call, args=(function, how, target, tuple(arguments)))
+
+
+def call(index: int, function: str, how: str, target: str, arguments: tuple[str, ...]) -> Any:
+    """Call the script's function in one of the processes."""
+    del index
+    sys.argv = [target, *arguments]
+    return getattr(load(how, target), function)()
+
+
+def load(how: str, target: str) -> ModuleType:
+    """The script as a module."""
+    if how == "module":
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(target)
+    path = os.path.abspath(target)
+    sys.path.insert(0, os.path.dirname(path))
+    return importlib.import_module(os.path.splitext(os.path.basename(path))[0])
+
+
+if __name__ == "__main__":
+    # What started is not the module that the processes import to find `call`.
+    from accel_cli.launch.tpu_runner import main as _main
+
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+    _main()

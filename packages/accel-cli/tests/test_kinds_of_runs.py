@@ -1,0 +1,161 @@
+"""Switches such as `--use_fsdp`, `distributed_type` in a file, and what both mean for a launch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accel_cli.config.effective import effective, label
+from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
+from accel_cli.launch.plan import Machine, Script, make_plan
+from accel_state.errors import Conflict, SettingError
+from accel_state.labels import DistributedType, SageMakerDistributedType
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import settings_of
+
+KNOWN = {label(known): known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()}
+
+
+def settings(file=None, **flags):
+    given = {name: Given(value, KNOWN[name].flag or "run.yaml:1") for name, value in flags.items()}
+    there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
+    return effective(LAUNCH_CLASSES, given, {}, there)
+
+
+def plan(devices=1, file=None, **flags):
+    machine = Machine("python", 8, lambda: devices, {})
+    return make_plan(settings(file, **flags), Script("script", "job.py"), machine, CARRIED)
+
+
+@pytest.mark.parametrize("name", {*DistributedType.list(), *SageMakerDistributedType.list()})
+def test_every_kind_of_a_file_is_understood(name):
+    kind, effect = kind_of(settings(distributed_type=name))
+    assert (kind.label, effect.origin) == (name, "run.yaml:1")
+
+
+def test_nobody_asked():
+    assert kind_of(settings()) is None
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [
+        ("multi_gpu", "MULTI_GPU"),
+        ("use_deepspeed", "DEEPSPEED"),
+        ("use_fsdp", "FSDP"),
+        ("use_megatron_lm", "MEGATRON_LM"),
+        ("tpu", "XLA"),
+    ],
+)
+def test_a_switch_comes_before_the_file(switch, name):
+    kind, effect = kind_of(settings({"distributed_type": "MULTI_CPU"}, **{switch: True}))
+    assert (kind.label, effect.origin) == (name, f"--{switch}")
+
+
+def test_every_switch_stands_for_a_kind():
+    for name in settings_of(KindSettings):
+        assert kind_of(settings(**{name: True}))[0].switch == name
+
+
+def test_two_kinds_contradict_each_other():
+    with pytest.raises(Conflict, match=r"--use_deepspeed.*--use_fsdp"):
+        kind_of(settings(use_fsdp=True, use_deepspeed=True))
+
+
+@pytest.mark.parametrize("other", [{"cpu": True}, {"num_processes": 1}])
+def test_several_devices_contradict_the_cpu_and_one_process(other):
+    with pytest.raises(Conflict, match="multi_gpu"):
+        check_kind(settings(multi_gpu=True, **other))
+
+
+def test_several_devices_where_there_is_one():
+    with pytest.raises(SettingError, match="--multi_gpu"):
+        plan(devices=1, multi_gpu=True)
+    assert plan(devices=4, multi_gpu=True).processes == 4
+    assert plan(devices=1, multi_gpu=True, num_processes=2).processes == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "variables"),
+    [
+        ({"use_fsdp": True}, {}, {"ACCELERATE_USE_FSDP": "true"}),
+        ({}, {"distributed_type": "FSDP"}, {"ACCELERATE_USE_FSDP": "true"}),
+        ({}, {"distributed_type": "DEEPSPEED"}, {"ACCELERATE_USE_DEEPSPEED": "true"}),
+        ({}, {"distributed_type": "MEGATRON_LM"}, {"ACCELERATE_USE_MEGATRON_LM": "true"}),
+        ({}, {"distributed_type": "MULTI_GPU"}, {}),
+        (
+            {"parallelism_config.parallelism_config_tp_size": 2},
+            {},
+            {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
+        ),
+        (
+            {"parallelism_config.parallelism_config_tp_size": 2, "use_parallelism_config": False},
+            {},
+            {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "false"},
+        ),
+        (
+            {"fp8_config.fp8_override_linear_precision": (True, False, True)},
+            {},
+            {
+                "ACCELERATE_FP8_OVERRIDE_FPROP": "True",
+                "ACCELERATE_FP8_OVERRIDE_DGRAD": "False",
+                "ACCELERATE_FP8_OVERRIDE_WGRAD": "True",
+            },
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "deepspeed_config.gradient_accumulation_steps": 2},
+            {"deepspeed_config.gradient_accumulation_steps": 8},
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+        ),
+    ],
+)
+def test_what_the_processes_are_told(flags, file, variables):
+    told = plan(file=file, num_processes=2, **flags).environment
+    names = ("ACCELERATE_", "PARALLELISM_")
+    assert {name: value for name, value in told.items() if name.startswith(names)} == variables
+
+
+def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
+    job = script(
+        """
+        import json, os
+        from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+        from accel_state.mesh import ParallelismConfig
+        mesh, dynamo = ParallelismConfig.of_environment(), TorchDynamoPlugin()
+        print(json.dumps([mesh.tp_size, mesh.dp_shard_size, dynamo.to_dict(), os.environ["FSDP_VERSION"]]))
+        """
+    )
+    (tmp_path / "run.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 1\nfsdp_config:\n  fsdp_version: 2\n"
+        "parallelism_config:\n  parallelism_config_tp_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+        "dynamo_config:\n  backend: INDUCTOR\n  use_fullgraph: true\n"
+    )
+    flags = ["--use_fsdp", "--num_processes", "1", "--fsdp_version", "2", "--parallelism_config_tp_size=2"]
+    flags += ["--parallelism-config-dp-shard-size", "2", "--dynamo_backend", "inductor", "--dynamo_use_fullgraph"]
+    by_flags = accel("launch", *flags, job)
+    by_file = accel("launch", "--config_file", tmp_path / "run.yaml", job)
+    assert (by_flags.returncode, by_file.returncode) == (0, 0), by_flags.stderr + by_file.stderr
+    assert by_flags.stdout == by_file.stdout
+    tp, shard, dynamo, version = json.loads(by_file.stdout)
+    assert (tp, shard, version) == (2, 2, "2")
+    assert (dynamo["backend"], dynamo["fullgraph"]) == ("inductor", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--use_megatron_lm"], "MEGATRON_LM"),
+        (["--multi_gpu", "--cpu"], "--multi_gpu"),
+        (["--fsdp_offload_params", "job.py"], "cpu_offload='job.py'"),
+        (["--fp8_override_linear_precision", "true,maybe,false"], "three truth values"),
+        (["--zero_stage", "4"], "a stage from 0 to 3"),
+    ],
+)
+def test_refusals(accel, script, words, said):
+    done = accel("launch", *words, script("print('started')"))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "started" not in done.stdout

@@ -1,0 +1,41 @@
+"""Every option of the original's commands is an option here, taken in the same way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_cli.command import find_command
+from accel_cli.parser import Parser
+
+FACTS = Path(__file__).parent / "reference" / "cli.json"
+COMMANDS = json.loads(FACTS.read_text(encoding="utf-8"))["accelerate"]["subcommands"]
+ALONE = ("store_true", "store_const", "help")
+
+
+def parser_of(command: str) -> Parser:
+    parser = Parser(f"accel {command}")
+    find_command(command).add_arguments(parser)
+    return parser
+
+
+def cases(command: str) -> list[Any]:
+    return [pytest.param(option, id=option["flags"][0]) for option in COMMANDS[command]["options"]]
+
+
+@pytest.mark.parametrize("option", cases("launch"))
+def test_options_of_launch(option: dict[str, Any]) -> None:
+    known = parser_of("launch")._option_string_actions
+    for flag in option["flags"]:
+        assert flag in known
+        assert (known[flag].nargs == 0) == (option["action"] in ALONE), flag
+
+
+@pytest.mark.parametrize("command", ["config", "env"])
+def test_options_of_other_commands(command: str) -> None:
+    known = parser_of(command)._option_string_actions
+    flags = [flag for option in COMMANDS[command]["options"] for flag in option["flags"]]
+    assert [flag for flag in flags if flag not in known] == []
