@@ -22,28 +22,53 @@ _ONLY: Final = "default"
 """Name of a DeepSpeed configuration that was given without one."""
 
 
+def _show(name: str, plugin: Any) -> None:
+    run = current.run()
+    given = {**run.given, name: plugin}
+    current.set_run(replace(run, given={key: value for key, value in given.items() if value is not None}))
+
+
 class RunPlugins:
-    """The properties of a state that show what the run was given; all are None when it was given nothing."""
+    """The properties of a state that show what the run was given; all are None when it was given nothing.
+
+    Other libraries assign them: all states show then what was assigned, while the strategy keeps what it was made with.
+    """
 
     @property
     def dynamo_plugin(self) -> Any:
         """How models are compiled."""
         return current.run().given.get("dynamo_plugin")
 
+    @dynamo_plugin.setter
+    def dynamo_plugin(self, plugin: Any) -> None:
+        _show("dynamo_plugin", plugin)
+
     @property
     def fsdp_plugin(self) -> Any:
         """How parameters are sharded by PyTorch."""
         return current.run().given.get("fsdp_plugin")
+
+    @fsdp_plugin.setter
+    def fsdp_plugin(self, plugin: Any) -> None:
+        _show("fsdp_plugin", plugin)
 
     @property
     def torch_tp_plugin(self) -> Any:
         """How layers are split by PyTorch."""
         return current.run().given.get("torch_tp_plugin")
 
+    @torch_tp_plugin.setter
+    def torch_tp_plugin(self, plugin: Any) -> None:
+        _show("torch_tp_plugin", plugin)
+
     @property
     def megatron_lm_plugin(self) -> Any:
         """How Megatron-LM works."""
         return current.run().given.get("megatron_lm_plugin")
+
+    @megatron_lm_plugin.setter
+    def megatron_lm_plugin(self, plugin: Any) -> None:
+        _show("megatron_lm_plugin", plugin)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -61,6 +86,10 @@ class RunPlugins:
         """The DeepSpeed configuration in use: the one selected last, at first the first one."""
         plugins = self.deepspeed_plugins
         return plugins[current.run().selected or next(iter(plugins))] if plugins else None
+
+    @deepspeed_plugin.setter
+    def deepspeed_plugin(self, plugin: Any) -> None:
+        _show("deepspeed_plugin", plugin)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The DeepSpeed configuration of this name.

@@ -6,11 +6,12 @@ with.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
 from accel_plugins.manifest import Duty, Manifest
+from accel_plugins.mesh_rules import check_precision
 from accel_plugins.precision.base import Precision
 from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
@@ -22,6 +23,9 @@ from accel_state.process import PartialState
 from accel_state.run_state import AcceleratorState, check_given, precision_name
 from accel_torch.arrangement import arrangement
 from accel_torch.options import Options
+
+if TYPE_CHECKING:
+    from accel_torch.straggler import StragglerReport
 
 __all__ = ("Engine", "assemble")
 
@@ -44,8 +48,12 @@ class Engine(NamedTuple):
         return duty in self.manifest.owns
 
 
-def assemble(options: Options) -> tuple[AcceleratorState, GradientState, Engine]:
+def assemble(options: Options, report: StragglerReport | None = None) -> tuple[AcceleratorState, GradientState, Engine]:
     """Join the other processes, choose the backend and start the run; or share the run there is.
+
+    Args:
+        options: what was asked for.
+        report: is to time the collectives of this process.
 
     Raises:
         Conflict: an option differs from the one that the run was made with.
@@ -53,6 +61,8 @@ def assemble(options: Options) -> tuple[AcceleratorState, GradientState, Engine]
     """
     group = options.handler(InitProcessGroupKwargs)
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
+    if report is not None:
+        report.watch_collectives()
     gradient = GradientState.of(options.accumulation)
     given = {
         "mixed_precision": options.mixed_precision,
@@ -72,6 +82,8 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
     arranged = arrangement(options, process)
     manifest = resolve.choose(options.backend, options.backend_config, process, arranged)
     precision = choose(precision_name(options.mixed_precision), process.family, options.handlers)
+    if arranged is not None:
+        check_precision(precision.name, precision.excludes, arranged)
     mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
     config = options.backend_config or resolve.config_among(manifest, options.handlers)
     strategy = resolve.build(manifest, config, Context(process, gradient, precision, mesh))

@@ -30,8 +30,10 @@ __all__ = (
     "accumulation_plugin",
     "backend_config",
     "checked_handlers",
+    "checked_interval",
     "checked_transforms",
     "compiling",
+    "either",
     "generator_names",
     "listed",
     "loader_configuration",
@@ -66,6 +68,8 @@ class Options(NamedTuple):
         plugins: the same of what changes models.
         arranged: how the processes are arranged along axes, or None.
         transforms: changes of every model that were given as objects.
+        check_replicas_every: optimizer steps between two comparisons of replicas, or None.
+        straggler_report: whether processes tell at the end what they spent their time on.
     """
 
     cpu: bool
@@ -84,6 +88,8 @@ class Options(NamedTuple):
     plugins: Mapping[str, Any] = MappingProxyType({})
     arranged: ParallelismConfig | None = None
     transforms: tuple[Transform, ...] = ()
+    check_replicas_every: int | None = None
+    straggler_report: bool = False
 
     def handler(self, kind: type[H]) -> H | None:
         """The settings object of a kind, or None when none was given."""
@@ -209,6 +215,36 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
             )
         checked.append(handler)
     return tuple(checked)
+
+
+def either(name: str, given: Any, older_name: str, older: Any) -> Any:
+    """One value out of two spellings of an argument.
+
+    Raises:
+        Conflict: both were given.
+    """
+    if given is not None and older is not None:
+        raise Conflict(
+            f"{name} and {older_name} were both given.",
+            "They are two spellings of one argument.",
+            f"Give {name} only.",
+        )
+    return older if given is None else given
+
+
+def checked_interval(steps: int | None) -> int | None:
+    """Optimizer steps between two comparisons of replicas; None for none at all.
+
+    Raises:
+        SettingError: not a whole number of at least 1.
+    """
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise SettingError(
+            f"Accelerator(check_replicas_every={steps!r}) was asked for.",
+            "It is the number of optimizer steps between two comparisons, a whole number of at least 1.",
+            "Give for example 100, or leave it out.",
+        )
+    return steps
 
 
 def those_given(arguments: Mapping[str, Any]) -> dict[str, Any]:

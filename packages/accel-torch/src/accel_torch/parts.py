@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from accel_torch.assemble import Engine
     from accel_torch.options import Options
     from accel_torch.registry import Registry
+    from accel_torch.sentinel import Sentinel
+    from accel_torch.straggler import StragglerReport
+    from accel_torch.trigger import Trigger
     from accel_tracking.group import TrackerGroup
 
 __all__ = ("Parts",)
@@ -28,6 +31,9 @@ class Parts:
     _engine: Engine
     _accumulation: Accumulation
     _registry: Registry
+    _trigger: Trigger
+    _sentinel: Sentinel | None
+    _report: StragglerReport | None
     _transforms: tuple[Transform, ...]
     _tracking: TrackerGroup | None
     _saver: BackgroundSaver | None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_torch.parts import Parts
+    from accel_torch.sentinel import Watched
 
 __all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
 
@@ -55,6 +56,8 @@ def prepare(
     bundle = _run_steps(parts, bundle, placed)
     _wrap_optimizers(parts, bundle)
     _wrap_schedulers(parts, bundle)
+    if parts._report is not None:
+        parts._report.watch_models(bundle)
     parts._registry.remember(bundle)
     prepared = bundle.in_given_order()
     return prepared[0] if len(prepared) == 1 else prepared
@@ -116,11 +119,16 @@ def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
             optimizer,
             device_placement=parts._options.device_placement,
             gradient=parts.gradient_state,
-            strategy=Stepping(parts._engine.strategy, parts._accumulation),
+            strategy=_stepping(parts),
             precision=parts._engine.precision,
         )
         for optimizer in bundle.optimizers
     ]
+
+
+def _stepping(parts: Parts) -> Stepping | Watched:
+    stepping = Stepping(parts._engine.strategy, parts._accumulation)
+    return stepping if parts._sentinel is None else parts._sentinel.watching(stepping)
 
 
 def _wrap_schedulers(parts: Parts, bundle: Bundle) -> None:
@@ -177,6 +185,8 @@ def prepare_loader(
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
     )
+    if parts._report is not None:
+        parts._report.watch_loader(sharded)
     if options.project.save_on_signal:
         from accel_torch.preemption import watch
 

@@ -19,6 +19,7 @@ class Registry:
     Attributes:
         models, optimizers, schedulers, loaders: what went through `prepare`.
         custom: objects registered for checkpoints.
+        engine: engine of a backend, where somebody assigned one.
         save_hooks, load_hooks: called before a checkpoint is written or read.
     """
 
@@ -28,6 +29,7 @@ class Registry:
         self.schedulers: list[Any] = []
         self.loaders: list[Any] = []
         self.custom: list[Any] = []
+        self.engine: Any = None
         # RemovableHandle keeps a weak reference, which a plain dict does not allow.
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -67,6 +69,7 @@ class Registry:
         """Forget everything, so that its memory can be given back."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
             kept.clear()
+        self.engine = None
 
 
 def add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> Any:

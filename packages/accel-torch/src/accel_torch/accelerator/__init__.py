@@ -1,7 +1,7 @@
 """The Accelerator: one object that makes a plain training loop run anywhere.
 
-Its pages (`process`, `mesh`, `data`, `training`, `saving`, `tracking`) document and delegate; the work is done by the
-packages below and by the modules beside this one.
+Its pages (`process`, `mesh`, `data`, `training`, `saving`, `tracking`, `observing`, `views`) document and delegate; the
+work is done by the packages below and by the modules beside this one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_torch import options
 from accel_torch.accelerator.data import DataPage
 from accel_torch.accelerator.mesh import MeshPage
+from accel_torch.accelerator.observing import ObservingPage
 from accel_torch.accelerator.process import ProcessPage
 from accel_torch.accelerator.saving import SavingPage
 from accel_torch.accelerator.tracking import TrackingPage
 from accel_torch.accelerator.training import TrainingPage
+from accel_torch.accelerator.views import ViewsPage
 from accel_torch.accumulation import Accumulation
 from accel_torch.arrangement import transforms_of
 from accel_torch.assemble import assemble
+from accel_torch.observers import reporting, watching
 from accel_torch.options import UNSET, Options
 from accel_torch.registry import Registry
+from accel_torch.trigger import Trigger
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ("Accelerator",)
 
 
-class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, TrackingPage):
+class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, TrackingPage, ObservingPage, ViewsPage):
     """Makes a plain PyTorch training loop run on one process or many, on any device, in any precision.
 
     Args:
@@ -48,7 +52,9 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: work on the CPU even if another device is present.
         dataloader_config: how loaders are prepared.
-        deepspeed_plugin, fsdp_plugin, megatron_lm_plugin: settings of a backend, which is chosen by them.
+        deepspeed_plugin, fsdp_plugin, megatron_lm_plugin: settings of a backend, which is chosen by them; those of
+            DeepSpeed may be several, by name.
+        deepspeed_plugins: an older spelling of `deepspeed_plugin`.
         rng_types: generators that loaders synchronise at the start of an iteration; that of the sampler when None.
         log_with: trackers, by name or as instances.
         project_dir: folder of checkpoints and logs.
@@ -63,6 +69,10 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         parallelism_config: how the processes are arranged along axes.
         transforms: further changes of every model, such as `ActivationCheckpoint()`.
         backend: name of the backend that owns the run, as `accel backends` lists it.
+        check_replicas_every: every so many optimizer steps, compare weights, generators and loader positions of
+            processes that should have the same; `ReplicasDiffer` names the first difference. Never when None.
+        straggler_report: at `end_training`, print and log what each process spent its time on, to see which one the
+            others wait for.
 
     Raises:
         SettingError: an argument or a variable holds what cannot be used.
@@ -104,10 +114,13 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         dynamo_backend: DynamoBackend | str | None = None,
         *,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         backend: str | None = None,
         transforms: Sequence[Transform] | None = None,
+        check_replicas_every: int | None = None,
+        straggler_report: bool = False,
     ) -> None:
         moved = {
             "split_batches": split_batches,
@@ -116,7 +129,9 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             "use_seedable_sampler": use_seedable_sampler,
         }
         plugins = {
-            "deepspeed_plugin": deepspeed_plugin,
+            "deepspeed_plugin": options.either(
+                "deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins
+            ),
             "fsdp_plugin": fsdp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
         }
@@ -142,27 +157,24 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             plugins=options.those_given(settings),
             arranged=parallelism_config,
             transforms=options.checked_transforms(transforms),
+            check_replicas_every=options.checked_interval(check_replicas_every),
+            straggler_report=straggler_report,
         )
-        self.state, self.gradient_state, self._engine = assemble(self._options)
+        self._report = reporting(self._options)
+        self.state, self.gradient_state, self._engine = assemble(self._options, self._report)
         owned = self._engine.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()
+        self._trigger = Trigger()
+        self._sentinel = watching(self._options, self._registry)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
         self._tracking = None
         self._saver = None
+        if self._report is not None:
+            self._report.watch_methods(self)
 
     def __repr__(self) -> str:
         return (
             f"Accelerator({self.distributed_type}, process {self.process_index} of {self.num_processes}, "
             f"{self.device}, mixed_precision={self.mixed_precision!r})"
         )
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are prepared."""
-        return self._options.loader
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
-        return self._options.project

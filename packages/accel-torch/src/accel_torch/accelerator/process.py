@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from accel_torch.parts import Parts
 
@@ -68,8 +68,8 @@ class ProcessPage(Parts):
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes work on a device of their own each."""
-        return self.state.use_distributed
+        """Whether several processes work on a device of their own each; a CPU is shared."""
+        return self.state.use_distributed and self.state.device.index is not None
 
     @property
     def mixed_precision(self) -> str:
@@ -105,11 +105,38 @@ class ProcessPage(Parts):
         """
         return self.state.split_between_processes(inputs, apply_padding)
 
-    def on_main_process(self, function: F) -> F:
+    def set_trigger(self) -> None:
+        """Raise a flag on this process; `check_trigger` tells all processes.
+
+        Example:
+            >>> if loss.isnan():
+            ...     accelerator.set_trigger()
+            >>> if accelerator.check_trigger():
+            ...     break
+        """
+        self._trigger.set(self.state._process)
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised the flag since the last check; called on every process, and lowers it on all."""
+        return self._trigger.check(self.state._process)
+
+    def check_breakpoint(self) -> bool:
+        """The same as `check_trigger`."""
+        return self.check_trigger()
+
+    @overload
+    def on_main_process(self, function: F) -> F: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
+    def on_main_process(self, function: Any = None) -> Any:
         """Decorator: run the function on the main process only; elsewhere it returns None."""
         return self.state.on_main_process(function)
 
-    def on_local_main_process(self, function: F) -> F:
+    @overload
+    def on_local_main_process(self, function: F) -> F: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Callable[[F], F]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
         """Decorator: run the function on the first process of each node only."""
         return self.state.on_local_main_process(function)
 

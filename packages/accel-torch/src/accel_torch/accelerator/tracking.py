@@ -56,6 +56,8 @@ class TrackingPage(Parts):
         values: Mapping[str, Any],
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        reduce: str | None = None,
     ) -> None:
         """Log values with every tracker.
 
@@ -63,7 +65,20 @@ class TrackingPage(Parts):
             values: by name; numbers, texts or nested dicts of those.
             step: where on the x-axis they belong.
             log_kwargs: arguments for single trackers, by their name.
+            reduce: "mean", "sum", "min" or "max" logs one number for all processes in place of the main process's own;
+                called on every process then, with the same names, which costs one collective.
+
+        Raises:
+            SettingError: there is no such reduction; on every process: a value is no number.
+            ShapeMismatch: on every process, when they log different names.
+
+        Example:
+            >>> accelerator.log({"loss": loss, "accuracy": accuracy}, step=step, reduce="mean")
         """
+        if reduce is not None:
+            from accel_torch.reduction import reduced
+
+            values = reduced(values, reduce)
         if self._tracking is not None:
             self._tracking.log(values, step, log_kwargs)
 
@@ -79,6 +94,8 @@ class TrackingPage(Parts):
 
     def end_training(self) -> None:
         """Finish all trackers and the checkpoint that is being saved; called once, at the end of the script."""
+        if self._report is not None:
+            self._report.tell(self.log, self.state.is_main_process)
         if self._tracking is not None:
             self._tracking.finish()
         self.state.wait_for_everyone()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
 from accel_torch.parts import Parts
@@ -23,10 +23,47 @@ if TYPE_CHECKING:
 
 __all__ = ("TrainingPage",)
 
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+G = TypeVar("G")
+H = TypeVar("H")
+
 
 class TrainingPage(Parts):
     """The training loop."""
 
+    @overload
+    def prepare(self, a: A, /, *, device_placement: list[bool] | None = None) -> A: ...
+    @overload
+    def prepare(self, a: A, b: B, /, *, device_placement: list[bool] | None = None) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: list[bool] | None = None) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, f: F, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D, E, F]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, f: F, g: G, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D, E, F, G]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, f: F, g: G, h: H, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D, E, F, G, H]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Models, optimizers, schedulers and loaders, ready for this run, in the order given.
 
@@ -168,6 +205,27 @@ class TrainingPage(Parts):
         """
         given = models if model is None else (*models, model)
         return hold_back(self._engine.strategy, given or tuple(self._registry.models))
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """A block in which processes may run out of batches at different times; those that have none help the others.
+
+        Args:
+            joinables: prepared models whose gradients are averaged. Others are left as they are.
+            even_batches: whether prepared loaders fill up their last step inside of the block; as before when None.
+
+        Example:
+            >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+            ...     for inputs, targets in loader:
+            ...         loss = loss_function(model(inputs), targets)
+            ...         accelerator.backward(loss)
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        from accel_torch.joining import join_uneven_inputs
+
+        return join_uneven_inputs(self, joinables, even_batches)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2

@@ -1,0 +1,100 @@
+"""Metrics of all processes as one value each, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from accel_ops import gather_object
+from accel_state import current
+from accel_state.errors import SettingError, ShapeMismatch
+
+__all__ = ("REDUCTIONS", "reduced")
+
+REDUCTIONS: Final[Mapping[str, Callable[[list[float]], float]]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "min": min,
+    "max": max,
+}
+"""How the values of all processes become one."""
+
+
+def reduced(values: Mapping[str, Any], reduction: str) -> dict[str, float]:
+    """One value for each name, out of those of all processes; in a single collective, called on every process.
+
+    Args:
+        values: numbers by name, or nested dicts of those; names inside of a dict follow its own after a slash.
+        reduction: one of `REDUCTIONS`.
+
+    Raises:
+        SettingError: there is no such reduction; on every process: a value is no number.
+        ShapeMismatch: on every process, when they have different names.
+    """
+    if reduction not in REDUCTIONS:
+        raise SettingError(
+            f"log(reduce={reduction!r}) was asked for.",
+            "There is no such reduction.",
+            f"Choose from {', '.join(REDUCTIONS)}.",
+        )
+    own = _numbers(dict(_flat(values)))
+    everyones: list[dict[str, float | None]] = gather_object([own])
+    _check_names(everyones)
+    _check_numbers(everyones)
+    combine = REDUCTIONS[reduction]
+    return {name: combine([theirs[name] for theirs in everyones]) for name in own}  # type: ignore[misc]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """Numbers by name; None for what is none, so that all processes can be told."""
+    found: dict[str, float] = {}
+    alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            alike.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
+    for tensors in alike.values():
+        # One transfer from the device for all of them.
+        found.update(zip(tensors, map(float, torch.stack(list(tensors.values())).tolist()), strict=True))
+    return {name: found[name] if name in found else _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _check_names(everyones: list[dict[str, Any]]) -> None:
+    shared = set.intersection(*(set(theirs) for theirs in everyones))
+    extra = {rank: sorted(set(theirs) - shared) for rank, theirs in enumerate(everyones)}
+    if any(extra.values()):
+        listed = "; ".join(f"process {rank}: {', '.join(names)}" for rank, names in extra.items() if names)
+        raise ShapeMismatch(
+            f"Process {current.process().rank} logged {len(everyones[current.process().rank])} metrics with reduce=.",
+            f"Some are not logged by every process: {listed}.",
+            "Log the same names on every process, or log those without reduce=.",
+        )
+
+
+def _check_numbers(everyones: list[dict[str, float | None]]) -> None:
+    wrong = [(name, rank) for rank, theirs in enumerate(everyones) for name, value in theirs.items() if value is None]
+    if wrong:
+        listed = ", ".join(f"{name!r} (process {rank})" for name, rank in wrong)
+        raise SettingError(
+            "log(reduce=...) was asked for.",
+            f"These values are no numbers: {listed}.",
+            "Log texts, images and the like without reduce=.",
+        )

@@ -1,0 +1,213 @@
+"""Watching that replicas stay replicas: every so many steps their weights and positions are compared.
+
+Processes that hold the same part of a model must hold the same numbers in it. Where they do not, training goes on and
+quietly means less and less; the sentinel stops it and names the first tensor that differs, and the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from accel_ops import gather_object
+from accel_ops.rng import snapshot
+from accel_state.errors import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from accel_plugins.precision.base import Closure
+    from accel_torch.registry import Registry
+    from accel_torch.step import Stepping
+
+__all__ = ("ReplicasDiffer", "Sentinel", "Watched")
+
+_WORD: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by size, through which the bits of any tensor can be added up without rounding."""
+
+
+class ReplicasDiffer(AccelError, RuntimeError):
+    """Met on every process when processes that should hold the same weights, or stand at the same place, do not."""
+
+
+class Witness(NamedTuple):
+    """What one process says of itself in a check.
+
+    Args:
+        holds: which parts of which tensors it has; processes that say the same are replicas.
+        weights: digest of those parts.
+        facts: what must be equal on all processes, by name.
+    """
+
+    holds: bytes
+    weights: bytes
+    facts: dict[str, Hashable]
+
+
+class Sentinel:
+    """Compares replicas after every so many steps of each optimizer.
+
+    Args:
+        every: steps between two checks.
+        registry: knows names of parameters and positions of loaders.
+    """
+
+    def __init__(self, every: int, registry: Registry) -> None:
+        self.every = every
+        self._registry = registry
+        self._steps: dict[int, int] = {}
+        self._shared_generators: set[str] | None = None
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Take note of a step, and check when it is time.
+
+        Raises:
+            ReplicasDiffer: on every process.
+        """
+        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if steps % self.every == 0:
+            self._check(optimizer, steps)
+
+    def watching(self, stepping: Stepping) -> Watched:
+        """The same way to step, of which the sentinel is told."""
+        return Watched(stepping, self)
+
+    def _check(self, optimizer: Optimizer, steps: int) -> None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        sums = bit_sums(tensors)
+        holds = _digest([_part(tensor) for tensor in tensors])
+        witness = Witness(holds, _digest(sums), {"optimizer steps": steps, **self._facts()})
+        witnesses: list[Witness] = gather_object([witness])
+        self._compare_facts(witnesses, steps)
+        if _agree(witnesses, [witness.weights for witness in witnesses]):
+            return
+        # All processes see the same witnesses, so all of them come here.
+        everyones: list[list[int]] = gather_object([sums])
+        for index, tensor in enumerate(tensors):
+            values = [sums[index] for sums in everyones]
+            if not _agree(witnesses, values):
+                raise _differ(f"the tensor {self._name(tensor, index)!r}", _sides(witnesses, values), steps)
+
+    def _facts(self) -> dict[str, Hashable]:
+        loaders: dict[str, Hashable] = {}
+        for index, loader in enumerate(self._registry.loaders):
+            progress = getattr(loader, "progress", None)
+            if progress is not None:
+                loaders[f"the position of loader {index}"] = (progress.epoch, progress.steps)
+        generators = {f"the generator {name!r}": _digest(state) for name, state in snapshot().items()}
+        return {**loaders, **generators}
+
+    def _compare_facts(self, witnesses: Sequence[Witness], steps: int) -> None:
+        """Compare what must be equal; generators count if they were equal at the first check."""
+        facts = list(witnesses[0].facts)
+        equal = {name for name in facts if len({witness.facts.get(name) for witness in witnesses}) == 1}
+        if self._shared_generators is None:
+            self._shared_generators = {name for name in equal if name.startswith("the generator")}
+        for name in facts:
+            if name.startswith("the generator") and name not in self._shared_generators:
+                continue
+            if name not in equal:
+                raise _differ(name, _sides(None, [witness.facts.get(name) for witness in witnesses]), steps)
+
+    def _name(self, tensor: Tensor, index: int) -> str:
+        for model in self._registry.models:
+            for name, parameter in model.named_parameters():
+                if parameter is tensor:
+                    return str(name)
+        return f"parameter {index} of the optimizer"
+
+
+class Watched:
+    """Steps, and tells the sentinel.
+
+    Args:
+        stepping: how optimizers step.
+        sentinel: is told.
+    """
+
+    __slots__ = ("_sentinel", "_stepping")
+
+    def __init__(self, stepping: Stepping, sentinel: Sentinel) -> None:
+        self._stepping, self._sentinel = stepping, sentinel
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step; False when the step was skipped."""
+        stepped = self._stepping.step(optimizer, closure)
+        self._sentinel.stepped(optimizer)
+        return stepped
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
+    """For each tensor the sum of its bits, taken as integers: equal for equal tensors, whatever the order of adding."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    order = []
+    for tensor in tensors:
+        local = _local(tensor)
+        words = local.contiguous().view(_WORD[local.element_size()]) if local.numel() else local
+        made = sums.setdefault(local.device, [])
+        order.append((local.device, len(made)))
+        made.append(words.sum(dtype=torch.int64))
+    # One transfer for each device.
+    values = {device: torch.stack(made).tolist() for device, made in sums.items()}
+    return [values[device][index] for device, index in order]
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this process holds of a tensor that may be divided."""
+    tensor = tensor.detach()
+    local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def _part(tensor: Any) -> Hashable:
+    """Which part of a tensor this process holds: its place on the axes of the mesh that divide the tensor."""
+    if not hasattr(tensor, "placements"):
+        return tuple(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    divided = zip(coordinate, tensor.placements, strict=False)
+    return tuple(tensor.shape), tuple(place for place, placement in divided if not placement.is_replicate())
+
+
+def _digest(value: Any) -> bytes:
+    return blake2b(repr(_plain(value)).encode(), digest_size=16).digest()
+
+
+def _plain(value: Any) -> Any:
+    """The same with bytes in place of tensors and arrays, whose text leaves numbers out."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+    return array.tobytes() if hasattr(array, "tobytes") else value
+
+
+def _agree(witnesses: Sequence[Witness], values: Sequence[Hashable]) -> bool:
+    """Whether all replicas of each part have the same value."""
+    pairs = {(witness.holds, value) for witness, value in zip(witnesses, values, strict=True)}
+    return len(pairs) == len({holds for holds, _ in pairs})
+
+
+def _sides(witnesses: Sequence[Witness] | None, values: Sequence[Hashable]) -> list[list[int]]:
+    """Processes by what they hold, for the first part whose replicas differ; the largest group first."""
+    parts = [b""] * len(values) if witnesses is None else [witness.holds for witness in witnesses]
+    for part in dict.fromkeys(parts):
+        sides: dict[Hashable, list[int]] = {}
+        for rank, value in enumerate(values):
+            if parts[rank] == part:
+                sides.setdefault(value, []).append(rank)
+        if len(sides) > 1:
+            return sorted(sides.values(), key=len, reverse=True)
+    return []
+
+
+def _differ(what: str, sides: list[list[int]], steps: int) -> ReplicasDiffer:
+    groups = "; ".join(f"process {', '.join(map(str, side))}" for side in sides)
+    return ReplicasDiffer(
+        f"The replicas were compared after {steps} optimizer steps (check_replicas_every).",
+        f"They differ first in {what}. Processes that agree with each other: {groups}.",
+        "Look for what only some processes do: steps under a condition, weights changed by hand, another seed, data "
+        "of its own outside of prepared loaders.",
+    )

@@ -1,0 +1,181 @@
+"""Where the time of one process goes: each moment counts for one share only, so that the shares add up to all of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+
+from accel_state.transport.base import Reduction, Transport, Work
+
+__all__ = ("SHARES", "Stopwatch", "TimedSource", "TimedTransport")
+
+SHARES: Final = ("data", "forward", "backward", "waiting", "saving", "other")
+"""What time is spent on; "waiting" is for other processes, "other" all that has no name here."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Stopwatch:
+    """Adds up the time of the thread that made it, by share.
+
+    Attributes:
+        seconds: for each share, up to the last change of what is done.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(SHARES, 0.0)
+        self._doing = ["other"]
+        self._since = perf_counter()
+        self._thread = threading.get_ident()
+
+    def start(self, share: str) -> None:
+        """What is done from now on counts for this share, inside of what was done before."""
+        if threading.get_ident() == self._thread:
+            self._charge()
+            self._doing.append(share)
+
+    def stop(self) -> None:
+        """Go back to what was done before."""
+        if threading.get_ident() == self._thread and len(self._doing) > 1:
+            self._charge()
+            self._doing.pop()
+
+    def become(self, share: str) -> None:
+        """What goes on counts for another share from now on."""
+        if threading.get_ident() == self._thread:
+            self._charge()
+            self._doing[-1] = share
+
+    def read(self) -> dict[str, float]:
+        """Seconds by share until now."""
+        self._charge()
+        return dict(self.seconds)
+
+    def _charge(self) -> None:
+        now = perf_counter()
+        self.seconds[self._doing[-1]] += now - self._since
+        self._since = now
+
+    def on(self, share: str) -> _Running:
+        """A block that counts for a share."""
+        return _Running(self, share)
+
+    def timed(self, share: str, function: Callable[P, R]) -> Callable[P, R]:
+        """A function whose time counts for a share."""
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.on(share):
+                return function(*args, **kwargs)
+
+        return call
+
+
+class _Running:
+    __slots__ = ("_share", "_stopwatch")
+
+    def __init__(self, stopwatch: Stopwatch, share: str) -> None:
+        self._stopwatch, self._share = stopwatch, share
+
+    def __enter__(self) -> None:
+        self._stopwatch.start(self._share)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopwatch.stop()
+
+
+class TimedSource:
+    """Where a prepared loader reads, with the time that reading takes.
+
+    Args:
+        source: of the loader.
+        stopwatch: adds the time up.
+    """
+
+    def __init__(self, source: Any, stopwatch: Stopwatch) -> None:
+        self._source, self._stopwatch = source, stopwatch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def open(self, at: Any) -> Iterator[Any]:
+        """Begin an epoch."""
+        with self._stopwatch.on("data"):
+            batches = iter(self._source.open(at))
+        end = object()
+        while True:
+            with self._stopwatch.on("data"):
+                batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
+
+    def skipping(self, steps: int) -> TimedSource:
+        """One whose epochs begin later."""
+        return TimedSource(self._source.skipping(steps), self._stopwatch)
+
+
+class _TimedWork:
+    __slots__ = ("_stopwatch", "_work", "is_completed")
+
+    def __init__(self, work: Work, stopwatch: Stopwatch) -> None:
+        self._work, self._stopwatch = work, stopwatch
+        self.is_completed = work.is_completed
+
+    def wait(self, *timeout: Any) -> Any:
+        with self._stopwatch.on("waiting"):
+            return self._work.wait(*timeout)
+
+
+class TimedTransport(Transport):
+    """Passes every call on to another transport and times how long this process waits for it.
+
+    Args:
+        inner: does the work.
+        stopwatch: adds the time up.
+    """
+
+    def __init__(self, inner: Transport, stopwatch: Stopwatch) -> None:
+        self.inner, self._stopwatch = inner, stopwatch
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.device, self.timeout = inner.device, inner.timeout
+
+    def _timed(self, work: Work) -> Work:
+        return _TimedWork(work, self._stopwatch)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
+        return self._timed(self.inner.all_gather(output, tensor, header=header))
+
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+        return self._timed(self.inner.all_reduce(tensor, operation, into))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return self._timed(self.inner.broadcast(tensor, source))
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+        return self._timed(self.inner.scatter(output, inputs, source))
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
+        return self._timed(self.inner.gather(outputs, tensor, destination))
+
+    def barrier(self) -> None:
+        with self._stopwatch.on("waiting"):
+            self.inner.barrier()
+
+    def store(self) -> Any | None:
+        return self.inner.store()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def in_child(self) -> Transport:
+        return self.inner.in_child()

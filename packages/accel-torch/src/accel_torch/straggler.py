@@ -1,0 +1,113 @@
+"""Which process the others wait for: what each spends its time on, in one table at the end of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops import gather_object
+from accel_ops.exchange import share_exchange
+from accel_state import current
+from accel_torch.stopwatch import SHARES, Stopwatch, TimedSource, TimedTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_plugins.bundle import Bundle
+
+__all__ = ("StragglerReport", "shares", "table")
+
+
+class StragglerReport:
+    """Times the loaders, models, backward passes, collectives and checkpoints of one Accelerator.
+
+    A backward pass ends with waiting where gradients are averaged: from the moment when this process has computed all
+    of its own. On devices that work asynchronously the shares are those of the Python process that feeds them.
+    """
+
+    def __init__(self) -> None:
+        self.stopwatch = Stopwatch()
+
+    def watch_collectives(self) -> None:
+        """Time all collectives of this process from now on; called before anybody holds the process."""
+        process = current.process()
+        transport = TimedTransport(process.transport, self.stopwatch)
+        if process.world_size > 1:
+            share_exchange(transport, process.transport)
+        current.set_process(dataclasses.replace(process, transport=transport))
+
+    def watch_methods(self, accelerator: Any) -> None:
+        """Time methods of one Accelerator, in place of a question in each of them that all others would have to ask."""
+        accelerator.backward = self._backward(accelerator.backward)
+        for name in ("save", "save_model", "save_state", "wait_for_checkpoint"):
+            setattr(accelerator, name, self.stopwatch.timed("saving", getattr(accelerator, name)))
+
+    def _backward(self, backward: Any) -> Any:
+        stopwatch = self.stopwatch
+
+        def timed(loss: Tensor, **kwargs: Any) -> None:
+            handle: Any = None
+            if loss.requires_grad:
+                handle = loss.register_hook(_when_own_gradients_are_computed(stopwatch))  # type: ignore[no-untyped-call]
+            with stopwatch.on("backward"):
+                backward(loss, **kwargs)
+            if handle is not None:
+                handle.remove()
+
+        return timed
+
+    def watch_models(self, bundle: Bundle) -> None:
+        """Time the forward passes of models that were just prepared."""
+        for model in bundle.models:
+            model.register_forward_pre_hook(lambda *_: self.stopwatch.start("forward"))
+            model.register_forward_hook(lambda *_: self.stopwatch.stop(), always_call=True)
+
+    def watch_loader(self, loader: Any) -> None:
+        """Time the reading of a loader that was just prepared."""
+        if hasattr(loader, "source"):
+            loader.source = TimedSource(loader.source, self.stopwatch)
+
+    def tell(self, log: Callable[[dict[str, float]], None], prints: bool) -> None:
+        """Log the shares of all processes and print them as a table; called on all of them.
+
+        Args:
+            log: logs values by name.
+            prints: whether this process prints.
+        """
+        everyones: list[dict[str, float]] = gather_object([self.stopwatch.read()])
+        log(shares(everyones))
+        if prints:
+            print(table(everyones))  # noqa: T201 - this is what it is for
+
+
+def _when_own_gradients_are_computed(stopwatch: Stopwatch) -> Any:
+    def begin(gradient: Tensor) -> None:
+        # Callbacks run in the order in which they were queued, and those that wait for other processes come later.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: stopwatch.become("waiting"))
+
+    return begin
+
+
+def shares(everyones: list[dict[str, float]]) -> dict[str, float]:
+    """What is logged: for each process and share, the part of its time, from 0 to 1."""
+    return {
+        f"time_share/process_{rank}/{share}": seconds[share] / max(sum(seconds.values()), 1e-9)
+        for rank, seconds in enumerate(everyones)
+        for share in SHARES
+    }
+
+
+def table(everyones: list[dict[str, float]]) -> str:
+    """A table with a line for each process, and one that says who waits least: the others wait for it."""
+    lines = [f"{'process':>7}{'seconds':>10}" + "".join(f"{share:>10}" for share in SHARES)]
+    for rank, seconds in enumerate(everyones):
+        total = max(sum(seconds.values()), 1e-9)
+        lines.append(f"{rank:>7}{total:>10.1f}" + "".join(f"{seconds[share] / total:>10.1%}" for share in SHARES))
+    if len(everyones) > 1:
+        waits = [seconds["waiting"] for seconds in everyones]
+        least = waits.index(min(waits))
+        lines.append(f"Process {least} waits least ({min(waits):.1f} s; the most is {max(waits):.1f} s).")
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""Attributes that other libraries read, pop from and assign show the one registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_state.errors import Conflict
+from accel_state.testing.fresh import fresh
+from accel_torch import Accelerator, AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+def prepared() -> tuple[Accelerator, Any, Any, Any, Any]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(2, 1)))
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def test_they_show_what_was_prepared() -> None:
+    accelerator, model, optimizer, scheduler, loader = prepared()
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._schedulers == [scheduler]
+    assert accelerator._dataloaders == [loader]
+    assert accelerator._custom_objects == []
+
+
+def test_what_is_popped_is_gone_from_checkpoints(tmp_path: Any) -> None:
+    accelerator, _, optimizer, _, _ = prepared()
+    assert accelerator._optimizers.pop() is optimizer
+    assert not accelerator.optimizer_step_was_skipped
+    accelerator.save_state(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "optimizer.bin").exists()
+    assert (tmp_path / "saved" / "scheduler.bin").exists()
+
+
+def test_what_is_assigned_is_what_counts() -> None:
+    accelerator, model, _, _, _ = prepared()
+    accelerator._models = [model, nn.Linear(2, 2)]
+    assert accelerator._registry.models is accelerator._models
+    accelerator._models.append(nn.Linear(3, 3))
+    assert len(accelerator._registry.models) == 3
+    accelerator.free_memory()
+    assert accelerator._models == []
+
+
+def test_hooks_and_objects_for_checkpoints() -> None:
+    accelerator = prepared()[0]
+    handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    accelerator.register_load_state_pre_hook(lambda models, folder: None)
+    kept = nn.Linear(1, 1)
+    accelerator.register_for_checkpointing(kept)
+    assert len(accelerator._save_model_state_pre_hook) == len(accelerator._load_model_state_pre_hook) == 1
+    assert accelerator._custom_objects == [kept]
+    handle.remove()
+    assert len(accelerator._save_model_state_pre_hook) == 0
+
+
+def test_an_engine_may_be_assigned() -> None:
+    accelerator = prepared()[0]
+    assert accelerator.deepspeed_engine_wrapped is None
+    engine = object()
+    accelerator.deepspeed_engine_wrapped = engine
+    assert accelerator.deepspeed_engine_wrapped is engine
+    accelerator.free_memory()
+    assert accelerator.deepspeed_engine_wrapped is None
+
+
+def test_settings_objects_that_were_given() -> None:
+    given = [AutocastKwargs(cache_enabled=False), GradScalerKwargs(), DistributedDataParallelKwargs()]
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=given)
+    assert [accelerator.autocast_handler, accelerator.scaler_handler, accelerator.ddp_handler] == given
+    assert accelerator.init_handler is None
+    assert accelerator.profile_handler is None
+    assert accelerator.native_amp
+
+
+def test_plugins_of_the_state_may_be_assigned() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.native_amp
+    assert accelerator.state.fsdp_plugin is None
+    assert accelerator.deepspeed_plugin is None
+    plugin = object()
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.deepspeed_plugin = {"one": plugin}
+    assert Accelerator(cpu=True).state.fsdp_plugin is plugin
+    assert accelerator.state.deepspeed_plugins == {"one": plugin}
+    assert accelerator.deepspeed_plugin is plugin
+    accelerator.state.fsdp_plugin = None
+    assert accelerator.state.fsdp_plugin is None
+
+
+def test_two_spellings_of_one_argument() -> None:
+    with pytest.raises(Conflict, match="two spellings"):
+        Accelerator(cpu=True, deepspeed_plugin=object(), deepspeed_plugins=object())
+
+
+def test_a_device_map_is_found_wherever_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    inner = nn.Linear(1, 1)
+    model = nn.Sequential(inner)
+    assert not accelerator.verify_device_map(model)
+    inner.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+    assert not accelerator.verify_device_map(model)
+    inner.hf_device_map = {"a": "cpu", "b": "disk"}  # type: ignore[assignment]
+    assert accelerator.verify_device_map(model)

@@ -1,0 +1,142 @@
+"""Where the time of each process went, in one table at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+from accel_torch import Accelerator, GeneralTracker
+from accel_torch.stopwatch import SHARES, Stopwatch
+from accel_torch.straggler import shares, table
+
+
+class Kept(GeneralTracker):
+    """Keeps what it is given."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, Any] = {}
+
+    @property
+    def tracker(self) -> Kept:
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.values.update(values)
+
+
+class Heavy(Dataset[torch.Tensor]):
+    """Samples that take some work to make on one of the processes."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        made = torch.full((64, 64), 0.01)
+        for _ in range(self.rounds):
+            made = (made @ made).clamp(0.01, 1.0)
+        return made[0]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def told(folder: str, slow: int) -> dict[str, float]:
+    kept = Kept()
+    accelerator = Accelerator(cpu=True, straggler_report=True, log_with=kept)
+    accelerator.init_trackers("run")
+    model: Any = nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = Heavy(4000 if accelerator.process_index == slow else 0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    for inputs in loader:
+        accelerator.backward(model(inputs).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    return kept.values
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_process_that_reads_slowly_waits_less_than_the_other(two: Processes, tmp_path: Path, slow: int) -> None:
+    values, others = two.run(told, str(tmp_path / "checkpoint"), slow)
+    assert others == {}
+    assert set(values) == {f"time_share/process_{rank}/{share}" for rank in range(2) for share in SHARES}
+    for rank in range(2):
+        assert sum(values[f"time_share/process_{rank}/{share}"] for share in SHARES) == pytest.approx(1.0)
+        for share in ("forward", "backward", "saving"):
+            assert values[f"time_share/process_{rank}/{share}"] > 0
+    fast = 1 - slow
+    assert values[f"time_share/process_{slow}/data"] > 5 * values[f"time_share/process_{fast}/data"]
+    assert values[f"time_share/process_{fast}/waiting"] > 5 * values[f"time_share/process_{slow}/waiting"]
+
+
+def test_one_process_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with fresh():
+        accelerator = Accelerator(cpu=True, straggler_report=True)
+        model = accelerator.prepare(nn.Linear(2, 1))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        accelerator.end_training()
+    heading, line = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["process", "seconds", *SHARES]
+    assert line.split()[0] == "0"
+    assert len(line.split()) == 2 + len(SHARES)
+
+
+def test_the_table_says_who_waits_least() -> None:
+    quick, slow = dict.fromkeys(SHARES, 1.0), dict.fromkeys(SHARES, 1.0)
+    quick["waiting"], slow["waiting"] = 4.0, 0.5
+    text = table([quick, slow])
+    assert text.splitlines()[-1] == "Process 1 waits least (0.5 s; the most is 4.0 s)."
+    assert shares([quick])["time_share/process_0/waiting"] == pytest.approx(4 / 9)
+    assert shares([dict.fromkeys(SHARES, 0.0)])["time_share/process_0/data"] == 0
+
+
+def test_each_moment_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("accel_torch.stopwatch.perf_counter", lambda: now[0])
+    stopwatch = Stopwatch()
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    spend(1)
+    with stopwatch.on("saving"):
+        spend(2)
+        with stopwatch.on("waiting"):
+            spend(4)
+        spend(8)
+        stopwatch.become("backward")
+        spend(16)
+        other = threading.Thread(target=lambda: stopwatch.start("data"))
+        other.start()
+        other.join()
+        spend(32)
+    stopwatch.stop()
+    spend(64)
+    expected = {"other": 65.0, "saving": 10.0, "waiting": 4.0, "backward": 48.0, "data": 0.0, "forward": 0.0}
+    assert stopwatch.read() == expected
