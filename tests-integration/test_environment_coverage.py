@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tomli
 
-from accel_state.settings.schema import settings_of
+from accel_state.settings.schema import _known, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path(__file__).parent / "reference"
@@ -37,12 +37,16 @@ def sources() -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def settings_classes() -> Iterator[type]:
-    """Every dataclass with declared settings, wherever in the packages."""
+    """Every class with declared settings, wherever in the packages."""
     for name, (text, _) in sources().items():
         if "setting(" in text:
             for value in vars(importlib.import_module(name)).values():
-                if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == name:
+                if isinstance(value, type) and value.__module__ == name and has_settings(value):
                     yield value
+
+
+def has_settings(cls: type) -> bool:
+    return cls in _known or dataclasses.is_dataclass(cls)
 
 
 @cache

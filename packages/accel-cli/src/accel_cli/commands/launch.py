@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from accel_cli.launch.options import add_launch_arguments, carried_classes, launch_manual
-
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
@@ -27,15 +25,20 @@ class Launch:
 
     def manual(self, prog: str) -> str:
         """The help text."""
+        from accel_cli.launch.manual import launch_manual
+
         return launch_manual(prog)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Flags grown from the settings of the launcher and the backends, then the script and what is its own."""
+        from accel_cli.launch.options import add_launch_arguments
+
         add_launch_arguments(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Start the processes and return the exit code of the run."""
         from accel_cli.launch.check import check_launchers
+        from accel_cli.launch.options import carried_classes
         from accel_cli.launch.plan import make_plan
         from accel_cli.launch.request import notes, read_request
         from accel_cli.launch.script import find_script
@@ -69,6 +72,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 def _hand_in(request: Request, script: Script) -> int:
     """Let SageMaker run the script."""
+    from accel_cli.launch.options import carried_classes
     from accel_cli.launch.plan import common_environment
     from accel_cli.launch.sagemaker import describe_job, hand_in
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, whole
+from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, table, whole
 
 __all__ = ("LAUNCHERS", "DeepSpeedLaunchSettings", "DeepSpeedSettings")
 
@@ -50,7 +49,7 @@ def _carried(name: str, said: str, kind: Kind = TEXT, variable: str = "", questi
     return _deepspeed(name, said, kind, f"ACCELERATE_{variable or 'DEEPSPEED_' + name.upper()}", question)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class DeepSpeedSettings:
     """What the processes read."""
 
@@ -98,7 +97,7 @@ class DeepSpeedSettings:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class DeepSpeedLaunchSettings:
     """What DeepSpeed's own launcher is told."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_state.settings.environ import Given
-from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, Kind, choice, setting, whole
+from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, Kind, choice, setting, table, whole
 
 __all__ = ("FP8Settings",)
 
@@ -42,7 +41,7 @@ def _fp8(name: str, kind: Kind, said: str) -> Any:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class FP8Settings:
     """What `mixed_precision=fp8` means."""
 

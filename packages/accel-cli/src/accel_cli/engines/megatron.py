@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
-from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, Kind, setting, whole
+from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, Kind, setting, table, whole
 
 __all__ = ("MegatronSettings",)
 
@@ -29,7 +28,7 @@ def _switch(name: str, said: str) -> Any:
     return _megatron(name, said, BOOLEAN)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class MegatronSettings:
     """How a model is cut, recomputed and optimised."""
 

@@ -6,7 +6,6 @@ configuration classes of the backends; `launch_classes` names them all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings, DeepSpeedSettings
@@ -23,7 +22,7 @@ from accel_state.mesh import (
     TorchContextParallelConfig,
 )
 from accel_state.settings.run import ProcessSettings, RunSettings
-from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, whole
+from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, table, whole
 
 __all__ = (
     "ASKED",
@@ -58,7 +57,7 @@ PORT: Final = Kind("a port from 0 (choose a free one) to 65535", _parse_port)
 SECONDS: Final = Kind("a number of seconds of at least 0", _parse_seconds)
 
 
-@dataclass(frozen=True)
+@table
 class PlaceSettings:
     """What a config file says about the place of the run; no flag, since a flag would only repeat others."""
 
@@ -76,7 +75,7 @@ class PlaceSettings:
     )
 
 
-@dataclass(frozen=True)
+@table
 class MachineSettings:
     """How many processes run, on which machines, and where they meet."""
 
@@ -154,7 +153,7 @@ class MachineSettings:
     )
 
 
-@dataclass(frozen=True)
+@table
 class SupervisionSettings:
     """Who starts the processes and looks after them."""
 
@@ -184,7 +183,7 @@ class SupervisionSettings:
     )
 
 
-@dataclass(frozen=True)
+@table
 class TorchrunSettings:
     """What torch.distributed.run is told; each of these asks for it when it differs from its default."""
 

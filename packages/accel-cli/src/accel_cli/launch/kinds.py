@@ -6,14 +6,13 @@ A switch comes before the file. What a kind means for a launch stands in its row
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from accel_cli.config.effective import Effect, Effective
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
-from accel_state.settings.schema import BOOLEAN, setting, settings_of
+from accel_state.settings.schema import BOOLEAN, setting, settings_of, table
 
 __all__ = ("Kind", "KindSettings", "check_devices_of_kind", "check_kind", "idle", "kind_of", "kind_variables")
 
@@ -25,7 +24,7 @@ _SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class KindSettings:
     """Switches that choose the kind of run; at most one of them."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_cli.launch.repeated import REPEATED
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting
+from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting, table
 
 __all__ = ("MPISettings", "SageMakerSettings", "TPUSettings")
 
@@ -14,7 +13,7 @@ _TPU: Final = "TPU"
 _SAGEMAKER: Final = "Amazon SageMaker"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class TPUSettings:
     """How a run on TPUs is started; see also `accel tpu-config`."""
 
@@ -57,7 +56,7 @@ class TPUSettings:
     commands: tuple[str, ...] = setting((), kind=REPEATED, key="commands", help="Commands for `accel tpu-config`.")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class MPISettings:
     """How machines are reached by MPI."""
 
@@ -79,7 +78,7 @@ def _aws(name: str, said: str) -> Any:
     return setting(None, flag=f"--{name}", help=said, group=_SAGEMAKER)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@table
 class SageMakerSettings:
     """A training job of SageMaker."""
 

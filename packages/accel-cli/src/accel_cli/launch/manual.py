@@ -1,0 +1,95 @@
+"""The help text of `accel launch`, remembered between calls.
+
+Its rows follow from the settings of the launcher and of every installed backend, and reading all of those takes longer
+than anybody wants to wait for a help text. They are kept in a file with the state of every module they were made from,
+and made anew when one of these modules, or the list of backends, is another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from accel_cli.manual import render
+from accel_state.settings.extension import extensions
+
+__all__ = ("cache_path", "launch_manual")
+
+_PREFIX: Final = "accel_"
+_CONFIG: Final = ("--config_file PATH", "Config file to read; the user's own when not given, if there is one.")
+_SCRIPT: Final = (
+    ("-m, --module", "The script is the name of a module."),
+    ("--no_python", "The script is a program that is not Python."),
+    ("-q, --quiet", "Tell nothing but the traceback of a failure."),
+)
+
+Rows = Mapping[str, list[tuple[str, str]]]
+
+
+def launch_manual(prog: str) -> str:
+    """The help text of `accel launch`."""
+    usage = f"{prog} [options] script [options of the script]"
+    about = "Start a script on one or many processes. Every option may also be written with dashes for underscores."
+    return render(usage, about, {"options": [_CONFIG, *_SCRIPT], **_rows()})
+
+
+def cache_path(environ: Mapping[str, str]) -> str:
+    """Where the rows are remembered."""
+    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(home, "accel", f"launch-help-{sys.version_info[0]}.{sys.version_info[1]}.json")
+
+
+def _rows() -> Rows:
+    path, offered = cache_path(os.environ), [list(extension) for extension in extensions("accel.backends")]
+    try:
+        with open(path, encoding="utf-8") as file:
+            kept = json.load(file)
+        if kept["backends"] == offered and kept["modules"] == _states(kept["modules"]):
+            rows: Rows = kept["rows"]
+            return rows
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # There is none yet, or somebody else's.
+        pass
+    rows = _made()
+    _keep(path, {"backends": offered, "modules": _states(_files()), "rows": rows})
+    return rows
+
+
+def _made() -> Rows:
+    from accel_cli.launch.flags import flag_rows
+    from accel_cli.launch.options import launch_classes
+
+    return flag_rows(launch_classes())
+
+
+def _files() -> list[str]:
+    """The modules that the settings stand in, and all of ours that were loaded for them."""
+    from accel_cli.launch.options import launch_classes
+
+    names = {settings_class.__module__ for settings_class in launch_classes()}
+    names.update(name for name in sys.modules if name.startswith(_PREFIX))
+    files = (getattr(sys.modules[name], "__file__", None) for name in names)
+    return sorted({file for file in files if file})
+
+
+def _states(files: Iterable[str]) -> dict[str, list[int]]:
+    states = {}
+    for file in files:
+        state = os.stat(file)
+        states[file] = [state.st_mtime_ns, state.st_size]
+    return states
+
+
+def _keep(path: str, content: Mapping[str, Any]) -> None:
+    partial = f"{path}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(partial, path)
+    except OSError:
+        # A folder that cannot be written costs time and nothing else.
+        return
