@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
     from accel_state.availability import is_rich_available
     from accel_state.gradient import GradientAccumulationPlugin
     from accel_state.kwargs import InitProcessGroupKwargs
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
     from accel_state.process import PartialState
     from accel_torch.accelerator import Accelerator
+    from accel_torch.profile import ProfileKwargs
     from accelerate import accelerator as accelerator
     from accelerate import big_modeling as big_modeling
     from accelerate import checkpointing as checkpointing
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from accelerate import data_loader as data_loader
     from accelerate import hooks as hooks
     from accelerate import inference as inference
+    from accelerate import local_sgd as local_sgd
     from accelerate import logging as logging
     from accelerate import memory_utils as memory_utils
     from accelerate import optimizer as optimizer
@@ -66,8 +69,10 @@ __all__ = (
     "InitProcessGroupKwargs",
     "ParallelismConfig",
     "PartialState",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState as GradientState
     from accel_state.labels import DistributedType as DistributedType
     from accel_state.run_state import AcceleratorState as AcceleratorState
+    from accelerate.legacy.weights import move_to_device, patch_optimizer_step
 
-__all__ = ("AcceleratedOptimizer",)
+__all__ = ("AcceleratedOptimizer", "move_to_device", "patch_optimizer_step")
 
 serve(__name__)

@@ -20,9 +20,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils": """
             AutocastKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration
             DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs
-            GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig ProjectConfiguration TorchDynamoPlugin
-            find_executable_batch_size infer_auto_device_map is_rich_available load_checkpoint_in_model
-            synchronize_rng_states
+            GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig ProfileKwargs
+            ProjectConfiguration TorchDynamoPlugin TorchTensorParallelPlugin find_executable_batch_size
+            infer_auto_device_map is_rich_available load_checkpoint_in_model synchronize_rng_states
         """,
     },
     "accelerate.accelerator": {"accel_torch.accelerator": "Accelerator"},
@@ -85,9 +85,13 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy
         """,
     },
+    "accelerate.local_sgd": {"accel_torch.local_sgd": "LocalSGD"},
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {},
-    "accelerate.optimizer": {"accel_plugins.wrapped.optimizer": "AcceleratedOptimizer"},
+    "accelerate.optimizer": {
+        "accel_plugins.wrapped.optimizer": "AcceleratedOptimizer",
+        "accelerate.legacy.weights": "move_to_device patch_optimizer_step",
+    },
     "accelerate.parallelism_config": {"accel_state.mesh": "ParallelismConfig"},
     "accelerate.scheduler": {"accel_plugins.wrapped.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {
@@ -133,6 +137,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accel_bigmodel.quantize_load": "get_quantized_model_device_map load_and_quantize_model",
     },
+    "accelerate.utils.ao": {
+        "accel_plugins.precision.torchao": """
+            convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers
+            find_first_last_linear_layers has_ao_layers
+        """,
+    },
     "accelerate.utils.constants": {
         "accelerate.legacy.constants": """
             DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
@@ -167,6 +177,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
         "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
         "accel_plugins.transforms.compile_config": "TorchDynamoPlugin",
+        "accel_plugins.transforms.tensor_parallel_config": "TorchTensorParallelPlugin",
         "accel_state.gradient": "GradientAccumulationPlugin",
         "accel_state.kwargs": "InitProcessGroupKwargs KwargsHandler",
         "accel_state.labels": """
@@ -176,6 +187,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_state.mesh_handlers": """
             DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
         """,
+        "accel_torch.profile": "ProfileKwargs ProfilerActivity",
         "accel_tracking.registry": "LoggerType",
     },
     "accelerate.utils.environment": {
@@ -267,6 +279,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_state.network": "get_free_port is_port_in_use",
         "accel_state.objects": "get_pretty_name merge_dicts recursive_getattr",
         "accel_state.process": "wait_for_everyone",
+        "accelerate.legacy.weights": """
+            TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors get_model_tp_size get_module_children_bottom_up
+            model_has_dtensor
+        """,
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.quantize import has_4bit_bnb_layers
     from accel_bigmodel.quantize_load import load_and_quantize_model
     from accelerate.parallelism_config import *
+    from accelerate.utils import ao as ao
     from accelerate.utils import bnb as bnb
     from accelerate.utils import constants as constants
     from accelerate.utils import dataclasses as dataclasses
@@ -79,6 +80,7 @@ __all__ = (
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS",
+    "TORCH_SAFE_GLOBALS",
     "USE_TORCH_XLA",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
@@ -111,6 +113,8 @@ __all__ = (
     "ParallelismConfig",
     "PrecisionType",
     "PrefixedDataset",
+    "ProfileKwargs",
+    "ProfilerActivity",
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
@@ -118,6 +122,7 @@ __all__ = (
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "align_module_device",
     "are_libraries_initialized",
     "broadcast",
@@ -132,6 +137,7 @@ __all__ = (
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
     "clean_device_map",
+    "clean_state_dict_for_safetensors",
     "clear_device_cache",
     "clear_environment",
     "compare_versions",
@@ -167,6 +173,8 @@ __all__ = (
     "get_int_from_env",
     "get_max_layer_size",
     "get_max_memory",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
     "get_module_class_from_name",
     "get_module_leaves",
     "get_module_size_with_ties",
@@ -260,6 +268,7 @@ __all__ = (
     "load_offloaded_weights",
     "load_state_dict",
     "merge_dicts",
+    "model_has_dtensor",
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
     from accel_state.availability import is_cuda_available as is_cuda_available
     from accel_state.availability import is_hpu_available as is_hpu_available
     from accel_state.availability import is_mlu_available as is_mlu_available
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     )
     from accel_state.settings.versions import compare_versions as compare_versions
     from accel_state.settings.versions import is_torch_version as is_torch_version
+    from accel_torch.profile import ProfileKwargs, ProfilerActivity
     from accel_tracking.registry import LoggerType
 
 __all__ = (
@@ -82,6 +84,8 @@ __all__ = (
     "KwargsHandler",
     "LoggerType",
     "PrecisionType",
+    "ProfileKwargs",
+    "ProfilerActivity",
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
@@ -89,6 +93,7 @@ __all__ = (
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "get_module_class_from_name",
 )
 

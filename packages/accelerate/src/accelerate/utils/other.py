@@ -29,13 +29,24 @@ if TYPE_CHECKING:
     from accel_state.process import PartialState as PartialState
     from accel_state.process import wait_for_everyone
     from accel_state.settings.versions import is_torch_version as is_torch_version
+    from accelerate.legacy.weights import (
+        TORCH_SAFE_GLOBALS,
+        clean_state_dict_for_safetensors,
+        get_model_tp_size,
+        get_module_children_bottom_up,
+        model_has_dtensor,
+    )
 
 __all__ = (
+    "TORCH_SAFE_GLOBALS",
     "check_os_kernel",
+    "clean_state_dict_for_safetensors",
     "compile_regions",
     "convert_bytes",
     "extract_model_from_parallel",
     "get_free_port",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
     "get_pretty_name",
     "has_compiled_regions",
     "has_repeated_blocks",
@@ -44,6 +55,7 @@ __all__ = (
     "is_repeated_blocks",
     "load",
     "merge_dicts",
+    "model_has_dtensor",
     "recursive_getattr",
     "save",
     "wait_for_everyone",

@@ -1,0 +1,95 @@
+"""Questions about weights and modules that our own packages answer inside of larger steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_bigmodel.weight_files.sharding import stored_names
+from accel_ops import recursively_apply
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+__all__ = (
+    "TORCH_SAFE_GLOBALS",
+    "clean_state_dict_for_safetensors",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "model_has_dtensor",
+    "move_to_device",
+    "patch_optimizer_step",
+    "safe_globals",
+)
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights as safetensors can hold them: contiguous, and each tied tensor under its first name only."""
+    return {name: state_dict[name].contiguous() for name in stored_names(state_dict)}
+
+
+def model_has_dtensor(model: Module) -> bool:
+    """Whether a parameter of a model is divided over processes as a `DTensor`."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def get_model_tp_size(model: Module) -> int | None:
+    """By how many processes the library that loaded a model divided its tensors; None where it did not."""
+    size: int | None = getattr(model, "tp_size", None)
+    return size
+
+
+def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> list[Any]:
+    """All modules inside of a model and the model itself, each after those inside of it.
+
+    Args:
+        model: the model.
+        return_fqns: give pairs of name and module.
+    """
+    found = list(_bottom_up(model, ""))
+    return found if return_fqns else [module for _, module in found]
+
+
+def _bottom_up(module: Module, name: str) -> Iterator[tuple[str, Module]]:
+    for own, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{own}" if name else own)
+    yield name, module
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Nested state of an optimizer on another device."""
+    return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+def patch_optimizer_step(accelerated_optimizer: Optimizer, method: Any) -> Any:
+    """A step that takes note on a prepared optimizer that it was called.
+
+    Args:
+        accelerated_optimizer: a prepared optimizer; gets the attribute `_accelerate_step_called`.
+        method: the step that is called then.
+    """
+
+    def patched_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True  # type: ignore[attr-defined]
+        return method(*args, **kwargs)
+
+    return patched_step
+
+
+def safe_globals() -> list[Any]:
+    """What has to be allowed so that torch reads the generator states of old checkpoints safely; needs numpy."""
+    try:
+        from _codecs import encode
+
+        import numpy
+        from numpy.random import get_state
+    except ImportError:
+        return []
+    state: Any = get_state(legacy=True)
+    rebuild = state[1].__reduce__()[0]
+    return [rebuild, numpy.ndarray, encode, numpy.dtype, type(numpy.dtype(numpy.uint32))]
+
+
+TORCH_SAFE_GLOBALS = safe_globals()

@@ -1,0 +1,82 @@
+"""Old functions about weights and modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.optimizer import move_to_device, patch_optimizer_step
+from accelerate.utils import (
+    clean_state_dict_for_safetensors,
+    get_model_tp_size,
+    get_module_children_bottom_up,
+    model_has_dtensor,
+)
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
+
+
+def test_weights_as_safetensors_can_hold_them() -> None:
+    tied = torch.arange(4.0).reshape(2, 2)
+    cleaned = clean_state_dict_for_safetensors({"b": tied, "a": tied, "c": torch.ones(2, 3).t()})
+    assert list(cleaned) == ["b", "c"]
+    assert cleaned["c"].is_contiguous()
+
+
+def test_two_rows_of_one_tensor_are_two_weights() -> None:
+    whole = torch.arange(4.0).reshape(2, 2)
+    cleaned = clean_state_dict_for_safetensors({"x": whole[0], "y": whole[1]})
+    assert {name: tensor.tolist() for name, tensor in cleaned.items()} == {"x": [0.0, 1.0], "y": [2.0, 3.0]}
+
+
+def test_modules_from_the_inside_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    named = get_module_children_bottom_up(model, return_fqns=True)
+    assert [name for name, _ in named] == ["0", "1.0", "1.1", "1", ""]
+    assert get_module_children_bottom_up(model) == [module for _, module in named]
+    assert get_module_children_bottom_up(nn.ReLU(), return_fqns=True)[0][0] == ""
+
+
+def test_questions_about_divided_models() -> None:
+    model: Any = nn.Linear(1, 1)
+    assert not model_has_dtensor(model)
+    assert get_model_tp_size(model) is None
+    model.tp_size = 4
+    assert get_model_tp_size(model) == 4
+
+
+def test_states_move() -> None:
+    moved = move_to_device({"a": [torch.ones(1), (torch.ones(1),)], "n": 3}, "meta")
+    assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
+    assert moved["n"] == 3
+
+
+def test_a_patched_step_leaves_a_note() -> None:
+    optimizer: Any = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    step = patch_optimizer_step(optimizer, lambda *given, **more: (given, more))
+    assert step(1, two=2) == ((1,), {"two": 2})
+    assert optimizer._accelerate_step_called
+
+
+def test_generator_states_of_old_checkpoints_are_read_safely(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    torch.save({"numpy": numpy.random.get_state()}, tmp_path / "states.pkl")
+    with pytest.raises(Exception, match="weights_only"):
+        torch.load(tmp_path / "states.pkl", weights_only=True)
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        assert "numpy" in torch.load(tmp_path / "states.pkl", weights_only=True)
+
+
+def test_names_at_the_top() -> None:
+    import accelerate
+
+    for name in ("ProfileKwargs", "TorchTensorParallelPlugin", "ProjectConfiguration", "GradientAccumulationPlugin"):
+        assert getattr(accelerate, name) is getattr(accelerate.utils, name)
+    from accelerate.local_sgd import LocalSGD
+
+    assert LocalSGD.__module__ == "accel_torch.local_sgd"
+    assert accelerate.Accelerator is Accelerator
