@@ -11,6 +11,7 @@ import torch
 from accel_ops import (
     broadcast,
     broadcast_object_list,
+    collectives,
     gather,
     gather_object,
     pad_across_processes,
@@ -27,6 +28,7 @@ from accel_state.testing.processes import Processes
 
 SLOT = ("all_gather", slot_size(2))
 MANY_SMALL = 3 * 48_000
+BEFORE = collectives._MOST_GATHERED
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +58,15 @@ def mixed() -> dict[str, Any]:
     }
 
 
+def four_dtypes() -> list[torch.Tensor]:
+    return [torch.ones(12_000, dtype=d) for d in (torch.float32, torch.float64, torch.half, torch.complex64)]
+
+
 def records_of(name: str) -> list[tuple[str, int]]:
     PartialState(cpu=True)
     with recording() as records:
         CALLS[name]()
-    return [tuple(record) for record in records]
+    return [(record.operation, record.nbytes) for record in records]
 
 
 PACKED = 64 * 512 + MANY_SMALL
@@ -76,6 +82,7 @@ CALLS: dict[str, Any] = {
     "reduce small": lambda: reduce(small()),
     "reduce beyond the slot": lambda: reduce(beyond_the_slot()),
     "reduce mixed": lambda: reduce(mixed(), "sum"),
+    "reduce four dtypes beyond the slot": lambda: reduce(four_dtypes()),
     "broadcast small": lambda: broadcast(small()),
     "broadcast mixed": lambda: broadcast(mixed()),
     "pad": lambda: pad_across_processes(mixed()),
@@ -98,8 +105,8 @@ EXPECTED = {
     "gather to one": ["all_gather", "gather", "gather", "gather"],
     "reduce small": ["all_gather"],
     "reduce beyond the slot": ["all_gather", "all_reduce"],
-    # One packed part for each dtype, because numbers can be added up in their own dtype alone.
-    "reduce mixed": ["all_gather"] + ["all_reduce"] * 4,
+    "reduce mixed": ["all_gather"] * 2 + ["all_reduce"] * 2,
+    "reduce four dtypes beyond the slot": ["all_gather"] * 2,
     "broadcast small": ["all_gather"],
     "broadcast mixed": ["all_gather"] + ["broadcast"] * 3,
     "pad": ["all_gather"],
@@ -126,6 +133,24 @@ def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
         assert PACKED + 16 <= packed <= PACKED + 2 * 16
     for records in two.run(records_of, "gather beyond the slot"):
         assert records[1][1] == MANY_SMALL
+
+
+def reduced_with_little_memory() -> list[str]:
+    PartialState(cpu=True)
+    data = four_dtypes()
+    usual = reduce(data, "sum")
+    collectives._MOST_GATHERED = 100_000  # type: ignore[misc]
+    try:
+        with recording() as records:
+            frugal = reduce(data, "sum")
+    finally:
+        collectives._MOST_GATHERED = BEFORE  # type: ignore[misc]
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(usual, frugal, strict=True))
+    return [record.operation for record in records]
+
+
+def test_where_all_rows_together_would_be_too_large_each_dtype_is_added_up_on_the_way(two: Processes) -> None:
+    assert two.run(reduced_with_little_memory) == [["all_gather"] + ["all_reduce"] * 4] * 2
 
 
 def test_the_first_call_and_the_next_are_alike(two: Processes) -> None:

@@ -20,6 +20,9 @@ __all__ = ("broadcast", "gather", "reduce")
 
 _REDUCTIONS: Final = ("mean", "sum", "none")
 
+_MOST_GATHERED: Final = 64 * 1024 * 1024
+"""Bytes of all processes together up to which small tensors of several dtypes are added up by each process."""
+
 _WIDER: Final = {torch.int16: torch.int32}
 """Sums of these are taken in a wider type, which backends can add; the result wraps as theirs would."""
 
@@ -126,13 +129,14 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     with CheckedCall(transport, "broadcast", from_process=from_process) as call:
         _check_rank("broadcast", "from_process", from_process, transport)
-        targets, _ = flatten(tensor, "broadcast")
+        targets, structure = flatten(tensor, "broadcast")
         for target in targets:
-            if is_dtensor(target):
+            if type(target) is not torch.Tensor and is_dtensor(target):
                 check_writable(target)
-        plan, leaves = call.plan(tensor)
-        received = _broadcast(call, transport, plan, leaves, from_process)
-        _overwrite(targets, received)
+        plan, leaves = call.plan_of(tensor, targets, structure)
+        small, large = _broadcast(call, transport, plan, leaves, from_process)
+        _overwrite([targets[position] for position in plan.small], small)
+        _overwrite([targets[position] for position in plan.large], large)
         return tensor
 
 
@@ -179,39 +183,61 @@ def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tenso
 def _reduce(
     call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], divisor: int, scale: float
 ) -> list[torch.Tensor]:
-    large = [_summand(_contiguous(leaves[position]), copy=True) for position in plan.large]
+    large = [_summand(_contiguous(leaves[position])) for position in plan.large]
+    totals = [torch.empty_like(summand) for summand in large]
     packed = None if call.fits(plan) else plan.pack(leaves)
     rows = call.agree(plan, leaves)
-    segments = plan.packing.segments
-    works = []
-    if packed is None:
-        assert rows is not None
-        # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
-        sums = [segment.of(rows).sum(0, dtype=segment.dtype) for segment in segments]
-    else:
-        sums = [_summand(segment.of(packed)) for segment in segments]
-        works += [_add(transport, summand) for summand in sums]
-    works += [_add(transport, summand) for summand in large]
+    rows, sums, works = _begin_sums(transport, plan, rows, packed)
+    adding = [_add(transport, summand, total) for summand, total in zip(large, totals, strict=True)]
     call.wait(works)
+    if rows is not None:
+        # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
+        sums = [segment.of(rows).sum(0, dtype=segment.dtype) for segment in plan.packing.segments]
     results: list[Any] = [None] * len(leaves)
-    for segment, total in zip(segments, sums, strict=True):
+    for segment, total in zip(plan.packing.segments, sums, strict=True):
         parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
         for member, part in zip(segment.members, parts, strict=True):
             results[plan.small[member]] = part
-    for position, total in zip(plan.large, large, strict=True):
+    for position, work, total in zip(plan.large, adding, totals, strict=True):
+        call.wait((work,))
         results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
     return results
 
 
-def _summand(values: torch.Tensor, copy: bool = False) -> torch.Tensor:
-    return values.to(_WIDER.get(values.dtype, values.dtype), copy=copy)
+def _begin_sums(
+    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None
+) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
+    """Start to bring the small leaves together, unless the slots have brought them.
+
+    Returns:
+        What all processes gave, or None; else what becomes the sums, by segment; and what to wait for.
+    """
+    if packed is None:
+        return rows, [], []
+    if _is_gathered(plan, transport):
+        rows = packed.new_empty(transport.world_size, packed.numel())
+        return rows, [], [transport.all_gather(rows.view(-1), packed)]
+    sums = [_summand(segment.of(packed)) for segment in plan.packing.segments]
+    return None, sums, [_add(transport, summand) for summand in sums]
 
 
-def _add(transport: Transport, values: torch.Tensor) -> Work:
-    """Start to add up `values` in place; backends add bools as bytes, so the largest byte is taken of those."""
+def _is_gathered(plan: Plan, transport: Transport) -> bool:
+    """Whether what is packed is brought to every process as it is and added up there.
+
+    Numbers can be added up on the way in their own dtype alone, so several dtypes would need as many collectives.
+    """
+    return len(plan.packing.segments) > 1 and plan.packing.nbytes * transport.world_size <= _MOST_GATHERED
+
+
+def _summand(values: torch.Tensor) -> torch.Tensor:
+    return values.to(_WIDER.get(values.dtype, values.dtype))
+
+
+def _add(transport: Transport, values: torch.Tensor, into: torch.Tensor | None = None) -> Work:
+    """Start to add up `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
     if values.dtype is torch.bool:
-        return transport.all_reduce(values.view(torch.uint8), "max")
-    return transport.all_reduce(values, "sum")
+        return transport.all_reduce(values.view(torch.uint8), "max", None if into is None else into.view(torch.uint8))
+    return transport.all_reduce(values, "sum", into)
 
 
 def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
@@ -222,8 +248,8 @@ def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
 
 def _broadcast(
     call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], source: int
-) -> dict[int, torch.Tensor]:
-    """What was received from another process, by position of the leaf."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What was received from another process, by position in `plan.small` and `plan.large`."""
     sends = transport.rank == source
     large = [_contiguous(leaves[position]) for position in plan.large]
     packed = None
@@ -234,25 +260,26 @@ def _broadcast(
     works += [transport.broadcast(as_bytes(leaf), source) for leaf in large]
     call.wait(works)
     if sends:
-        return {}
+        return [], []
     if packed is None:
         assert rows is not None
         packed = rows[source]
-    received = dict(zip(plan.small, plan.packing.split(packed, copy=False), strict=True))
-    received.update(zip(plan.large, large, strict=True))
-    return received
+    return plan.packing.split(packed, copy=False), large
 
 
-def _overwrite(targets: Sequence[torch.Tensor], received: dict[int, torch.Tensor]) -> None:
-    """Copy what was received into the tensors of the caller."""
+def _overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy what was received, if anything was, into the tensors of the caller."""
+    into, new = [], []
+    for target, value in zip(targets, values, strict=False):
+        if type(target) is not torch.Tensor and is_dtensor(target):
+            write_whole(target, value)
+        elif not _is_same_memory(target, value):
+            into.append(target)
+            new.append(value)
     # Tensors made in inference mode can be written to in that mode alone; others do not mind.
     with torch.inference_mode():
-        for position, value in received.items():
-            target = targets[position]
-            if type(target) is not torch.Tensor and is_dtensor(target):
-                write_whole(target, value)
-            elif not _is_same_memory(target, value):
-                target.copy_(value)
+        if into:
+            torch._foreach_copy_(into, new)
 
 
 def _is_same_memory(target: torch.Tensor, value: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from accel_ops.call_log import CallLog
 from accel_ops.failure import explain
 from accel_ops.plan import Description, Plan, check_leaf, fingerprint_of, plan_for
 from accel_ops.slot import Header, Slot
-from accel_ops.tree import flatten, leaves_with_paths
+from accel_ops.tree import Structure, flatten, leaves_with_paths
 from accel_ops.verify import mismatch
 from accel_ops.watch import Watch
 from accel_ops.whole import is_dtensor, placement_of, whole
@@ -55,11 +55,12 @@ class Exchange:
         like: the exchange of another transport between the same processes, to go on with its log.
     """
 
-    __slots__ = ("__weakref__", "lock", "log", "plans", "slot", "watch")
+    __slots__ = ("__weakref__", "bare", "lock", "log", "plans", "slot", "watch")
 
     def __init__(self, transport: Transport, like: Exchange | None = None) -> None:
         self.slot = Slot(transport.world_size)
         self.plans: dict[Hashable, Plan] = {}
+        self.bare: dict[Hashable, tuple[int, Description]] = {}
         self.lock: threading.RLock = like.lock if like else threading.RLock()
         self.log: CallLog = like.log if like else CallLog()
         self.watch: Watch = like.watch if like else self._begin_watch(transport)
@@ -141,6 +142,18 @@ class CheckedCall:
             UnknownKind: a leaf cannot travel.
         """
         leaves, structure = flatten(data, self._operation)
+        return self.plan_of(data, leaves, structure, shape_of, check, move)
+
+    def plan_of(
+        self,
+        data: Any,
+        leaves: list[torch.Tensor],
+        structure: Structure,
+        shape_of: Callable[[torch.Tensor], Any] | None = None,
+        check: Callable[[str, torch.Tensor, str], None] = check_leaf,
+        move: bool = True,
+    ) -> tuple[Plan, list[torch.Tensor]]:
+        """Like `plan`, for data whose leaves and structure `flatten` has found already."""
         if any(is_dtensor(leaf) for leaf in leaves if type(leaf) is not torch.Tensor):
             leaves = self._whole(data, leaves)
         plan = self._plan(data, leaves, structure, shape_of, check)
@@ -177,8 +190,7 @@ class CheckedCall:
 
     def swap_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of all processes, which may differ in length, by rank."""
-        description = self._describe([])
-        return self._swap(fingerprint_of(description), description, data)
+        return self._swap(*self._bare(), data)
 
     def swap_numbers(self, plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """One number for each leaf of the plan, of all processes, by rank."""
@@ -188,11 +200,10 @@ class CheckedCall:
     def bytes_of(self, data: bytes | None, source: int) -> bytes:
         """The bytes of process `source`; the others give None."""
         slot = self._exchange.slot
-        description = self._describe([])
         length = 0 if data is None else len(data)
         if data is not None and length <= slot.capacity:
             slot.write(data)
-        self._meet(fingerprint_of(description), description, length)
+        self._meet(*self._bare(), length)
         length = slot.lengths()[source]
         if length <= slot.capacity:
             return slot.row(source, length)
@@ -232,7 +243,7 @@ class CheckedCall:
         self,
         data: Any,
         leaves: Sequence[torch.Tensor],
-        structure: Any,
+        structure: Structure,
         shape_of: Callable[[torch.Tensor], Any] | None,
         check: Callable[[str, torch.Tensor, str], None],
     ) -> Plan:
@@ -261,6 +272,17 @@ class CheckedCall:
             plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
             plans[key] = plan
         return plan
+
+    def _bare(self) -> tuple[int, Description]:
+        """Fingerprint and description of a call in which operation and arguments alone must be equal."""
+        bare, key = self._exchange.bare, (self._operation, *self._arguments.items())
+        found = bare.get(key)
+        if found is None:
+            if len(bare) >= _PLANS_KEPT:
+                bare.clear()
+            description = self._describe([])
+            found = bare[key] = (fingerprint_of(description), description)
+        return found
 
     def _describe(self, leaves: list[tuple[str, str, str]]) -> Description:
         return Description(self._operation, self._arguments, leaves)

@@ -8,8 +8,7 @@ what the call is about, and as much of the data as fits. What follows has sizes 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -36,8 +35,7 @@ def slot_size(world_size: int) -> int:
     return max(_SMALLEST, min(_LARGEST, fair))
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What the call of one process is about.
 
     Args:

@@ -55,9 +55,9 @@ class RecordingTransport(Transport):
         self._note("all_gather", input)
         return self.inner.all_gather(output, input, header=header)
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
         self._note("all_reduce", tensor)
-        return self.inner.all_reduce(tensor, operation)
+        return self.inner.all_reduce(tensor, operation, into)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._note("broadcast", tensor)

@@ -68,8 +68,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
-        """Combine `tensor` of all processes, in place on every one."""
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+        """Combine `tensor` of all processes, on every one; in place, or in `into`, which is like it."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:

@@ -42,7 +42,7 @@ class ForkedTransport(Transport):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         self._refuse()
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
         self._refuse()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:

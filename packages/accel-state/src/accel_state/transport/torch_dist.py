@@ -2,7 +2,8 @@
 
 Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can
 then only wait, never mix. Headers always travel on the CPU; where the data lives on another device, a second group over
-gloo carries them.
+gloo carries them. What travels over gloo takes the way that costs the processor least: in one round where it is small,
+in messages from tensor to tensor where it is not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.forked import ForkedTransport
 from accel_state.transport.leaving import leave_at_exit
+from accel_state.transport.messages import MOST_IN_ONE_ROUND, Rounds, exchange, reduce_pair, send_pair
 
 __all__ = ("TorchDistTransport",)
 
@@ -47,17 +49,27 @@ class TorchDistTransport(Transport):
         self._data = dist.new_group(timeout=timeout)
         on_host = dist.get_backend(self._data) == dist.Backend.GLOO
         self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
+        self._rounds = Rounds(self._header)
         self._owner = owner
         leave_at_exit(self)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
-        return _started(_all_gather(output, tensor, group=group, async_op=True))
+        if not self._over_gloo(tensor, group):
+            return _started(_all_gather(output, tensor, group=group, async_op=True))
+        if tensor.nbytes * self.world_size > MOST_IN_ONE_ROUND:
+            return exchange(output, tensor, group)
+        return _started(self._rounds.gather(output, tensor))
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum") -> Work:
-        return _started(dist.all_reduce(tensor, op=_REDUCTIONS[operation], group=self._data, async_op=True))
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+        if self._is_pair(tensor):
+            return reduce_pair(tensor, operation, tensor if into is None else into, self._data)
+        target = tensor if into is None else into.copy_(tensor)
+        return _started(dist.all_reduce(target, op=_REDUCTIONS[operation], group=self._data, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        if self._is_pair(tensor):
+            return send_pair(tensor, source, self._data)
         return _started(dist.broadcast(tensor, src=source, group=self._data, async_op=True))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
@@ -81,11 +93,17 @@ class TorchDistTransport(Transport):
     def leave(self) -> None:
         """End the groups over gloo, whose threads end with them when nothing else refers to the group."""
         groups = {self._data, self._header}
-        del self._data, self._header
+        del self._data, self._header, self._rounds
         if self._owner and dist.is_initialized():
             groups.add(dist.group.WORLD)
         while groups:
             _end_host_group(groups.pop())
+
+    def _over_gloo(self, tensor: torch.Tensor, group: Any) -> bool:
+        return group is self._header and tensor.is_cpu
+
+    def _is_pair(self, tensor: torch.Tensor) -> bool:
+        return self.world_size == 2 and self._over_gloo(tensor, self._data)
 
     def in_child(self) -> Transport:
         return ForkedTransport(self.rank, self.world_size, self.device)
