@@ -5,14 +5,16 @@ Nothing here imports torch or a command that was not asked for, so `accel --help
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from accel_cli.command import Command, find_command, offers
 from accel_state.errors import AccelError
 
-__all__ = ("main",)
+__all__ = ("console", "main")
 
 _TRACEBACK_VARIABLE = "ACCELERATE_DEBUG_MODE"
 _COMPLETION_VARIABLE = "_ARGCOMPLETE"
@@ -44,6 +46,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+
+
+def console() -> NoReturn:
+    """What the console script runs: `main`, and then the shortest way out.
+
+    Taking apart what was imported takes longer than many commands do, so the process leaves without it where nobody
+    asked to be called at the end.
+    """
+    code = main()
+    sys.stderr.flush()
+    if atexit._ncallbacks() == 0 and "threading" not in sys.modules:
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(arguments: list[str], prog: str) -> int:
@@ -95,4 +110,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

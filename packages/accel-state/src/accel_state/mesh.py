@@ -22,7 +22,7 @@ from accel_state.mesh_handlers import (
     TorchTensorParallelConfig,
 )
 from accel_state.settings.environ import fill, from_environment
-from accel_state.settings.schema import BOOLEAN, choice, setting, settings_of, whole
+from accel_state.settings.schema import BOOLEAN, choice, setting, settings_of, table, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,7 @@ FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
 average gradients."""
 
 
-@dataclass(frozen=True)
+@table
 class MeshSettings:
     """Whether the processes form a mesh at all."""
 

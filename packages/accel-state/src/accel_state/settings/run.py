@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from accel_state.settings.schema import BOOLEAN, choice, setting, whole
+from accel_state.settings.schema import BOOLEAN, choice, setting, table, whole
 
 __all__ = ("OutputSettings", "ProcessSettings", "RunSettings")
 
 
-@dataclass(frozen=True)
+@table
 class ProcessSettings:
     """Who this process is and on which device it works."""
 
@@ -55,7 +53,7 @@ class ProcessSettings:
     )
 
 
-@dataclass(frozen=True)
+@table
 class OutputSettings:
     """What the processes write to the terminal, and how."""
 
@@ -73,7 +71,7 @@ class OutputSettings:
     )
 
 
-@dataclass(frozen=True)
+@table
 class RunSettings:
     """How the processes of a run train together."""
 
