@@ -63,7 +63,21 @@ class TrainingPage(Parts):
         self, a: A, b: B, c: C, d: D, e: E, f: F, g: G, h: H, /, *, device_placement: list[bool] | None = None
     ) -> tuple[A, B, C, D, E, F, G, H]: ...
     @overload
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
+    def prepare(
+        self,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
+        e: Any,
+        f: Any,
+        g: Any,
+        h: Any,
+        i: Any,
+        /,
+        *args: Any,
+        device_placement: list[bool] | None = None,
+    ) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Models, optimizers, schedulers and loaders, ready for this run, in the order given.
 
