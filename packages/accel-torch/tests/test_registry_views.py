@@ -118,3 +118,10 @@ def test_a_device_map_is_found_wherever_it_is() -> None:
     assert not accelerator.verify_device_map(model)
     inner.hf_device_map = {"a": "cpu", "b": "disk"}  # type: ignore[assignment]
     assert accelerator.verify_device_map(model)
+
+
+def test_a_prepared_loader_is_adapted_already() -> None:
+    accelerator, model, _, _, loader = prepared()
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader
+    plain = DataLoader(TensorDataset(torch.ones(2, 1)))
+    assert list(accelerator.deepspeed_ulysses_dl_adapter(plain, model))

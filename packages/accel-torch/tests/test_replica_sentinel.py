@@ -37,9 +37,9 @@ def trained(wrong: str, every: int = 2, seeds_differ: bool = False, options: dic
     accelerator = Accelerator(cpu=True, check_replicas_every=every, **(options or {}))
     set_seed(accelerator.process_index if seeds_differ else 0)
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model: Any = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     torch.manual_seed(accelerator.process_index if seeds_differ else 0)
-    data = TensorDataset(torch.arange(48.0).reshape(-1, 2) / 48)
+    data = TensorDataset(torch.arange(96.0).reshape(-1, 2) / 96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
     different = accelerator.process_index == 1
@@ -60,7 +60,7 @@ def spoil(wrong: str, accelerator: Accelerator, model: Any, optimizer: Any, load
     if wrong == "weight":
         with torch.no_grad():
             local = weight.to_local() if hasattr(weight, "to_local") else weight
-            local.flatten()[0] = torch.nextafter(local.flatten()[0], torch.tensor(9.0))
+            local.flatten()[0] += 0.001
     if wrong == "generator":
         torch.rand(1)
     if wrong == "loader":

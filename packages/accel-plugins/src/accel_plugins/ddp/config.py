@@ -26,9 +26,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_reduction: as there.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory once.
         static_graph: promise that every iteration uses the same parameters in the same order.
-        comm_hook: compress gradients while they travel.
+        comm_hook: compress gradients while they travel; None is NO.
         comm_wrapper: compress what the hook makes of them once more: NO, FP16 or BF16.
-        comm_state_option: arguments of the `PowerSGDState` of a PowerSGD hook.
+        comm_state_option: arguments of the `PowerSGDState` of a PowerSGD hook; None is no arguments.
 
     Raises:
         SettingError: a hook or wrapper of that name does not exist.
@@ -49,6 +49,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         self.comm_hook = _hook_type("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
+        self.comm_state_option = self.comm_state_option or {}
         wrappers = [DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
         wrapper: Any = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
         self.comm_wrapper = wrapper
@@ -65,10 +66,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 def _hook_type(
-    name: str, given: DDPCommunicationHookType | str, allowed: list[DDPCommunicationHookType]
+    name: str, given: DDPCommunicationHookType | str | None, allowed: list[DDPCommunicationHookType]
 ) -> DDPCommunicationHookType:
     try:
-        hook = DDPCommunicationHookType(given)
+        hook = DDPCommunicationHookType.NO if given is None else DDPCommunicationHookType(given)
     except ValueError:
         hook = None
     if hook is None or hook not in allowed:

@@ -10,6 +10,7 @@ from typing import Any
 
 import accel_data
 import accel_ops
+from accel_state.marks import PREPARED
 from accel_torch.parts import Parts
 
 __all__ = ("DataPage",)
@@ -34,6 +35,15 @@ class DataPage(Parts):
         from accel_torch.prepare import prepare_loader
 
         return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """A loader as the backend reads it when the sequence is divided; a prepared one is that already.
+
+        Args:
+            dl: a loader.
+            model: accepted for older callers and not used.
+        """
+        return dl if getattr(dl, PREPARED, False) else self._engine.strategy.wrap_loader(dl)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that starts after the first `num_batches` batches of the epoch, without reading them.
