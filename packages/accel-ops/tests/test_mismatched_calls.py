@@ -113,6 +113,21 @@ def test_a_known_structure_against_an_unknown_one(group: Processes) -> None:
     assert "['z'][0]: (5,) torch.float32 on rank" in messages[0]
 
 
+def sparse_where_dense_is_known() -> str:
+    state = PartialState(cpu=True)
+    gather([tensor(2, 2)])
+    with pytest.raises(AccelError) as caught:
+        gather([tensor(2, 2) if state.process_index else tensor(2, 2).to_sparse()])
+    assert gather([tensor(2, 2)])[0].shape == (2 * state.num_processes, 2)
+    return type(caught.value).__name__
+
+
+def test_a_sparse_tensor_where_a_dense_one_is_known(group: Processes) -> None:
+    first, *others = group.run(sparse_where_dense_is_known)
+    assert first == "UnknownKind"
+    assert set(others) == {"ShapeMismatch"}
+
+
 def many_leaves_differ() -> str:
     state = PartialState(cpu=True)
     with pytest.raises(ShapeMismatch) as caught:

@@ -247,12 +247,7 @@ class CheckedCall:
         shape_of: Callable[[torch.Tensor], Any] | None,
         check: Callable[[str, torch.Tensor, str], None],
     ) -> Plan:
-        try:
-            shapes = tuple([leaf.shape if shape_of is None else shape_of(leaf) for leaf in leaves])
-        except RuntimeError:
-            for path, leaf in leaves_with_paths(data):
-                check_leaf(path, leaf, self._operation)
-            raise
+        shapes = self._shapes(data, leaves, shape_of)
         key = (
             self._operation,
             tuple(self._arguments.items()),
@@ -260,6 +255,7 @@ class CheckedCall:
             shapes,
             tuple([leaf.dtype for leaf in leaves]),
             tuple([leaf.device for leaf in leaves]),
+            tuple([leaf.layout for leaf in leaves]),
             tuple(map(type, leaves)),
         )
         plans = self._exchange.plans
@@ -272,6 +268,16 @@ class CheckedCall:
             plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
             plans[key] = plan
         return plan
+
+    def _shapes(
+        self, data: Any, leaves: Sequence[torch.Tensor], shape_of: Callable[[torch.Tensor], Any] | None
+    ) -> tuple[Any, ...]:
+        try:
+            return tuple([leaf.shape if shape_of is None else shape_of(leaf) for leaf in leaves])
+        except RuntimeError:
+            for path, leaf in leaves_with_paths(data):
+                check_leaf(path, leaf, self._operation)
+            raise
 
     def _bare(self) -> tuple[int, Description]:
         """Fingerprint and description of a call in which operation and arguments alone must be equal."""

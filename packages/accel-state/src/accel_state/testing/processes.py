@@ -179,24 +179,12 @@ class _Member:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         answers, their_answers = os.pipe()
         their_calls, calls = os.pipe()
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **_NO_NAME_SERVER,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "accel_state.testing.member", str(their_calls), str(their_answers)],
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=self.output,
-            env=environment,
+            env=_environment(rank, count),
             pass_fds=(their_calls, their_answers),
             start_new_session=True,
         )
@@ -288,6 +276,21 @@ def run_command(
         shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
         raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
     return Finished(process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+
+
+def _environment(rank: int, count: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **_NO_NAME_SERVER,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 def _loopback() -> str:

@@ -7,7 +7,7 @@ the thread that asks, which takes two thirds of it. As many bytes travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from accel_state.transport.base import Reduction
 
-__all__ = ("MOST_IN_ONE_ROUND", "Messages", "Rounds", "exchange", "reduce_pair", "send_pair")
+__all__ = ("MOST_IN_ONE_ROUND", "Messages", "Rounds", "deal", "exchange", "reduce_pair", "send_pair")
 
 MOST_IN_ONE_ROUND: Final = 256 * 1024
 """Bytes for all processes together that one process may send in one round, where it makes a copy for each."""
@@ -128,6 +128,18 @@ def exchange(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Messages
         return works
 
     return Messages(start)
+
+
+def deal(output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int, group: Any) -> Messages:
+    """Give each process its own tensor of those that process `source` has, by rank; its own may be `output` itself."""
+    if inputs is None:
+        return Messages(lambda: [dist.irecv(output, source, group=group)])
+    own = inputs[source]
+    if own is not output:
+        output.copy_(own)
+    return Messages(
+        lambda: [dist.isend(tensor, rank, group=group) for rank, tensor in enumerate(inputs) if rank != source]
+    )
 
 
 def send_pair(tensor: torch.Tensor, source: int, group: Any) -> Messages:

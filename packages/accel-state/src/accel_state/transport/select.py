@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,12 +58,7 @@ def start_transport(
     chosen = backend_of(family, backend)
     store = meet(topology, init_method, limit)
     try:
-        dist.init_process_group(
-            backend=chosen, store=store, rank=topology.rank, world_size=topology.world_size, timeout=limit
-        )
-        transport = TorchDistTransport(device, limit, store, owner=True)
-        # A process that ended now would cut those off that are still connecting.
-        transport.barrier()
+        return _connect(topology, device, chosen, store, limit), chosen
     except RuntimeError as error:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -71,4 +67,14 @@ def start_transport(
             f"The backend {chosen!r} could not: {str(error).splitlines()[0]}.",
             "Look at the output of the other processes, and at the network between the machines.",
         ) from error
-    return transport, chosen
+
+
+def _connect(topology: Topology, device: torch.device, backend: str, store: Any, timeout: timedelta) -> Transport:
+    """The transport over a process group that is made here; it ends the group with itself."""
+    dist.init_process_group(
+        backend=backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+    )
+    transport = TorchDistTransport(device, timeout, store, owner=True)
+    # A process that ended now would cut those off that are still connecting.
+    transport.barrier()
+    return transport

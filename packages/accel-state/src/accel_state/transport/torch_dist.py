@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.forked import ForkedTransport
 from accel_state.transport.leaving import leave_at_exit
-from accel_state.transport.messages import MOST_IN_ONE_ROUND, Rounds, exchange, reduce_pair, send_pair
+from accel_state.transport.messages import MOST_IN_ONE_ROUND, Rounds, deal, exchange, reduce_pair, send_pair
 
 __all__ = ("TorchDistTransport",)
 
@@ -74,6 +74,8 @@ class TorchDistTransport(Transport):
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
         given = None if inputs is None else list(inputs)
+        if self._over_gloo(output, self._data):
+            return deal(output, given, source, self._data)
         return _started(dist.scatter(output, given, src=source, group=self._data, async_op=True))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
