@@ -222,7 +222,9 @@ def test_a_pod_of_tpus():
 
 def test_each_core_calls_the_function_of_the_script(monkeypatch, tmp_path, capsys):
     (tmp_path / "on_a_tpu.py").write_text("import sys\ndef train():\n    print(sys.argv)\n")
-    started = types.SimpleNamespace(launch=lambda function, args: [function(index, *args) for index in range(2)])
+    started = types.SimpleNamespace(
+        launch=lambda function, args, start_method: [function(index, *args) for index in range(2)]
+    )
     monkeypatch.setitem(sys.modules, "torch_xla", started)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["runner", "train", "script", str(tmp_path / "on_a_tpu.py"), "--lr", "1"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
-from accel_state.settings.schema import Kind
+from accel_state.settings.schema import JSON, Kind
 
 __all__ = ("REPEATED",)
 
@@ -13,8 +12,8 @@ __all__ = ("REPEATED",)
 def _parse(text: str) -> tuple[str, ...]:
     if not text.startswith("["):
         return (text,)
-    return tuple(map(str, json.loads(text)))
+    return tuple(map(str, JSON.parse(text)))
 
 
-REPEATED: Final = Kind("a text, or a list of texts", _parse, lambda texts: json.dumps(list(texts)))
+REPEATED: Final = Kind("a text, or a list of texts", _parse, lambda texts: JSON.format(list(texts)))
 """Texts that may hold anything, so no separator divides them."""

@@ -1,0 +1,223 @@
+"""Launching a function from where there is no script: a notebook, or a test.
+
+def train(lr):
+    accelerator = Accelerator()
+    ...
+
+notebook_launcher(train, args=(0.1,), num_processes=2)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from accel_cli.launch.devices import best_devices, count_devices
+from accel_cli.launch.forked import run_forked
+from accel_cli.launch.ports import Port
+from accel_state.errors import LaunchError, NotReady, SettingError
+from accel_state.settings.environ import publish
+from accel_state.settings.run import ProcessSettings, RunSettings
+from accel_state.settings.schema import settings_of
+
+__all__ = ("debug_launcher", "notebook_launcher")
+
+_ASKED: Final = "A function was to be launched."
+_TPU: Final = "xla"
+_MIXED_PRECISION: Final = settings_of(RunSettings)["mixed_precision"]
+_FORK_LAUNCHED: Final = settings_of(ProcessSettings)["fork_launched"]
+_CPU: Final = settings_of(ProcessSettings)["cpu"]
+
+# Hosts whose notebooks run beside a TPU, by a variable that each sets.
+_TPU_HOSTS: Final = ("TPU_NAME", "TPU_WORKER_ID")
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a function on several processes from a notebook; make the Accelerator inside of the function.
+
+    Args:
+        function: what every process runs.
+        args: what it is given.
+        num_processes: processes on this machine; one for each device when None.
+        mixed_precision: as for `accel launch`.
+        use_port: port on which the processes meet; on one machine another is taken when it is in use.
+        master_addr: address of the machine with rank 0.
+        node_rank: which of the machines this is.
+        num_nodes: machines that take part; the notebook of each launches the function.
+        rdzv_backend: how the machines find each other, as for torch.distributed.run.
+        rdzv_endpoint: where they do; by default address and port.
+        rdzv_conf: further options of it.
+        rdzv_id: name of the run.
+        max_restarts: how often all processes are started again after one failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: what each line of the output begins with, as torch.distributed.run takes it.
+
+    Raises:
+        SettingError: a number or the precision cannot be used.
+        NotReady: this notebook has made an Accelerator or has used a GPU; its state would be copied.
+        LaunchError: a process failed.
+
+    Example:
+        >>> notebook_launcher(print, args=("hello",), num_processes=1)  # doctest: +SKIP
+    """
+    environment = {str(_MIXED_PRECISION.variable): _MIXED_PRECISION.parse(mixed_precision, "argument")}
+    if any(name in os.environ for name in _TPU_HOSTS) and best_devices()["name"] == _TPU:
+        _check_untouched()
+        _on_tpu(function, args, environment)
+        return
+    processes = count_devices() if num_processes is None else num_processes
+    _check_numbers(processes, node_rank, num_nodes)
+    if num_nodes > 1 or max_restarts > 0:
+        _check_untouched()
+        with _variables({**environment, str(_FORK_LAUNCHED.variable): "true"}):
+            options = {
+                "min_nodes": num_nodes,
+                "max_nodes": num_nodes,
+                "nproc_per_node": processes,
+                "run_id": rdzv_id,
+                "rdzv_backend": rdzv_backend,
+                "rdzv_endpoint": rdzv_endpoint or f"{master_addr}:{use_port}",
+                "rdzv_configs": {**(rdzv_conf or {}), **({"rank": node_rank} if rdzv_backend == "static" else {})},
+                "max_restarts": max_restarts,
+                "monitor_interval": monitor_interval,
+                "start_method": "fork",
+                "log_line_prefix_template": log_line_prefix_template,
+            }
+            _elastic(function, args, options)
+    elif processes == 1:
+        with _variables(environment):
+            function(*args)
+    else:
+        _check_untouched()
+        with _free_port(use_port) as port:
+            run_forked(function, args, list(_places(processes, master_addr, port, environment)))
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several processes on the CPU of this machine, as a test does.
+
+    Raises:
+        SettingError: the number cannot be used.
+        NotReady: this process has made an Accelerator; its state would be copied.
+        LaunchError: a process failed.
+
+    Example:
+        >>> debug_launcher(print, args=("hello",), num_processes=2)  # doctest: +SKIP
+    """
+    _check_numbers(num_processes, 0, 1)
+    _check_untouched()
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
+    environment = {str(_CPU.variable): "true", **loopback}
+    with _free_port("0") as port:
+        run_forked(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
+
+
+def _places(processes: int, address: str, port: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Variables of each process."""
+    size = str(processes)
+    for rank in map(str, range(processes)):
+        yield {
+            **environment,
+            str(_FORK_LAUNCHED.variable): "true",
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+
+
+def _check_numbers(processes: int, node_rank: int, num_nodes: int) -> None:
+    for name, value, least in (
+        ("num_processes", processes, 1),
+        ("num_nodes", num_nodes, 1),
+        ("node_rank", node_rank, 0),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise SettingError(_ASKED, f"{name}={value!r} is no integer of at least {least}.", "Correct the number.")
+    if node_rank >= num_nodes:
+        raise SettingError(_ASKED, f"node_rank={node_rank} is none of {num_nodes} machine(s).", "Count from 0.")
+
+
+def _check_untouched() -> None:
+    """Refuse to copy a process that has a state, or an opened device."""
+    current = sys.modules.get("accel_state.current")
+    if current is not None and current.process_or_none() is not None:
+        raise NotReady(
+            _ASKED,
+            "An Accelerator or a state was made in this process already, and every copy of it would believe to be it.",
+            "Restart the notebook, and make the Accelerator inside of the function only.",
+        )
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        raise NotReady(
+            _ASKED,
+            "A GPU was used in this process already, and a copy of it could not use any.",
+            "Restart the notebook, and touch the GPU inside of the function only.",
+        )
+
+
+@contextmanager
+def _free_port(wanted: str) -> Iterator[int]:
+    """The wanted port, or another one where it is in use."""
+    if not str(wanted).isdecimal():
+        raise SettingError(_ASKED, f"use_port={wanted!r} is no port.", "Give a number, or 0 for a free one.")
+    try:
+        port = Port(int(wanted) or None, "use_port")
+    except SettingError:
+        port = Port()
+    with port:
+        yield port.number
+
+
+@contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environment}
+    publish(environment)
+    try:
+        yield
+    finally:
+        publish(
+            {name: value for name, value in before.items() if value is not None},
+            remove=[name for name, value in before.items() if value is None],
+        )
+
+
+def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Let torch start the processes, on several machines or with restarts."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    try:
+        elastic_launch(LaunchConfig(**options), record(function))(*args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        remedy = "Correct the function, and launch it again."
+        raise LaunchError(_ASKED, f"Process {rank} failed: {failure.message}", remedy) from error
+
+
+def _on_tpu(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
+    from accel_cli.launch.tpu_runner import start_on_tpu
+
+    with _variables(environment):
+        start_on_tpu(function, tuple(args))
