@@ -1,0 +1,66 @@
+"""`accel test`: train a little as a config file says, and check what comes out.
+
+The script belongs to the package with the Accelerator, and is found through the entry-point group `accel.scripts`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+from accel_cli.command import spelled
+from accel_state.errors import Missing
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ("COMMAND", "GROUP", "Test")
+
+GROUP: Final = "accel.scripts"
+
+
+class Test:
+    """The command; see `accel_cli.command.Command`."""
+
+    help = "check that processes, collectives, loaders and training work here"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """A config file, and further arguments of the launch."""
+        parser.usage = f"{parser.prog} [--config_file PATH] [-- launch arguments]"
+        parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; the user's own if any.")
+        parser.add_argument("launch", nargs="...", help="After --, further arguments of `accel launch`.")
+
+    def run(self, arguments: Namespace) -> int:
+        """Launch the script and return its exit code.
+
+        Raises:
+            Missing: no installed package has the script.
+        """
+        from accel_cli.commands.launch import COMMAND as LAUNCH
+        from accel_cli.parser import Parser
+
+        config = [] if arguments.config_file is None else ["--config_file", arguments.config_file]
+        words = [*config, *arguments.launch[arguments.launch[:1] == ["--"] :], "--module", _script()]
+        parser = Parser("accel launch")
+        LAUNCH.add_arguments(parser)
+        code = LAUNCH.run(parser.parse_args(words))
+        if code != 0:
+            print("accel test: the checks did not pass; the lines above say where they ended.", file=sys.stderr)
+        return code
+
+
+def _script() -> str:
+    """Name of the module with the script."""
+    from accel_state.settings.extension import extensions
+
+    for extension in extensions(GROUP):
+        if extension.name == "test":
+            return extension.target.partition(":")[0]
+    raise Missing(
+        "`accel test` was called.",
+        "No installed package has the script that it runs.",
+        "Run: pip install accel-torch",
+    )
+
+
+COMMAND: Final = Test()

@@ -1,0 +1,106 @@
+"""`accel tpu-config`: run commands on every machine of a TPU pod, to set it up before a launch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from accel_cli.command import spelled
+from accel_state.errors import Missing, SettingError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ("COMMAND", "TPUConfig", "pod_command")
+
+_ASKED: Final = "The machines of a TPU pod were to be set up."
+_PACKAGE: Final = "accel-torch"
+
+
+class TPUConfig:
+    """The command; see `accel_cli.command.Command`."""
+
+    help = "run commands on every machine of a TPU pod"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Which pod, and what to run; what is not given comes from the config file."""
+        add = parser.add_argument
+        add(*spelled("--config_file"), metavar="PATH", help="Config file; the user's own if any.")
+        add(*spelled("--tpu_name"), metavar="TEXT", help="Name of the TPU.")
+        add(*spelled("--tpu_zone"), metavar="TEXT", help="Zone it is in.")
+        add(*spelled("--use_alpha"), action="store_true", help="Use `gcloud alpha`.")
+        add(*spelled("--command_file"), metavar="PATH", help="File with commands, one a line.")
+        add("--command", action="append", metavar="TEXT", help="A command; may be repeated.")
+        add(*spelled("--install_accelerate"), action="store_true", help="Install this library there first.")
+        add(*spelled("--accelerate_version"), default="latest", metavar="TEXT", help="Its version, latest or dev.")
+        add("--debug", action="store_true", help="Print what would be run, and run nothing.")
+
+    def run(self, arguments: Namespace) -> int:
+        """Run the commands and return the exit code of gcloud."""
+        from accel_cli.launch.places import TPUSettings
+        from accel_cli.launch.request import request_of
+
+        settings = request_of([], os.environ, arguments.config_file).settings.instance(TPUSettings)
+        commands = arguments.command or _lines(arguments.command_file or settings.command_file) or settings.commands
+        if arguments.install_accelerate:
+            commands = [_install(arguments.accelerate_version), *commands]
+        argv = pod_command(
+            arguments.tpu_name or settings.tpu_name,
+            arguments.tpu_zone or settings.tpu_zone,
+            commands,
+            arguments.use_alpha,
+        )
+        if arguments.debug:
+            print(shlex.join(argv))
+            return 0
+        return _call(argv)
+
+
+def pod_command(name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> tuple[str, ...]:
+    """The command line of gcloud that runs commands on every machine of a pod.
+
+    Raises:
+        SettingError: the TPU, its zone or the commands are missing.
+    """
+    missing = [
+        said for given, said in ((name, "--tpu_name"), (zone, "--tpu_zone"), (commands, "--command")) if not given
+    ]
+    if missing:
+        obstacle = f"{', '.join(missing)} was not given, nor does the config file say."
+        raise SettingError(_ASKED, obstacle, f"Give {' and '.join(missing)}.")
+    return (
+        "gcloud",
+        *(("alpha",) if alpha else ()),
+        *("compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)),
+        *("--command", "; ".join(["cd /usr/share", *commands]), "--worker", "all"),
+    )
+
+
+def _lines(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a file with a command a line.") from None
+
+
+def _install(version: str) -> str:
+    wanted = {"latest": f"-U {_PACKAGE}", "dev": f"--pre -U {_PACKAGE}"}.get(version, f"{_PACKAGE}=={version}")
+    return f"pip install {wanted}"
+
+
+def _call(argv: Sequence[str]) -> int:
+    import subprocess
+
+    try:
+        return subprocess.call(argv)
+    except FileNotFoundError:
+        remedy = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
+        raise Missing(_ASKED, "There is no gcloud on the path.", remedy) from None
+
+
+COMMAND: Final = TPUConfig()

@@ -1,0 +1,45 @@
+"""The checks of `accel test`, on one and on two processes, and that a wrong result is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+from accel_torch import selftest
+
+
+def passes():
+    selftest.main()
+
+
+def fails_in_training():
+    selftest._train_alone = lambda model, inputs, targets: None
+    selftest.main()
+
+
+def fails_in_gathering():
+    selftest.gather = lambda tensor: torch.zeros(2)
+    selftest.main()
+
+
+def test_alone(capsys):
+    with fresh():
+        selftest.main()
+    assert capsys.readouterr().out.rstrip().endswith("All checks passed.")
+
+
+def test_on_two_processes():
+    with Processes(2) as two:
+        first, second = two.outcomes(passes)
+        assert (first.error, second.error) == (None, None)
+        assert "2 process(es)" in first.output
+        assert "All checks passed." in first.output
+
+
+@pytest.mark.parametrize("broken", [fails_in_training, fails_in_gathering])
+def test_what_is_wrong_is_found(broken):
+    with Processes(2) as two:
+        for outcome in two.outcomes(broken):
+            assert "CollectiveError" in str(outcome.error)
