@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from accel_plugins.manifest import Ability, Axis, Duty, Job, Manifest, Part, Phase
     from accel_plugins.precision.base import Precision
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.precision.fp8_config import (
+        AORecipeKwargs,
+        FP8RecipeKwargs,
+        MSAMPRecipeKwargs,
+        TERecipeKwargs,
+    )
+    from accel_plugins.precision.fp8_library import FP8BackendType
     from accel_plugins.strategy import Shards, Strategy
     from accel_plugins.transform import Stage, Transform
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
 
 __all__ = (
+    "AORecipeKwargs",
     "Ability",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
@@ -35,9 +43,12 @@ __all__ = (
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "Duty",
+    "FP8BackendType",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "Job",
+    "MSAMPRecipeKwargs",
     "Manifest",
     "Part",
     "Phase",
@@ -46,6 +57,7 @@ __all__ = (
     "Shards",
     "Stage",
     "Strategy",
+    "TERecipeKwargs",
     "TorchDynamoPlugin",
     "TorchTensorParallelPlugin",
     "Transform",
@@ -76,6 +88,13 @@ __getattr__, __dir__ = lazy_names(
             "AutocastKwargs",
             "GradScalerKwargs",
         ),
+        "accel_plugins.precision.fp8_config": (
+            "AORecipeKwargs",
+            "FP8RecipeKwargs",
+            "MSAMPRecipeKwargs",
+            "TERecipeKwargs",
+        ),
+        "accel_plugins.precision.fp8_library": ("FP8BackendType",),
         "accel_plugins.strategy": (
             "Shards",
             "Strategy",

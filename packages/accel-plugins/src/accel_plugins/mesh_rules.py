@@ -23,6 +23,7 @@ __all__ = (
     "active_axes",
     "as_markdown",
     "check",
+    "check_precision",
     "named",
     "takes",
 )
@@ -129,6 +130,26 @@ def check(manifest: Manifest, arranged: ParallelismConfig) -> None:
         raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
     _check_backend(asked, axes, manifest)
     _check_engine(asked, arranged, manifest)
+
+
+def check_precision(name: str, excludes: frozenset[Axis], arranged: ParallelismConfig) -> None:
+    """Refuse a precision that does not go with an axis.
+
+    Args:
+        name: of the precision.
+        excludes: axes that it does not go with.
+        arranged: the axes of the run.
+
+    Raises:
+        Conflict: they do not go together.
+    """
+    foreign = excludes & active_axes(arranged)
+    if foreign:
+        raise Conflict(
+            f"mixed_precision={name!r} was asked for, with {named(active_axes(arranged))}.",
+            f"Its layers do not go with {named(foreign)}.",
+            "Use mixed_precision='bf16', or set the size of that axis to 1.",
+        )
 
 
 def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> None:

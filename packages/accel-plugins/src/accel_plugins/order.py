@@ -62,8 +62,9 @@ def steps(
 
 
 def check(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
-    """Let the strategy and every transform refuse what cannot work, before anything is touched."""
+    """Let the strategy, the precision and every transform refuse what cannot work, before anything is touched."""
     strategy.check(bundle)
+    strategy.context.precision.check(bundle)
     for phase in ordered([*transforms, *strategy.transforms()], manifest):
         for transform in phase:
             transform.check(bundle, strategy.context)
@@ -86,11 +87,17 @@ def _changed(bundle: Bundle, change: Callable[[Module], Module]) -> Bundle:
     return bundle
 
 
+def _precise(bundle: Bundle, strategy: Strategy) -> Bundle:
+    before = bundle.parameter_names()
+    strategy.context.precision.setup(bundle, strategy.gathers_each_parameter)
+    bundle.rebind_by_name(before)
+    return bundle
+
+
 def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
-    precision = strategy.context.precision
     if Duty.PRECISION in manifest.owns:
         return []
-    return [Step(f"precision {precision.name}", lambda bundle: _changed(bundle, precision.prepare))]
+    return [Step(f"precision {strategy.context.precision.name}", lambda bundle: _precise(bundle, strategy))]
 
 
 def _transformation(transform: Transform, strategy: Strategy) -> Step:

@@ -9,7 +9,7 @@ stands for whoever drives the strategy; the conformance kit drives it by a short
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,9 @@ class Strategy:
     gives_partial_gradients: ClassVar[bool] = True
     """Whether parameters hold the gradients of an unfinished accumulation window, so that a checkpoint can hold them."""
 
+    gathers_each_parameter: ClassVar[bool] = False
+    """Whether parameters are gathered one by one, so that a precision may give them a narrower form to travel in."""
+
     def __init__(self, context: Context, config: Any = None) -> None:
         self.context = context
         self.config = config
@@ -131,6 +134,13 @@ class Strategy:
         for axis in present_axes(mesh, DATA_AXES):
             count, index = count * mesh[axis].size(), index * mesh[axis].size() + mesh.get_local_rank(axis)
         return Shards(count, index)
+
+    def part_held(self) -> Hashable:
+        """Which part of the parameters this process has, where their tensors do not say so themselves.
+
+        Called by whoever compares replicas: processes with the same answer must hold equal tensors.
+        """
+        return None
 
     # ------------------------------------------------------------------ one step
 

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel_plugins.manifest import Axis
+from accel_plugins.precision.fp8_library import FP8BackendType
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from accel_plugins.bundle import Bundle
     from accel_plugins.precision.config import AutocastKwargs
 
 __all__ = ("Closure", "Precision")
@@ -31,20 +35,35 @@ class Precision:
     Attributes:
         name: "no", "fp16", "bf16" or "fp8".
         dtype: what forward passes compute in; None is the dtype of the weights.
+        library: what computes in 8 bits.
+        excludes: axes of the mesh that it does not go with.
     """
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None
+    library: ClassVar[FP8BackendType] = FP8BackendType.NO
+    excludes: ClassVar[frozenset[Axis]] = frozenset()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The scaler of the loss, up to date, or None when nothing is scaled."""
         return None
 
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what cannot work; called by `prepare` before anything is touched. Must change nothing."""
+
+    def setup(self, bundle: Bundle, gathers_each_parameter: bool = False) -> None:
+        """Make the models of a bundle compute in this precision.
+
+        Called by `prepare`, where the backend's manifest puts it. Replaces items of the bundle's lists; parameters that
+        are replaced keep their names. `gathers_each_parameter` is what the strategy says of itself.
+        """
+        bundle.models[:] = [self.prepare(model) for model in bundle.models]
+
     def prepare(self, model: Module) -> Module:
         """Make the model's forward compute in this precision.
 
-        Called by `prepare`, once for each model, where the backend's manifest puts it. May change the model in place.
+        Called once for each model. May change the model in place.
         """
         return model
 

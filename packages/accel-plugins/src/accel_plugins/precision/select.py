@@ -18,12 +18,13 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
     """The precision called `name` on a device family.
 
     Args:
-        name: "no", "bf16" or "fp16".
+        name: "no", "bf16", "fp16" or "fp8".
         family: family of the device that computes.
-        handlers: settings objects; `AutocastKwargs` and `GradScalerKwargs` among them are used.
+        handlers: settings objects; `AutocastKwargs`, `GradScalerKwargs` and recipes of fp8 among them are used.
 
     Raises:
         NotOffered: the family cannot compute in that precision, or nothing here offers it.
+        Missing: no library for it is installed.
     """
     given = tuple(handlers)
     if name not in _MAKERS:
@@ -63,10 +64,17 @@ def _float16(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
     return Float16(family, _of(AutocastKwargs, handlers), _of(GradScalerKwargs, handlers))
 
 
+def _float8(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
+    from accel_plugins.precision.fp8_select import choose_float8
+
+    return choose_float8(family, handlers)
+
+
 _MAKERS: Final[dict[str, Callable[[DeviceFamily, tuple[object, ...]], Precision]]] = {
     "no": _full,
     "bf16": _bfloat16,
     "fp16": _float16,
+    "fp8": _float8,
 }
 
 

@@ -175,12 +175,18 @@ class Session:
         user_model: the model as its author made it.
     """
 
-    def __init__(self, case: Case, model: nn.Module | None = None, init_scale: float = 256.0) -> None:
+    def __init__(
+        self,
+        case: Case,
+        model: nn.Module | None = None,
+        init_scale: float = 256.0,
+        handlers: Sequence[Any] = (),
+    ) -> None:
         PartialState(cpu=True)
         self.process = current.process()
         self.case, self.manifest = case, case.manifest
         self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
-        precision = choose(case.precision, self.process.family, [GradScalerKwargs(init_scale=init_scale)])
+        precision = choose(case.precision, self.process.family, [GradScalerKwargs(init_scale=init_scale), *handlers])
         mesh = None if case.arranged is None else case.arranged.get_device_mesh(self.process.device.type)
         context = Context(self.process, self.gradient, precision, mesh)
         self.strategy: Strategy = build(case.manifest, case.config, context)

@@ -11,6 +11,7 @@ from accel_torch.parts import Parts
 if TYPE_CHECKING:
     import torch
 
+    from accel_plugins.precision.fp8_library import FP8BackendType
     from accel_state.labels import DistributedType
 
 __all__ = ("ProcessPage",)
@@ -75,6 +76,11 @@ class ProcessPage(Parts):
     def mixed_precision(self) -> str:
         """Precision mode: "no", "fp16", "bf16" or "fp8"."""
         return self.state.mixed_precision
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in 8 bits; `FP8BackendType.NO` when none does."""
+        return self._engine.precision.library
 
     def wait_for_everyone(self) -> None:
         """Return when every process has called this."""

@@ -1,0 +1,312 @@
+"""Settings of training in 8 bits, the choice of a library, and the contracts with those that need a GPU.
+
+Transformer Engine and MS-AMP are replaced by packages with their interface, whose layers compute in full precision.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_plugins import Bundle, Context
+from accel_plugins.order import check, steps
+from accel_plugins.precision import choose
+from accel_plugins.precision.fp8_config import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from accel_plugins.precision.fp8_library import FP8BackendType
+from accel_plugins.resolve import build
+from accel_plugins.single.manifest import MANIFEST
+from accel_plugins.testing import fresh
+from accel_state import PartialState, current
+from accel_state.errors import Conflict, Missing, SettingError
+from accel_state.gradient import GradientState
+
+ENGINE = """
+import contextlib
+import torch
+
+entered = []
+
+class Linear(torch.nn.Module):
+    def __init__(self, in_features, out_features, bias=True, params_dtype=None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = torch.nn.Parameter(torch.zeros(out_features, in_features, dtype=params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
+
+    def forward(self, inputs):
+        return torch.nn.functional.linear(inputs, self.weight, self.bias if self.bias.numel() else None)
+
+class LayerNorm(torch.nn.LayerNorm):
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None):
+        super().__init__(normalized_shape, eps=eps, dtype=params_dtype)
+
+class TransformerLayer(torch.nn.Module):
+    pass
+
+@contextlib.contextmanager
+def fp8_autocast(enabled=False, fp8_recipe=None):
+    entered.append((enabled, fp8_recipe))
+    yield
+"""
+RECIPE = """
+import enum
+
+class Format(enum.Enum):
+    E4M3 = 1
+    E5M2 = 2
+    HYBRID = 3
+
+class DelayedScaling:
+    def __init__(self, margin, fp8_format, amax_history_len, amax_compute_algo, override_linear_precision):
+        self.given = dict(vars())
+
+class MXFP8BlockScaling:
+    def __init__(self, margin, fp8_format):
+        self.given = dict(vars())
+"""
+MSAMP_SOURCE = """
+calls = []
+
+def initialize(model, optimizer, opt_level="O1"):
+    calls.append((model, optimizer, opt_level))
+    return model, optimizer
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with fresh():
+        yield
+
+
+@pytest.fixture
+def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Puts a stand-in on the path and gives its main module."""
+    packages = {
+        "transformer_engine": {"pytorch/__init__.py": ENGINE, "common/__init__.py": "", "common/recipe.py": RECIPE},
+        "msamp": {"__init__.py": MSAMP_SOURCE},
+        "torchao": {"__init__.py": ""},
+    }
+
+    def install(name: str) -> Any:
+        for file, source in {"__init__.py": "", **packages[name]}.items():
+            target = tmp_path / name / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(source)
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{name}.pytorch" if name == "transformer_engine" else name)
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield install
+    for module in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[module]
+
+
+def fp8(*handlers: object) -> Any:
+    PartialState(cpu=True)
+    return choose("fp8", current.process().family, handlers)
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def test_defaults_are_those_of_the_libraries() -> None:
+    engine = TERecipeKwargs()
+
+    assert (engine.margin, engine.interval, engine.fp8_format) == (0, 1, "HYBRID")
+    assert (engine.amax_history_len, engine.amax_compute_algo) == (1024, "most_recent")
+    assert engine.override_linear_precision == (False, False, False)
+    assert (engine.use_autocast_during_eval, engine.use_mxfp8_block_scaling) == (False, False)
+    assert MSAMPRecipeKwargs().opt_level == "O2"
+    assert (AORecipeKwargs().pad_inner_dim, AORecipeKwargs().enable_fsdp_float8_all_gather) == (True, True)
+    assert [str(member) for member in FP8BackendType] == ["NO", "TE", "MSAMP", "AO"]
+    assert "ao" not in FP8BackendType
+
+
+def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "FORMAT": "e4m3",
+        "MARGIN": "2",
+        "AMAX_COMPUTE_ALGO": "max",
+        "OVERRIDE_DGRAD": "true",
+        "OPT_LEVEL": "O1",
+        "PAD_INNER_DIM": "false",
+        "BACKEND": "te",
+    }.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
+    both = FP8RecipeKwargs(margin=3)
+
+    assert (both.fp8_format, both.margin, both.amax_compute_algo) == ("E4M3", 3, "max")
+    assert both.override_linear_precision == (False, True, False)
+    assert (both.opt_level, both.backend) == ("O1", "TE")
+    assert AORecipeKwargs().pad_inner_dim is False
+    assert both.to_dict()["backend"] == "TE"
+    assert TERecipeKwargs(fp8_format="e5m2").to_kwargs()["fp8_format"] == "E5M2"  # type: ignore[arg-type]
+
+
+def test_a_library_in_the_first_place_is_the_backend() -> None:
+    given: Any = "MSAMP"
+    first = FP8RecipeKwargs(given)
+
+    assert (first.backend, first.opt_level) == ("MSAMP", "O2")
+    assert FP8RecipeKwargs().backend == "TE"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TERecipeKwargs(fp8_format="E3M4"),  # type: ignore[arg-type]
+        lambda: TERecipeKwargs(amax_compute_algo="mean"),  # type: ignore[arg-type]
+        lambda: TERecipeKwargs(override_linear_precision=(True, False)),  # type: ignore[arg-type]
+        lambda: MSAMPRecipeKwargs(opt_level="O9"),  # type: ignore[arg-type]
+        lambda: FP8RecipeKwargs(backend="AO"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_that_do_not_exist_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(SettingError):
+        make()
+
+
+# ----------------------------------------------------------------------------- choice
+
+
+@pytest.mark.parametrize(
+    ("recipe", "package"), [(TERecipeKwargs(), "transformer_engine"), (MSAMPRecipeKwargs(), "ms-amp")]
+)
+def test_a_library_that_is_not_installed_is_named(recipe: object, package: str) -> None:
+    with pytest.raises(Missing, match=package.replace("_", ".")) as caught:
+        fp8(recipe)
+    assert isinstance(caught.value, ImportError)
+
+
+def test_a_recipe_says_which_library(vendor: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor("transformer_engine"), vendor("msamp")
+    assert fp8(TERecipeKwargs()).library is FP8BackendType.TE
+    assert fp8(FP8RecipeKwargs(backend="MSAMP")).library is FP8BackendType.MSAMP
+    assert fp8(FP8RecipeKwargs(backend="TE")).library is FP8BackendType.TE
+    assert fp8().library is FP8BackendType.TE
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
+    assert fp8().library is FP8BackendType.MSAMP
+    with pytest.raises(Conflict, match="TERecipeKwargs and MSAMPRecipeKwargs"):
+        fp8(TERecipeKwargs(), MSAMPRecipeKwargs())
+
+
+# ------------------------------------------------------------------ Transformer Engine
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32, eps=1e-3), nn.Linear(32, 16, bias=False))
+        self.odd = nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.odd(self.inner(inputs))
+        return out
+
+
+def prepared(model: nn.Module, *handlers: object) -> Bundle:
+    """The model and its optimizer after the steps of `prepare`."""
+    PartialState(cpu=True)
+    process = current.process()
+    strategy = build(MANIFEST, None, Context(process, GradientState(), choose("fp8", process.family, handlers)))
+    bundle = Bundle.of([model, torch.optim.SGD(model.parameters(), lr=0.1)])
+    check(MANIFEST, strategy, (), bundle)
+    for step in steps(MANIFEST, strategy):
+        bundle = step.run(bundle)
+    return bundle
+
+
+def test_layers_are_exchanged_with_their_weights_and_the_optimizer_follows(vendor: Callable[[str], Any]) -> None:
+    engine = vendor("transformer_engine")
+    model = Model()
+    expected = Model()(torch.ones(2, 16))
+    bundle = prepared(model, TERecipeKwargs())
+
+    kinds = [type(part) for part in (*model.inner, model.odd)]
+    assert kinds == [engine.Linear, engine.LayerNorm, engine.Linear, nn.Linear]
+    assert model.inner[1].eps == 1e-3
+    assert {id(p) for p in bundle.optimizers[0].param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    assert torch.allclose(model(torch.ones(2, 16)), expected, atol=0.02)
+
+
+def test_layers_can_be_exchanged_back(vendor: Callable[[str], Any]) -> None:
+    vendor("transformer_engine")
+    from accel_plugins.precision.transformer_engine import convert_model, has_transformer_engine_layers
+
+    model, expected = Model(), Model()(torch.ones(2, 16))
+    with torch.no_grad():
+        convert_model(model, _convert_ln=False)
+        assert has_transformer_engine_layers(model)
+        assert type(model.inner[1]) is nn.LayerNorm
+        convert_model(model, to_transformer_engine=False)
+    assert not has_transformer_engine_layers(model)
+    assert [type(part) for part in model.inner] == [nn.Linear, nn.LayerNorm, nn.Linear]
+    assert torch.equal(model(torch.ones(2, 16)), expected)
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_forward_computes_by_the_recipe(vendor: Callable[[str], Any], in_evaluation: bool, blocks: bool) -> None:
+    engine = vendor("transformer_engine")
+    handler = TERecipeKwargs(
+        use_autocast_during_eval=in_evaluation, use_mxfp8_block_scaling=blocks, margin=1, fp8_format="E4M3"
+    )
+    model = prepared(Model(), handler).models[0]
+    model(torch.ones(2, 16))
+    model.eval()(torch.ones(2, 16))
+
+    assert [enabled for enabled, _ in engine.entered] == [True, in_evaluation]
+    recipe = engine.entered[0][1]
+    assert type(recipe).__name__ == ("MXFP8BlockScaling" if blocks else "DelayedScaling")
+    assert (recipe.given["margin"], recipe.given["fp8_format"].name) == (1, "E4M3")
+    if not blocks:
+        assert recipe.given["amax_history_len"] == 1024
+        assert recipe.given["override_linear_precision"] == (False, False, False)
+
+
+def test_without_autocast_nothing_computes_in_8_bits(vendor: Callable[[str], Any]) -> None:
+    engine = vendor("transformer_engine")
+    prepared(Model(), FP8RecipeKwargs(backend="TE", use_autocast=False)).models[0](torch.ones(2, 16))
+    assert engine.entered == []
+
+
+def test_a_model_without_layers_to_exchange_is_refused(vendor: Callable[[str], Any]) -> None:
+    vendor("transformer_engine")
+    with pytest.raises(SettingError, match="no layer norm"):
+        prepared(nn.Sequential(nn.Linear(3, 3)), TERecipeKwargs())
+
+
+# ------------------------------------------------------------------------------ MS-AMP
+
+
+def test_a_model_and_its_optimizer_are_given_together(vendor: Callable[[str], Any]) -> None:
+    library = vendor("msamp")
+    model = Model()
+    bundle = prepared(model, MSAMPRecipeKwargs(opt_level="O1"))
+
+    assert library.calls == [(model, bundle.optimizers[0], "O1")]
+    assert bundle.models[0](torch.ones(2, 16)).dtype is torch.float32
+
+
+def test_a_model_alone_is_refused(vendor: Callable[[str], Any]) -> None:
+    vendor("msamp")
+    PartialState(cpu=True)
+    process = current.process()
+    precision = choose("fp8", process.family, (MSAMPRecipeKwargs(),))
+    strategy = build(MANIFEST, None, Context(process, GradientState(), precision))
+    with pytest.raises(Conflict, match="1 models and 0 optimizers"):
+        check(MANIFEST, strategy, (), Bundle.of([Model()]))
