@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -240,7 +242,7 @@ def test_the_thread_ends_with_the_reader() -> None:
     reader = read_ahead_model(model)
     for _ in range(2):
         model(IDS)
-    thread = reader._thread
+    thread = reader._shared.thread
     assert thread is not None
     remove_hook_from_submodules(model)
     del reader, model
@@ -249,6 +251,23 @@ def test_the_thread_ends_with_the_reader() -> None:
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_program_may_end_while_weights_are_read_ahead() -> None:
+    script = """
+import torch
+from torch import nn
+from accel_bigmodel import attach_align_device_hook
+model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(4)))
+weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+attach_align_device_hook(model, "cpu", offload=True, weights_map=weights)
+with torch.no_grad():
+    for _ in range(3):
+        model[0](torch.ones(1, 1500)), model[1](torch.ones(1, 1500))
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_several_threads_may_call_at_once() -> None:

@@ -6,6 +6,7 @@ whoever asks for it, so the order matters for speed only.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from accel_state.devices.select import family_of
 __all__ = ("Block", "BlockReader")
 
 _AHEAD = 2
+_GRACE = 10.0
 _UNSHARED = 2
 
 
@@ -41,7 +43,7 @@ class Block:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Shared:
     """What the reader's callers and its thread share; the thread must not keep the reader itself alive."""
 
@@ -51,6 +53,7 @@ class _Shared:
     ready: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
     spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(default_factory=dict)
     closed: bool = False
+    thread: threading.Thread | None = None
 
     def close(self) -> None:
         with self.changed:
@@ -61,6 +64,18 @@ class _Shared:
         """Bytes of blocks that are waited for, being read or ready."""
         blocks = {*self.queue, *self.ready, *(() if self.loading is None else (self.loading,))}
         return sum(block.size for block in blocks)
+
+
+_at_work: weakref.WeakSet[_Shared] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End what still reads: a thread that comes out of torch into an interpreter that is gone aborts the process."""
+    for shared in list(_at_work):
+        shared.close()
+        if shared.thread is not None:
+            shared.thread.join(_GRACE)
 
 
 class BlockReader:
@@ -79,7 +94,6 @@ class BlockReader:
         self._next: dict[Block | None, Block] = {}
         self._last: dict[int, Block] = {}
         self._shared = _Shared()
-        self._thread: threading.Thread | None = None
         weakref.finalize(self, self._shared.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,11 +182,11 @@ class BlockReader:
             yield block
 
     def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_read_ahead, args=(self._shared,), name="accel-prefetch", daemon=True
-            )
-            self._thread.start()
+        shared = self._shared
+        if shared.thread is None or not shared.thread.is_alive():
+            shared.thread = threading.Thread(target=_read_ahead, args=(shared,), name="accel-prefetch", daemon=True)
+            _at_work.add(shared)
+            shared.thread.start()
 
 
 def _read_ahead(shared: _Shared) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from accel_state.console import tqdm
 from accel_state.settings.probe import importable
@@ -24,14 +25,37 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
         description: what stands before the bar.
         total: bytes of all.
     """
-    if not importable("tqdm"):
-        yield lambda count: None
-        return
-    lock = threading.Lock()
-    with tqdm(desc=description, total=total, unit="B", unit_scale=True, mininterval=0.5, delay=PATIENCE) as bar:
+    bar = _Bar(description, total)
+    try:
+        yield bar.advance
+    finally:
+        bar.close()
 
-        def advance(count: int) -> None:
-            with lock:
-                bar.update(count)
 
-        yield advance
+class _Bar:
+    """A bar that is made, and the library for it imported, only when the wait has become long."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self._description, self._total, self._done = description, total, 0
+        self._from = time.monotonic() + PATIENCE
+        self._lock = threading.Lock()
+        self._bar: Any = None
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._bar is not None:
+                self._bar.update(count)
+            elif time.monotonic() >= self._from and importable("tqdm"):
+                self._bar = tqdm(
+                    desc=self._description,
+                    total=self._total,
+                    initial=self._done,
+                    unit="B",
+                    unit_scale=True,
+                    mininterval=0.5,
+                )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
