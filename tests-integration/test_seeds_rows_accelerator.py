@@ -19,6 +19,7 @@ from accel_state.testing.processes import Processes
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, LoggerType
+from accelerate.utils.dataclasses import FP8BackendType
 
 pytestmark = pytest.mark.usefixtures("clean_state")
 
@@ -269,6 +270,12 @@ def test_row_30_the_state_answers_for_both() -> None:
     assert state.mixed_precision == "no"
 
 
+def test_row_31_the_library_of_8_bits_is_an_enum_and_a_text() -> None:
+    backend = Accelerator(cpu=True).fp8_backend
+    assert backend is FP8BackendType.NO
+    assert isinstance(backend, str)
+
+
 @pytest.mark.parametrize("name", ["tensor_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank"])
 def test_row_32_ranks_need_axes(name: str) -> None:
     with pytest.raises(NotReady):
@@ -294,8 +301,8 @@ def test_row_33_no_rank_in_a_pipeline() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["ProjectConfiguration", "GradientAccumulationPlugin", "BnbQuantizationConfig", "TorchDynamoPlugin",
-     "TorchTensorParallelPlugin"],
+    ["ProjectConfiguration", "GradientAccumulationPlugin", "BnbQuantizationConfig", "FP8RecipeKwargs",
+     "TorchDynamoPlugin", "TorchTensorParallelPlugin"],
 )  # fmt: skip
 def test_row_34_settings_at_the_top(name: str) -> None:
     assert getattr(accelerate, name) is getattr(accel_torch, name) is getattr(accelerate.utils, name)

@@ -21,6 +21,7 @@ from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DynamoBackend,
+    FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -89,6 +90,18 @@ def test_rows_45_to_48_settings_of_sharding(monkeypatch: pytest.MonkeyPatch) -> 
     assert FullyShardedDataParallelPlugin().use_orig_params is False
     for name in ("reshard_after_forward", "cpu_ram_efficient_loading", "transformer_cls_names_to_wrap"):
         assert hasattr(plain, name)
+
+
+def test_rows_49_to_51_recipes_for_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FP8RecipeKwargs("TE").backend == "TE"
+    assert FP8RecipeKwargs("MSAMP").backend == "MSAMP"
+    assert FP8RecipeKwargs("O1", backend="MSAMP").opt_level == "O1"
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    assert FP8RecipeKwargs().backend == "MSAMP"
+    assert FP8RecipeKwargs(use_autocast=True).autocasts
+    assert not FP8RecipeKwargs(use_autocast=False).autocasts
+    plain = FP8RecipeKwargs(backend="TE")
+    assert (plain.fp8_format, plain.amax_history_len, plain.amax_compute_algo) == ("HYBRID", 1024, "most_recent")
 
 
 def test_rows_52_and_53_nothing_is_compiled_by_default() -> None:

@@ -12,7 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.errors import Conflict
 from accel_state.testing.fresh import fresh
-from accel_torch import Accelerator, AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_torch import (
+    Accelerator,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    GradScalerKwargs,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +131,14 @@ def test_a_prepared_loader_is_adapted_already() -> None:
     assert accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader
     plain = DataLoader(TensorDataset(torch.ones(2, 1)))
     assert list(accelerator.deepspeed_ulysses_dl_adapter(plain, model))
+
+
+def test_settings_of_8_bits_that_were_given() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.has_fp8_handler
+    assert not accelerator.fp8_enabled
+    recipe = FP8RecipeKwargs(backend="TE")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[recipe])
+    assert accelerator.fp8_recipe_handler is recipe
+    assert accelerator.has_fp8_handler
+    assert accelerator.ao_recipe_handler is None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_state.labels import PrecisionType
 from accel_torch.parts import Parts
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.precision.fp8_config import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from accel_state.kwargs import InitProcessGroupKwargs
     from accel_torch.profile import ProfileKwargs
 
@@ -123,3 +125,41 @@ class ViewsPage(Parts):
         from accel_torch.profile import ProfileKwargs
 
         return self._options.handler(ProfileKwargs)
+
+    @property
+    def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
+        """The one for training in 8 bits, whatever the library."""
+        from accel_plugins.precision.fp8_config import FP8RecipeKwargs
+
+        return self._options.handler(FP8RecipeKwargs)
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The one for training in 8 bits by torchao."""
+        from accel_plugins.precision.fp8_config import AORecipeKwargs
+
+        return self._options.handler(AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The one for training in 8 bits by Transformer Engine."""
+        from accel_plugins.precision.fp8_config import TERecipeKwargs
+
+        return self._options.handler(TERecipeKwargs)
+
+    @property
+    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
+        """The one for training in 8 bits by MS-AMP."""
+        from accel_plugins.precision.fp8_config import MSAMPRecipeKwargs
+
+        return self._options.handler(MSAMPRecipeKwargs)
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether a settings object for training in 8 bits was given."""
+        return any((self.ao_recipe_handler, self.te_recipe_handler, self.msamp_recipe_handler))
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether the run computes in 8 bits."""
+        return self._engine.precision.name == PrecisionType.FP8.value
