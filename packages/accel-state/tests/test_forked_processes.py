@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import traceback
@@ -142,3 +143,36 @@ def test_a_device_that_does_not_survive_the_fork_is_named(one: Processes) -> Non
     (told,) = one.run(device_opened_before_the_fork)
     assert f"'{NAME}'" in told
     assert "touch the device only in the function that is launched" in told
+
+
+class Connection:
+    """Stands for what waits for threads of its process when it ends."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        ended.append(os.getpid())
+
+
+ended: list[int] = []
+
+
+def garbage_left_to_a_child() -> list[int]:
+    gc.collect()
+    gc.disable()
+    Connection()
+
+    def collect() -> list[int]:
+        gc.collect()
+        return ended
+
+    in_the_child = in_child(collect)
+    gc.enable()
+    gc.collect()
+    assert ended == [os.getpid()]
+    return in_the_child
+
+
+def test_a_child_does_not_end_what_its_parent_left_to_be_collected(one: Processes) -> None:
+    assert one.run(garbage_left_to_a_child) == [[]]

@@ -7,6 +7,7 @@ puts a new object there.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ def _checked(process: Process) -> Process:
 
 def _after_fork() -> None:
     """Mark in a forked child that what is known describes its parent, and take the parent's connections away."""
+    # What the parent left to be collected may hold process groups; ending one waits for threads that are not here.
+    gc.freeze()
     if _slot.process is not None:
         transport = _slot.process.transport.in_child()
         _slot.process = dataclasses.replace(_slot.process, transport=transport, inherited=True)
