@@ -105,6 +105,16 @@ def test_divided_parameters_are_compared_with_their_replicas_only(four: Processe
         assert "agree with each other: process 1; process 3." in message
 
 
+def flat(wrong: str) -> Any:
+    from accel_torch import FullyShardedDataParallelPlugin
+
+    return trained(wrong, options={"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)})
+
+
+def test_flat_parameters_have_no_replicas(two: Processes) -> None:
+    assert two.run(flat, "nothing") == ["well", "well"]
+
+
 def sharded(wrong: str) -> Any:
     from accel_torch import FullyShardedDataParallelPlugin, ParallelismConfig
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-from accel_torch import Accelerator, GeneralTracker
+from accel_torch import Accelerator, DataLoaderConfiguration, GeneralTracker
 from accel_torch.stopwatch import SHARES, Stopwatch
 from accel_torch.straggler import shares, table
 
@@ -140,3 +140,20 @@ def test_each_moment_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spend(64)
     expected = {"other": 65.0, "saving": 10.0, "waiting": 4.0, "backward": 48.0, "data": 0.0, "forward": 0.0}
     assert stopwatch.read() == expected
+
+
+def read(timed: bool, dispatch: bool) -> list[Any]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch, use_stateful_dataloader=False)
+    accelerator = Accelerator(cpu=True, straggler_report=timed, dataloader_config=config)
+    loader: Any = accelerator.prepare(DataLoader(range(14), batch_size=2))  # type: ignore[arg-type]
+    skipping = accelerator.skip_first_batches(loader, 1)
+    batches = [batch.tolist() for source in (loader, skipping, loader) for batch in source]
+    if timed and (accelerator.is_main_process or not dispatch):
+        assert accelerator._report is not None
+        assert accelerator._report.stopwatch.read()["data"] > 0
+    return [*batches, len(loader), loader.end_of_dataloader]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_timed_loaders_give_the_same(two: Processes, dispatch: bool) -> None:
+    assert two.run(read, True, dispatch) == two.run(read, False, dispatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from accel_plugins.strategy import Strategy
     from accel_torch.options import Options
     from accel_torch.registry import Registry
     from accel_torch.sentinel import Sentinel
@@ -22,10 +23,10 @@ def reporting(options: Options) -> StragglerReport | None:
     return StragglerReport()
 
 
-def watching(options: Options, registry: Registry) -> Sentinel | None:
+def watching(options: Options, registry: Registry, strategy: Strategy) -> Sentinel | None:
     """What compares replicas, or None."""
     if options.check_replicas_every is None:
         return None
     from accel_torch.sentinel import Sentinel
 
-    return Sentinel(options.check_replicas_every, registry)
+    return Sentinel(options.check_replicas_every, registry, strategy)

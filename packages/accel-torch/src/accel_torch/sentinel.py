@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.precision.base import Closure
+    from accel_plugins.strategy import Strategy
     from accel_torch.registry import Registry
     from accel_torch.step import Stepping
 
@@ -54,11 +55,12 @@ class Sentinel:
     Args:
         every: steps between two checks.
         registry: knows names of parameters and positions of loaders.
+        strategy: knows which part of them this process has.
     """
 
-    def __init__(self, every: int, registry: Registry) -> None:
+    def __init__(self, every: int, registry: Registry, strategy: Strategy) -> None:
         self.every = every
-        self._registry = registry
+        self._registry, self._strategy = registry, strategy
         self._steps: dict[int, int] = {}
         self._shared_generators: set[str] | None = None
 
@@ -79,7 +81,7 @@ class Sentinel:
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         sums = bit_sums(tensors)
-        holds = _digest([_part(tensor) for tensor in tensors])
+        holds = _digest([self._strategy.part_held(), *(_part(tensor) for tensor in tensors)])
         witness = Witness(holds, _digest(sums), {"optimizer steps": steps, **self._facts()})
         witnesses: list[Witness] = gather_object([witness])
         self._compare_facts(witnesses, steps)
@@ -103,7 +105,7 @@ class Sentinel:
 
     def _compare_facts(self, witnesses: Sequence[Witness], steps: int) -> None:
         """Compare what must be equal; generators count if they were equal at the first check."""
-        facts = list(witnesses[0].facts)
+        facts = list(dict.fromkeys(name for witness in witnesses for name in witness.facts))
         equal = {name for name in facts if len({witness.facts.get(name) for witness in witnesses}) == 1}
         if self._shared_generators is None:
             self._shared_generators = {name for name in equal if name.startswith("the generator")}

@@ -6,7 +6,7 @@ is not supported there is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, ClassVar, Final
@@ -176,6 +176,15 @@ class FSDP1Strategy(ShardedStrategy):
             use_orig_params=bool(config.use_orig_params),
             device_mesh=self._mesh(),
         )
+
+    def part_held(self) -> Hashable:
+        # Its parameters are plain tensors that do not know of each other.
+        process, shards = self.context.process, part(self.context.mesh, Axis.SHARD)
+        if self._strategy_name == "NO_SHARD":
+            return None
+        if shards is not None:
+            return shards.get_local_rank()
+        return process.topology.local_rank if self._strategy_name in _HYBRID else process.rank
 
     def _mesh(self) -> DeviceMesh:
         """The mesh of the run; without one, the hybrid strategies divide within a node and copy between nodes."""

@@ -166,7 +166,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()
         self._trigger = Trigger()
-        self._sentinel = watching(self._options, self._registry)
+        self._sentinel = watching(self._options, self._registry, self._engine.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
         self._tracking = None
         self._saver = None
