@@ -44,13 +44,13 @@ def losses(folder: Path, rank: int) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[int, str]]]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[int, str]]]:
     """The losses of runs on one and on two processes, of each process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert start(folder / "one").returncode == 0
     done = start(folder / "two", launch=("--num_processes", "2"))
     assert done.returncode == 0, done.stderr
-    yield {1: [losses(folder / "one", 0)], 2: [losses(folder / "two", rank) for rank in range(2)]}
+    return {1: [losses(folder / "one", 0)], 2: [losses(folder / "two", rank) for rank in range(2)]}
 
 
 @pytest.mark.parametrize(("how", "at"), [("term", 7), ("usr1", 24)])

@@ -25,6 +25,8 @@ __all__ = (
     "optimizer_name",
     "random_states_name",
     "scheduler_name",
+    "sharded_model_name",
+    "shards_name",
     "weights_name",
 )
 
@@ -65,6 +67,16 @@ def random_states_name(rank: int) -> str:
 def gradients_name(rank: int) -> str:
     """`gradients_<rank>.safetensors`: what a process had gathered in an unfinished accumulation window."""
     return f"gradients_{rank}.safetensors"
+
+
+def sharded_model_name(index: int) -> str:
+    """`pytorch_model_fsdp.bin`, `pytorch_model_fsdp_1.bin`, ...: whole weights of a model that trains sharded."""
+    return _numbered(FSDP_MODEL_NAME, index, ".bin")
+
+
+def shards_name(stem: str, index: int) -> str:
+    """`pytorch_model_fsdp_0`, `optimizer_0`, ...: folders of shards; index 0 keeps its suffix."""
+    return f"{stem}_{index}"
 
 
 def custom_name(index: int) -> str:

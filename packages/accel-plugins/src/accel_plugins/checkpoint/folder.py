@@ -100,6 +100,8 @@ def load_folder(
         hook(models, str(source))
     for part in strategy.load_order:
         options = dict(model_options or {}) if part is Part.MODEL else {}
+        if part is Part.OPTIMIZER:
+            options["models"] = [strategy.unwrap(model) for model in contents.models]
         for index, item in enumerate(models if part is Part.MODEL else contents.of_kind(part)):
             strategy.load(part, item, source, index, map_location=map_location, **options)
     _load_loaders(source, contents.loaders, process, "loaders" in waive)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,16 @@ from torch.nn import Module
 
 from accel_bigmodel import weight_files
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.files import optimizer_name, scheduler_name, weights_name
+from accel_plugins.checkpoint.files import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    optimizer_name,
+    scheduler_name,
+    sharded_model_name,
+    shards_name,
+    weights_name,
+)
+from accel_plugins.checkpoint.optimizer_names import by_position, names_parameters
 from accel_plugins.manifest import Part
 from accel_state.errors import CheckpointError
 
@@ -42,9 +51,17 @@ def write_part(part: Part, state: Any, folder: Path, index: int, *, safe_seriali
 
 
 def read_part(
-    part: Part, item: Any, folder: Path, index: int, *, map_location: Any = "cpu", strict: bool = True, **options: Any
+    part: Part,
+    item: Any,
+    folder: Path,
+    index: int,
+    *,
+    map_location: Any = "cpu",
+    strict: bool = True,
+    models: Sequence[Module] = (),
+    **options: Any,
 ) -> None:
-    """Read a file of `checkpoint.files` into an object.
+    """Read a file of `checkpoint.files` into an object; also one that a backend wrote which shards.
 
     Args:
         part: kind of the object.
@@ -53,17 +70,21 @@ def read_part(
         index: which one of its kind.
         map_location: where tensors are read to, before they go to where the object has its own.
         strict: of models, whether names must agree.
+        models: of optimizers, the user's models, for states that name their parameters.
         options: for `Module.load_state_dict`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or it is that of another object.
     """
     if part is Part.MODEL:
-        weights = weight_files.load_weights_file(_weights_path(folder, index), map_location or "cpu")
+        weights = _weights(folder, index, map_location or "cpu")
         load_into_model(item, weights, strict=strict, where=str(folder), **options)
         return
     path = folder / _NAMES[part](index)
-    state = pickled.read(path, map_location or "cpu")
+    if part is Part.OPTIMIZER:
+        state = _optimizer_state(item, folder, index, map_location or "cpu", models)
+    else:
+        state = pickled.read(path, map_location or "cpu")
     try:
         item.load_state_dict(state)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -74,16 +95,39 @@ def read_part(
         ) from error
 
 
-def _weights_path(folder: Path, index: int) -> Path:
+def _weights(folder: Path, index: int, map_location: Any) -> dict[str, Any]:
+    """All weights of a model, from whichever file or folder holds them."""
     candidates = [folder / weights_name(safe, index) for safe in (True, False)]
     found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise CheckpointError(
-            f"Model {index} was to be loaded from {folder}.",
-            f"Neither {candidates[0].name} nor {candidates[1].name} is there.",
-            "Prepare as many models as when it was saved, or name another folder.",
-        )
-    return found
+    if found is not None:
+        return weight_files.load_weights_file(found, map_location)
+    whole, sharded = folder / sharded_model_name(index), folder / shards_name(FSDP_MODEL_NAME, index)
+    if whole.is_file():
+        weights: dict[str, Any] = pickled.read(whole, map_location)
+        return weights
+    if sharded.is_dir():
+        from accel_plugins.checkpoint.shards import read_whole
+
+        return dict(read_whole(sharded)["model"])
+    raise CheckpointError(
+        f"Model {index} was to be loaded from {folder}.",
+        f"None of {', '.join(path.name for path in (*candidates, whole, sharded))} is there.",
+        "Prepare as many models as when it was saved, or name another folder.",
+    )
+
+
+def _optimizer_state(optimizer: Any, folder: Path, index: int, map_location: Any, models: Sequence[Module]) -> Any:
+    """The state of an optimizer, with its parameters by position."""
+    sharded = folder / shards_name(OPTIMIZER_NAME, index)
+    if sharded.is_dir() and not (folder / optimizer_name(index)).is_file():
+        from accel_plugins.checkpoint.shards import read_whole
+
+        state = read_whole(sharded)["optimizer"]
+    else:
+        state = pickled.read(folder / optimizer_name(index), map_location)
+    if isinstance(state, Mapping) and "param_groups" in state and names_parameters(state):
+        return by_position(state, getattr(optimizer, "optimizer", optimizer), models)
+    return state
 
 
 def load_into_model(

@@ -1,18 +1,15 @@
 """Checkpoints of sharded models and optimizers: in one file, or in one file of shards per process.
 
-The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes. torch
-reads their `.metadata`, and the numbers among the tensors, with pickle; both are checked by a reader that knows
-nothing but plain data before torch gets to see them.
+The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes. What a
+backend wrote that does not shard is loaded too.
 """
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,17 +17,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.allowed import check_metadata
-from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, OPTIMIZER_NAME, optimizer_name
+from accel_plugins.checkpoint.files import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    optimizer_name,
+    sharded_model_name,
+    shards_name,
+    weights_name,
+)
+from accel_plugins.checkpoint.optimizer_names import by_name, names_parameters, restart, unstepped
+from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
-from accel_state.errors import AccelError, CheckpointError
+from accel_state.errors import CheckpointError
 
 __all__ = ("load_model", "load_optimizer", "model_state", "optimizer_state", "write")
 
@@ -51,6 +56,9 @@ def model_state(model: Module, *, full: bool, to_host: bool = True) -> dict[str,
 
 def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool, to_host: bool = True) -> dict[str, Any]:
     """State of an optimizer by names of parameters, as `model_state`."""
+    if not optimizer.state:
+        # torch would let the optimizer step once to have a state, and so change what training goes on with.
+        return unstepped(optimizer, [model])
     options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
@@ -78,7 +86,7 @@ def write(
             pickled.write(state, folder / _full_name(part, index))
         return
     try:
-        save_shards({part.value: state}, checkpoint_id=_sharded(part, folder, index), process_group=group)
+        save_shards({part.value: state}, checkpoint_id=folder / shards_name(_STEMS[part], index), process_group=group)
     except Exception as error:  # whatever another process met comes wrapped
         raise CheckpointError(
             f"{part.value} {index} was to be saved in {folder}.",
@@ -89,55 +97,47 @@ def write(
 
 def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) -> None:
     """Read the weights of a model, from shards or from one file, whichever is there."""
-    if _sharded(Part.MODEL, folder, index).is_dir():
+    sharded, whole = folder / shards_name(FSDP_MODEL_NAME, index), folder / sharded_model_name(index)
+    if sharded.is_dir():
         state = model_state(model, full=False)
-        _read_shards(Part.MODEL, state, folder, index)
+        read_into({Part.MODEL.value: state}, sharded)
         set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
         return
-    loading.put(model, pickled.read(folder / _full_name(Part.MODEL, index)), strict=strict)
+    plain = next((path for safe in (True, False) if (path := folder / weights_name(safe, index)).is_file()), None)
+    weights = pickled.read(whole) if plain is None else _with_ties(model, load_weights_file(plain))
+    loading.put(model, weights, strict=strict)
+
+
+def _with_ties(model: Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights with all names of those that have several: a safetensors file keeps the first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        given = next((weights[name] for name in tied if name in weights), None)
+        if given is not None:
+            weights.update({name: given for name in tied if name not in weights})
+    return weights
 
 
 def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int) -> None:
     """Read the state of an optimizer, from shards or from one file, whichever is there."""
-    full = not _sharded(Part.OPTIMIZER, folder, index).is_dir()
+    sharded = folder / shards_name(OPTIMIZER_NAME, index)
+    full = not sharded.is_dir()
     if full:
-        state = pickled.read(folder / _full_name(Part.OPTIMIZER, index))
+        state = pickled.read(folder / optimizer_name(index))
+        state = state if names_parameters(state) else by_name(state, optimizer, [model])
+    elif any(name.startswith(f"{Part.OPTIMIZER.value}.state.") for name in names_in(sharded)):
+        state = dict(get_optimizer_state_dict(model, optimizer))
+        read_into({Part.OPTIMIZER.value: state}, sharded)
     else:
-        state = optimizer_state(model, optimizer, full=False)
-        _read_shards(Part.OPTIMIZER, state, folder, index)
+        state = {"state": {}, **read_whole(sharded)[Part.OPTIMIZER.value]}
+    if not state["state"]:
+        restart(optimizer, state)
+        return
     options = StateDictOptions(full_state_dict=full)
     set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
 def _full_name(part: Part, index: int) -> str:
-    if part is Part.OPTIMIZER:
-        return optimizer_name(index)
-    return f"{FSDP_MODEL_NAME}_{index}.bin" if index else f"{FSDP_MODEL_NAME}.bin"
-
-
-def _sharded(part: Part, folder: Path, index: int) -> Path:
-    return folder / f"{_STEMS[part]}_{index}"
-
-
-class _PlainLoadPlanner(DefaultLoadPlanner):
-    """Refuses values among the tensors that are more than plain data."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        pickled.read_bytes(value, read_item.dest_index.fqn)
-        value.seek(0)
-        super().load_bytes(read_item, value)
-
-
-def _read_shards(part: Part, state: dict[str, Any], folder: Path, index: int) -> None:
-    source = _sharded(part, folder, index)
-    check_metadata(source / ".metadata")
-    try:
-        load_shards({part.value: state}, checkpoint_id=source, planner=_PlainLoadPlanner())
-    except AccelError:
-        raise
-    except Exception as error:  # a damaged file can make its reader raise anything
-        raise CheckpointError(
-            f"{source.name} of {folder} was to be loaded.",
-            f"It is damaged or belongs to another {part.value}: {str(error).strip().splitlines()[-1]}",
-            "Load an older checkpoint, or build what it was saved from.",
-        ) from error
+    return optimizer_name(index) if part is Part.OPTIMIZER else sharded_model_name(index)

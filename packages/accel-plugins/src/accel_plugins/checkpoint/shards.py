@@ -1,0 +1,104 @@
+"""Folders of shards of `torch.distributed.checkpoint`: read by all processes together, or whole by each alone.
+
+torch reads their `.metadata`, and the values among the tensors, with pickle; both are checked by a reader that knows
+nothing but plain data before torch gets to see them.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from accel_plugins.checkpoint import pickled
+from accel_plugins.checkpoint.allowed import check_metadata
+from accel_state.errors import AccelError, CheckpointError
+
+__all__ = ("names_in", "read_into", "read_whole")
+
+
+class _PlainLoadPlanner(DefaultLoadPlanner):
+    """Refuses values among the tensors that are more than plain data."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        pickled.read_bytes(value, read_item.dest_index.fqn)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> None:
+    """Read what a state dict names into its tensors, whatever shards they are; called on every process.
+
+    Args:
+        state: as it was saved, with tensors of the same names and shapes.
+        source: the folder of shards.
+        alone: this process reads by itself.
+
+    Raises:
+        CheckpointError: the shards are incomplete or damaged, belong to something else, or hold more than plain data.
+    """
+    check_metadata(source / ".metadata")
+    try:
+        load(state, checkpoint_id=source, planner=_PlainLoadPlanner(), no_dist=alone)
+    except AccelError:
+        raise
+    except Exception as error:  # a damaged file can make its reader raise anything
+        raise CheckpointError(
+            f"{source.name} of {source.parent} was to be loaded.",
+            f"It is damaged or belongs to something else: {(str(error).strip().splitlines() or [''])[-1]}",
+            "Load an older checkpoint, or build what it was saved from.",
+        ) from error
+
+
+def names_in(source: Path) -> list[str]:
+    """Names of everything in a folder of shards.
+
+    Raises:
+        CheckpointError: as `read_into`.
+    """
+    check_metadata(source / ".metadata")
+    return list(FileSystemReader(source).read_metadata().state_dict_metadata)
+
+
+def read_whole(source: Path) -> dict[str, Any]:
+    """Everything in a folder of shards, put together on this process and nested as it was saved.
+
+    Raises:
+        CheckpointError: as `read_into`.
+    """
+    check_metadata(source / ".metadata")
+    described: Metadata = FileSystemReader(source).read_metadata()
+    flat: dict[str, Any] = {
+        name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+        for name, one in described.state_dict_metadata.items()
+    }
+    read_into(flat, source, alone=True)
+    paths = described.planner_data or {}
+    whole: dict[Any, Any] = {}
+    for name, value in flat.items():
+        _put(whole, paths.get(name, (name,)), value)
+    found: dict[str, Any] = _with_lists(whole)
+    return found
+
+
+def _put(whole: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    *above, last = path
+    for step in above:
+        whole = whole.setdefault(step, {})
+    whole[last] = value
+
+
+def _with_lists(item: Any) -> Any:
+    """Mappings whose keys are all numbers were lists."""
+    if not isinstance(item, dict):
+        return item
+    inner = {key: _with_lists(value) for key, value in item.items()}
+    if inner and all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner

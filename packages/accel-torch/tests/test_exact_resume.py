@@ -1,0 +1,257 @@
+"""A run that is resumed has the losses of one that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_state.errors import CheckpointError, NotReady
+from accel_state.testing.processes import Processes
+from accel_torch import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration
+
+EPOCHS, BATCHES = 2, 5
+SAVES = (0, 1, 3, 5, 6, 9)
+
+
+class Run:
+    """One start of a training script.
+
+    Args:
+        backend: "single", "ddp", "fsdp2" (sharded checkpoints) or "fsdp2-full".
+        order: "default", "seedable" or "dispatched": who decides on the order of samples, and who reads them.
+        restores: whether the position is restored by the loader; otherwise by `skip_first_batches`.
+        accumulate: micro-batches per step.
+        seed: of the weights before a load; that of the data is always the same.
+        samples: of the whole data set.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        order: str = "default",
+        restores: bool = False,
+        accumulate: int = 1,
+        seed: int = 0,
+        samples: int = BATCHES * 8,
+    ) -> None:
+        torch.manual_seed(1)
+        data = TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
+        loading = DataLoaderConfiguration(
+            use_seedable_sampler=order == "seedable",
+            data_seed=11,
+            dispatch_batches=order == "dispatched" or None,
+            restore_position=restores,
+            split_batches=True,
+        )
+        options: dict[str, Any] = {}
+        if backend.startswith("fsdp2"):
+            kind = "FULL_STATE_DICT" if backend.endswith("full") else "SHARDED_STATE_DICT"
+            options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        self.accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=loading,
+            gradient_accumulation_steps=accumulate,
+            project_config=ProjectConfiguration(fsync=False),
+            **options,
+        )
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 6), nn.Linear(6, 1))
+        first, second = list(model[0].parameters()), list(model[2:].parameters())
+        optimizer = torch.optim.AdamW([{"params": second, "lr": 0.02}, {"params": first, "weight_decay": 0.2}], lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, DataLoader(data, batch_size=8, shuffle=True)
+        )
+
+    def train(self, epoch: int = 0, skip: int = 0, save_at: int = -1, folder: str = "") -> list[float]:
+        """Losses from a step of an epoch to the end; a checkpoint is saved on the way."""
+        losses: list[float] = []
+        step = epoch * BATCHES + skip
+        for now in range(epoch, EPOCHS):
+            if step == save_at:
+                self.accelerator.save_state(folder)
+            self.loader.set_epoch(now)
+            batches = self.accelerator.skip_first_batches(self.loader, skip) if skip and now == epoch else self.loader
+            for inputs, targets in batches:
+                losses.append(self._step(inputs, targets))
+                step += 1
+                if step == save_at and step % BATCHES:
+                    self.accelerator.save_state(folder)
+        return losses
+
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        with self.accelerator.accumulate(self.model):
+            loss = (self.model(inputs) - targets).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return float(loss.item())
+
+    def resume(self, folder: str, done: int, restores: bool, **options: Any) -> list[float]:
+        """Losses from a checkpoint to the end."""
+        torch.randn(5)
+        self.accelerator.load_state(folder, **options)
+        epoch, skip = divmod(done, BATCHES)
+        return self.train(self.loader.iteration) if restores else self.train(epoch, skip)
+
+
+def resumes(folder: str, backend: str, accumulate: int) -> list[str]:
+    """What is different after a resume, over all idioms, orders and steps."""
+    wrong = []
+    for order, restores in itertools.product(("default", "seedable", "dispatched"), (False, True)):
+        whole = Run(backend, order, restores, accumulate).train()
+        for done in SAVES:
+            if accumulate > 1 and backend.startswith("fsdp2") and done % BATCHES % accumulate and done % BATCHES:
+                continue
+            path = f"{folder}/{order}-{restores}-{done}"
+            if Run(backend, order, restores, accumulate).train(save_at=done, folder=path) != whole:
+                wrong.append(f"saving at {done} changed the run: {order} {restores}")
+            resumed = Run(backend, order, restores, accumulate, seed=9).resume(path, done, restores)
+            if resumed != whole[done:]:
+                wrong.append(f"{order} restores={restores} step {done}: {resumed} is not {whole[done:]}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Processes]:
+    with Processes(1) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as group:
+        yield group
+
+
+def combinations(*backends: str) -> list[Any]:
+    """Backends with and without accumulation; those that take longer are run apart."""
+    quick = {("single", 2), ("ddp", 2), ("fsdp2", 1)}
+    return [
+        pytest.param(backend, accumulate, marks=() if (backend, accumulate) in quick else pytest.mark.slow)
+        for backend in backends
+        for accumulate in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(("backend", "accumulate"), combinations("single", "fsdp2"))
+def test_one_process(one: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
+    assert one.run(resumes, str(tmp_path), backend, accumulate) == [[]]
+
+
+@pytest.mark.parametrize(("backend", "accumulate"), combinations("ddp", "fsdp2", "fsdp2-full"))
+def test_two_processes(two: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
+    assert two.run(resumes, str(tmp_path), backend, accumulate) == [[], []]
+
+
+def save_in_a_window(folder: str) -> str:
+    run = Run("fsdp2", accumulate=2)
+    with run.accelerator.accumulate(run.model):
+        run.accelerator.backward(run.model(torch.ones(1, 4)).sum())
+    with pytest.raises(NotReady) as caught:
+        run.accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_partial_gradients_that_cannot_be_saved_are_refused(two: Processes, tmp_path: Path) -> None:
+    for message in two.run(save_in_a_window, str(tmp_path / "a")):
+        assert "accelerator.sync_gradients is true" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------- other numbers of processes, other backends
+
+
+def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and optimizer state by name, whole."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = run.accelerator.unwrap_model(run.model)
+    weights = run.accelerator.get_state_dict(run.model)
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, run.optimizer.optimizer, options=options)
+    return copy.deepcopy(weights), copy.deepcopy(state)
+
+
+def save_with(folder: str, backend: str) -> Any:
+    run = Run(backend, "seedable")
+    run.train(epoch=1)
+    run.accelerator.save_state(folder)
+    return whole_state(run)
+
+
+def load_with(folder: str, backend: str) -> tuple[Any, list[float]]:
+    run = Run(backend, "seedable", seed=9)
+    run.accelerator.load_state(folder, waive=("random_states",))
+    state = whole_state(run)
+    run.loader.set_epoch(3)
+    torch.manual_seed(4)
+    run.model.eval()
+    losses = [run._step(inputs, targets) for inputs, targets in run.loader]
+    # The parts of a batch are equal, so the mean over processes is the loss of the batch.
+    return state, run.accelerator.reduce(torch.tensor(losses), "mean").tolist()
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        *((("fsdp2", 2), ("fsdp2", 1)), (("fsdp2", 2), ("fsdp2", 4)), (("fsdp2", 4), ("fsdp2", 2))),
+        *((("ddp", 2), ("fsdp2", 2)), (("fsdp2", 2), ("ddp", 2)), (("fsdp2-full", 2), ("ddp", 2))),
+        *((("ddp", 2), ("fsdp2-full", 2)), (("fsdp2", 2), ("single", 1)), (("fsdp2-full", 2), ("single", 1))),
+        *((("single", 1), ("fsdp2", 2)), (("fsdp2-full", 2), ("fsdp2", 4)), (("single", 1), ("ddp", 2))),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_loads_on_other_numbers_of_processes_and_other_backends(
+    one: Processes, two: Processes, four: Processes, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]
+) -> None:
+    groups = {1: one, 2: two, 4: four}
+    weights, state = groups[saved[1]].run(save_with, str(tmp_path / "a"), saved[0])[0]
+    expected = groups[saved[1]].run(load_with, str(tmp_path / "a"), saved[0])[0][1]
+    (found_weights, found_state), losses = groups[loaded[1]].run(load_with, str(tmp_path / "a"), loaded[0])[0]
+
+    assert weights
+    assert same(found_weights, weights)
+    assert same(found_state, state)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def load_strictly(folder: str) -> str:
+    run = Run("ddp", seed=9)
+    with pytest.raises(CheckpointError) as caught:
+        run.accelerator.load_state(folder)
+    return str(caught.value)
+
+
+def test_generators_that_were_not_saved_are_missed_unless_they_are_waived(
+    one: Processes, two: Processes, tmp_path: Path
+) -> None:
+    one.run(save_with, str(tmp_path / "a"), "single")
+    first, second = two.run(load_strictly, str(tmp_path / "a"))
+    assert "waive 'random_states'" in second
+    assert "Process 1 failed" in first
