@@ -198,6 +198,24 @@ def bigmodel(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "packages/accel-bigmodel/tests", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def float8(session: nox.Session) -> None:
+    """Train in 8 bits with torchao, which `tests` does not install."""
+    look_through_to_base(session)
+    below = [part for name in ("accel-state", "accel-ops", "accel-bigmodel") for part in ("-e", f"packages/{name}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *below, "-e", "packages/accel-plugins[torchao]")
+    tests = "packages/accel-plugins/tests/test_float8_torchao.py"
+    session.run("python", "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
+def parity(session: nox.Session) -> None:
+    """Play short scripts with this library and with the original, and compare what they come to."""
+    session.install("-q", "-c", str(CONSTRAINTS), "accelerate==1.15.0", "torch", "numpy")
+    os.environ["ACCEL_ORIGINAL_PYTHON"] = str(Path(session.bin) / "python")
+    run(session, "python", "-m", "pytest", "-n", "0", "tests-integration/parity", *session.posargs)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, in one run, and write docs/benchmarks.md."""
