@@ -6,6 +6,7 @@ kept, because the process that hosts the store may be the one that dies.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -60,6 +61,7 @@ class Watch:
     def __init__(self, log: CallLog, store: Any | None, rank: int, world_size: int) -> None:
         self._log = log
         self._rank = rank
+        self._pid = os.getpid()
         self._keys = [f"accel_ops/sighting/{other}" for other in range(world_size)]
         self._read_every = max(1, world_size // _RANKS_READ_PER_TICK)
         self._asked_before = 0
@@ -74,7 +76,12 @@ class Watch:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; called when the transport goes, and before the interpreter does."""
+        """End the thread; called when the transport goes, and before the interpreter does.
+
+        In a forked child there is no thread to end, and its lock may never be let go.
+        """
+        if os.getpid() != self._pid:
+            return
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LAST_PATIENCE.total_seconds())

@@ -94,10 +94,15 @@ def _checked(process: Process) -> Process:
     return process
 
 
+_parents: list[Process | None] = []
+
+
 def _after_fork() -> None:
     """Mark in a forked child that what is known describes its parent, and take the parent's connections away."""
-    # What the parent left to be collected may hold process groups; ending one waits for threads that are not here.
+    # Ending a process group waits for threads that are not here, and for locks that they held: neither what the parent
+    # has nor what it left to be collected may end in this process.
     gc.freeze()
+    _parents.append(_slot.process)
     if _slot.process is not None:
         transport = _slot.process.transport.in_child()
         _slot.process = dataclasses.replace(_slot.process, transport=transport, inherited=True)

@@ -1,0 +1,66 @@
+"""The thread that publishes where a process is, after that process was forked."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+
+from accel_ops.call_log import CallLog
+from accel_ops.watch import Watch
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    # Python 3.12 and later: there are threads, which is what this is about.
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+
+
+class Slow:
+    """A store that takes what it is told only when it is let."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.let = threading.Event()
+
+    def clone(self) -> Slow:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """It waits for as long as it takes."""
+
+    def set(self, key: str, value: str) -> None:
+        self.asked.set()
+        self.let.wait()
+
+    def add(self, key: str, amount: int) -> int:
+        return 0
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_a_child_forked_while_the_thread_works_can_end() -> None:
+    store = Slow()
+    watch = Watch(CallLog(), store, 0, 1)
+    assert store.asked.wait(10)
+    child = os.fork()
+    if child == 0:
+        watch.stop()
+        os._exit(0)
+    ended = threading.Event()
+    status: list[int] = []
+
+    def wait() -> None:
+        status.append(os.waitpid(child, 0)[1])
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    if not ended.wait(10):
+        os.kill(child, 9)
+    store.let.set()
+    watch.stop()
+    assert ended.wait(10)
+    assert status == [0]
