@@ -31,12 +31,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in [name for name in os.environ if name.startswith(TELLING)]:
         monkeypatch.delenv(name)
     # Unbuffered processes write their lines in pieces, which mix.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    # A launcher that a test kills cannot remove its folder.
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
 
 
 @pytest.fixture

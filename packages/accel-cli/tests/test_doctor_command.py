@@ -218,6 +218,17 @@ def cable():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+def interface(name):
+    """The interface of a node that the cable is in."""
+    links = subprocess.run(["ip", "-n", name, "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return links.splitlines()[-1].split(":")[1].split("@")[0].strip()
+
+
+def cut(name):
+    """Take the cable out of a node."""
+    run_ip("-n", name, "link", "set", interface(name), "down")
+
+
 def run_ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
@@ -246,8 +257,7 @@ def test_two_nodes_with_the_same_rank(cable):
 
 
 def test_two_nodes_without_a_cable(cable):
-    end = subprocess.run(["ip", "-n", cable[1], "-o", "link"], capture_output=True, text=True, check=True).stdout
-    run_ip("-n", cable[1], "link", "set", end.splitlines()[-1].split(":")[1].split("@")[0].strip(), "down")
+    cut(cable[1])
     first, second = on_each(cable, ["doctor", "--nodes", "--timeout", "3", "--"], str)
     assert first[0] == 1
     assert "Machine 1 did not come within 3 s." in first[1]
@@ -262,3 +272,55 @@ def test_a_launch_on_two_nodes(cable, script):
     assert [code for code, _, _ in results] == [0, 0], results
     assert sorted(results[0][1].splitlines()) == ["0 4 0", "1 4 1"]
     assert sorted(results[1][1].splitlines()) == ["2 4 0", "3 4 1"]
+
+
+def start_on(name, index, words):
+    place = ["--num_machines", "2", "--machine_rank", str(index), "--main_process_ip", "10.77.0.1"]
+    argv = ["ip", "netns", "exec", name, sys.executable, "-m", "accel_cli.main", "launch", "--cpu", *place, *words]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": interface(name)}
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+TRAIN = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from accel_state.process import PartialState
+
+PartialState(cpu=True, timeout=timedelta(seconds=8))
+for step in range(10**9):
+    dist.all_reduce(torch.ones(1))
+    if step == 20:
+        print("training", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_link_that_is_cut_in_the_middle_of_a_run(cable, script):
+    started = [start_on(name, index, ["--num_processes", "2", str(script(TRAIN))]) for index, name in enumerate(cable)]
+    assert [process.stdout.readline() for process in started] == ["training\n"] * 2
+    cut(cable[1])
+    for process in started:
+        _, stderr = process.communicate(timeout=90)
+        assert process.returncode == 1
+        assert "accel launch: Process" in stderr
+        assert stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_a_launch_on_two_nodes_with_the_same_rank(cable, script):
+    body = script("print('started')")
+    results = on_each(
+        cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], lambda index: "0", [str(body)], timeout=60
+    )
+    for code, stdout, stderr in results:
+        assert (code, stdout) == (2, "")
+        assert "all say that they are machine 0." in stderr
+
+
+@pytest.mark.slow
+def test_a_launch_on_two_nodes_that_meet_first(cable, script):
+    results = on_each(
+        cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], str, [str(script("print('started')"))]
+    )
+    assert [(code, stdout) for code, stdout, _ in results] == [(0, "started\n")] * 2, results

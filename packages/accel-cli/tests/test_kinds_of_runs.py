@@ -104,11 +104,7 @@ def test_several_devices_where_there_is_one():
                 "ACCELERATE_FP8_OVERRIDE_WGRAD": "True",
             },
         ),
-        (
-            {"gradient_accumulation_steps": 2, "deepspeed_config.gradient_accumulation_steps": 2},
-            {"deepspeed_config.gradient_accumulation_steps": 8},
-            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
-        ),
+        ({"gradient_accumulation_steps": 2}, {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}),
     ],
 )
 def test_what_the_processes_are_told(flags, file, variables):

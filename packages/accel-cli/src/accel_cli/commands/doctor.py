@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
-from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
     from accel_cli.launch.request import Request
 
 __all__ = ("COMMAND", "Doctor")
-
-# Settings that differ from machine to machine by their nature.
-_PARTICULAR: Final = ("machine_rank", "main_process_ip", "gpu_ids", "device", "log_dir", "num_cpu_threads_per_process")
-
-_COMPARED: Final = ("torch", "accel-state", "accel-ops", "accel-data", "accel-plugins", "accel-cli", "accel-torch")
 
 
 class Doctor:
@@ -49,7 +43,9 @@ class Doctor:
 
             print(json.dumps([asdict(finding) for finding in findings], indent=2))
         else:
-            print("\n".join(_lines(findings)))
+            from accel_cli.doctor.finding import lines_of
+
+            print("\n".join(lines_of(findings)))
         from accel_cli.doctor.finding import TROUBLE
 
         return int(any(finding.verdict == TROUBLE for finding in findings))
@@ -62,42 +58,9 @@ def _here(request: Request) -> Sequence[Finding]:
 
 
 def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
-    import socket
+    from accel_cli.doctor.preflight import meet_machines
 
-    from accel_cli.distributions import versions
-    from accel_cli.doctor.compare import Member
-    from accel_cli.doctor.nodes import Meeting, meet
-    from accel_cli.launch.arguments import MachineSettings
-    from accel_cli.launch.check import check_launch, check_own_launcher
-    from accel_cli.launch.torchrun import PORT_OF_MACHINES
-
-    check_launch(request.settings)
-    check_own_launcher(request.settings)
-    machines = request.settings.instance(MachineSettings)
-    if machines.num_machines < 2 or machines.main_process_ip is None:
-        raise SettingError(
-            "The machines of a run were to meet.",
-            "The launch that is meant takes place on one machine.",
-            "Give its arguments: accel doctor --nodes -- --num_machines 2 --machine_rank 0 --main_process_ip ADDRESS",
-        )
-    told = {
-        name: str(effect.value)
-        for name, effect in request.settings.items()
-        if name not in _PARTICULAR and effect.value is not None
-    }
-    port = machines.main_process_port or PORT_OF_MACHINES
-    meeting = Meeting(machines.main_process_ip, port, machines.num_machines, arguments.timeout, arguments.shared_folder)
-    return meet(meeting, Member(machines.machine_rank, socket.gethostname(), versions(_COMPARED), told))
-
-
-def _lines(findings: Sequence[Finding]) -> list[str]:
-    width = max(len(finding.subject) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.verdict:<7}  {finding.subject:<{width}}  {finding.told}")
-        if finding.remedy:
-            lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
-    return lines
+    return meet_machines(request, arguments.timeout, arguments.shared_folder)
 
 
 COMMAND: Final = Doctor()

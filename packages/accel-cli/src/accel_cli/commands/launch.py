@@ -37,6 +37,7 @@ class Launch:
 
     def run(self, arguments: Namespace) -> int:
         """Start the processes and return the exit code of the run."""
+        from accel_cli.doctor.preflight import clear_for_launch
         from accel_cli.launch.check import check_launchers
         from accel_cli.launch.options import carried_classes
         from accel_cli.launch.plan import make_plan
@@ -50,6 +51,7 @@ class Launch:
         request = read_request(arguments, os.environ)
         if request.settings["compute_environment"].value != ComputeEnvironment.LOCAL_MACHINE.value:
             return _hand_in(request, script)
+        clear_for_launch(request)
         plan = make_plan(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
         check_launchers(request.surroundings, plan.processes)
         if not arguments.quiet:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ("FINE", "TROUBLE", "WORRY", "Finding")
+__all__ = ("FINE", "TROUBLE", "WORRY", "Finding", "lines_of")
 
 FINE: Final = "fine"
 WORRY: Final = "worry"
@@ -27,3 +28,14 @@ class Finding:
     verdict: str
     told: str
     remedy: str = ""
+
+
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """Findings as people read them, one a line, each with its remedy below."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.verdict:<7}  {finding.subject:<{width}}  {finding.told}")
+        if finding.remedy:
+            lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
+    return lines

@@ -173,6 +173,14 @@ class SupervisionSettings:
         help="Seconds between asking processes to end and killing them.",
         group=_SUPERVISION,
     )
+    preflight: bool = setting(
+        False,
+        kind=BOOLEAN,
+        flag="--preflight",
+        key="preflight",
+        help="With several machines: let them meet first, and start nothing when something is wrong between them.",
+        group=_SUPERVISION,
+    )
     prefix_output: bool = setting(
         False,
         kind=BOOLEAN,
