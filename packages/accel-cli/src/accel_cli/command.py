@@ -26,6 +26,8 @@ BUILT_IN: Final = (
     ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends, and whether they work here"),
     ("merge-weights", "accel_cli.commands.merge_weights:COMMAND", "put a model's shards together into one file"),
     ("to-fsdp2", "accel_cli.commands.to_fsdp2:COMMAND", "convert a config file from FSDP version 1 to version 2"),
+    ("test", "accel_cli.commands.test:COMMAND", "check that processes, collectives, loaders and training work here"),
+    ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
     ("completion", "accel_cli.commands.completion:COMMAND", "print what teaches a shell to complete this command"),
     ("doctor", "accel_cli.commands.doctor:COMMAND", "find what would go wrong in a run, before it starts"),
     ("env", "accel_cli.commands.env:COMMAND", "show what is installed here, as a bug report needs it"),
