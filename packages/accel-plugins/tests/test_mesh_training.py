@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from accel_plugins.transforms.compile import Compile
 from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_plugins.transforms.divided_sequence import divide
 from accel_plugins.transforms.tensor_parallel import TensorParallel
+from accel_state import PartialState, current
 from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
 
@@ -299,3 +302,71 @@ def test_blocks_may_be_recomputed_under_any_division(
     answers = four.run(train, case_of(manifest, frozenset(axes), 2, ActivationCheckpoint(offload=offload)), None)
 
     assert answers[0]["losses"] == near(reference(None)["losses"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("manifest", "axes"), [(DDP, (R, C)), (FSDP2, (S, T)), (FSDP2, (S, C)), (FSDP2, (R, Q))])
+def test_mixed_precision_stays_near_it(four: Group, manifest: Manifest, axes: tuple[Axis, ...], precision: str) -> None:
+    answers = four.run(train, case_of(manifest, frozenset(axes)).but(precision=precision), None)
+
+    assert answers[0]["losses"] == pytest.approx(reference(None)["losses"], rel=0.05)
+
+
+# -------------------------------------------------------------- weights and checkpoints
+
+
+def load_from_first(case: Case) -> dict[str, Any]:
+    PartialState(cpu=True)
+    model = Tokens() if current.process().rank == 0 else Tokens().to("meta")
+    return Session(case, model).weights()
+
+
+def test_only_the_first_process_has_to_load_weights_that_are_divided_twice(four: Group) -> None:
+    config = dataclasses.replace(SHARDED, cpu_ram_efficient_loading=True)
+    weights = four.run(load_from_first, case_of(FSDP2, frozenset({S, T})).but(config=config))[0]
+
+    assert weights == {name: value.tolist() for name, value in Tokens().state_dict().items()}
+
+
+def save(case: Case, folder: str) -> list[float]:
+    session = Session(case, Tokens())
+    steps(session)
+    session.save(Path(folder))
+    return steps(session)
+
+
+def resume(case: Case, folder: str) -> list[float]:
+    session = Session(case, Tokens())
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.zero_()
+    session.load(Path(folder))
+    return steps(session)
+
+
+def steps(session: Session) -> list[float]:
+    losses = []
+    for batch in data():
+        inputs, targets = session.slice(batch)
+        with divide(session.strategy.context, [inputs, targets], [1, 1]):
+            loss = nn.functional.mse_loss(session.model(inputs), targets)
+            session.strategy.backward(loss)
+        session.step()
+        losses.append(session.mean(loss.item()))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize(("axes", "others"), [((S, T), (R, S)), ((T,), (S, T)), ((R, S), (S, C))])
+def test_a_checkpoint_loads_on_other_axes(
+    four: Group, tmp_path: Path, kind: str, axes: tuple[Axis, ...], others: tuple[Axis, ...]
+) -> None:
+    config = dataclasses.replace(SHARDED, state_dict_type=kind)
+    first, second = (
+        case_of(FSDP2, frozenset(names), 4 if len(names) == 1 else 2).but(config=config, adam=True)
+        for names in (axes, others)
+    )
+    expected = four.run(save, first, str(tmp_path))
+
+    assert four.run(resume, first, str(tmp_path)) == [near(losses) for losses in expected]
+    assert four.run(resume, second, str(tmp_path)) == [near(losses) for losses in expected]
