@@ -1,3 +1,5 @@
+"""Names that the package offers: they exist, and checkers see the same list."""
+
 from __future__ import annotations
 
 import ast

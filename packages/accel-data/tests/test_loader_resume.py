@@ -85,6 +85,9 @@ class Grouped(BatchSampler):
 PLAIN = {
     "sequential": lambda workers: DataLoader(range(11), batch_size=2, num_workers=workers),
     "shuffled": lambda workers: DataLoader(range(11), batch_size=2, shuffle=True, num_workers=workers),
+    "persistent": lambda workers: DataLoader(
+        range(11), batch_size=2, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    ),
     "own generator": lambda workers: DataLoader(
         range(11), batch_size=2, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(4)
     ),
@@ -148,14 +151,16 @@ def test_the_rest_of_the_run_is_the_same_after_every_batch(
         assert [epoch_of(current), epoch_of(loader)] == expected
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream", "custom batches"])
-def test_with_workers_too(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shuffled", "persistent", "own generator", "stream", "custom batches"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_with_workers_too(kind: str, by_hand: bool) -> None:
     for processes, steps in [(1, 2), (2, 1)]:
-        saved, generator, expected = interrupted(prepared(kind, processes, 2, restore_position=True), steps)
-        loader = prepared(kind, processes, 2, restore_position=True)
+        saved, generator, expected = interrupted(prepared(kind, processes, 2, restore_position=not by_hand), steps)
+        loader = prepared(kind, processes, 2, restore_position=not by_hand)
         loader.load_state_dict(saved)
         torch.set_rng_state(generator)
-        assert [epoch_of(loader), epoch_of(loader)] == expected
+        current = skip_first_batches(loader, steps) if by_hand else loader
+        assert [epoch_of(current), epoch_of(loader)] == expected
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream"])

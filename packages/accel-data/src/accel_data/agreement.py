@@ -95,6 +95,24 @@ class AgreedSource:
         """-1: it is not known what the others have."""
         return -1
 
+    def shortage(self) -> str | None:
+        """None: it is not known what the others have."""
+        return None
+
+    def steps(self, at: Position | None) -> int | None:
+        """None: it is not known what the others have."""
+        return None
+
+    @property
+    def pads(self) -> bool:
+        """See `Source`."""
+        return False
+
+    @property
+    def may_be_empty(self) -> bool:
+        """See `Source`."""
+        return not self.even or self.drop_last
+
     def open(self, at: Position | None) -> Iterator[Any]:
         """See `Source`."""
         inner = self.inner

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from accel_data.order import Draw, Draws
 from accel_data.padding import Padding
+from accel_data.plan import shortage
 from accel_data.progress import Position
 from accel_data.rounds import Round, rounds
 from accel_data.seeding import SampleSeed
@@ -98,13 +99,39 @@ class DispatchedSource:
             return -1
         return max(length - (start or 0), 0) % size
 
+    def shortage(self) -> str | None:
+        """See `Source`."""
+        return shortage(self.length(), self.processes, not self.drop_last)
+
+    def steps(self, at: Position | None) -> int | None:
+        """See `Source`."""
+        batches = self.inner.steps(self._where(at))
+        if batches is None:
+            return None
+        return batches // self.per_step if self.drop_last else -(-batches // self.per_step)
+
+    @property
+    def pads(self) -> bool:
+        """False: what remains is cut into equal parts, and filled up only where it does not divide evenly."""
+        return False
+
+    @property
+    def may_be_empty(self) -> bool:
+        """See `Source`."""
+        return self.drop_last or self.inner.may_be_empty
+
+    def _where(self, at: Position | None) -> Position | None:
+        """A position as the source below counts it."""
+        return None if at is None else dataclasses.replace(at, steps=at.steps * self.per_step)
+
     def open(self, at: Position | None) -> Iterator[Round]:
         """Begin an epoch, at a position if one is given; for the main process only."""
-        where = None if at is None else dataclasses.replace(at, steps=at.steps * self.per_step)
         steps = self.inner.skipped()[0] if at is None else at.steps
         first = first_batch(self.inner) if steps and not self.drop_last else None
         inner, split, drop_last = self.inner, self.split, self.drop_last
-        return rounds(inner.open(where), self.processes, split, drop_last, self.slice_fn, first, inner.base_state)
+        return rounds(
+            inner.open(self._where(at)), self.processes, split, drop_last, self.slice_fn, first, inner.base_state
+        )
 
     @property
     def padded(self) -> Collection[int]:

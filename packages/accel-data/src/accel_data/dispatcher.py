@@ -6,7 +6,7 @@ is on its way while the loop works on this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from accel_data.dispatched import DispatchedSource
@@ -14,11 +14,10 @@ from accel_data.loader import source_of
 from accel_data.mesh import coordinates
 from accel_data.postal import Arrival, alone, receive, send
 from accel_data.prepared import END, PreparedLoader
-from accel_data.progress import Position, Progress
+from accel_data.progress import Outlook, Position, Progress
 from accel_ops.move import send_to_device
 from accel_ops.objects import gather_object
 from accel_state import current
-from accel_state.errors import DataError
 from accel_state.gradient import GradientState
 
 __all__ = ("DataLoaderDispatcher",)
@@ -86,22 +85,11 @@ class DataLoaderDispatcher(PreparedLoader):
         """What cuts a batch for one process, if it was given."""
         return self.source.slice_fn
 
-    def _open(self, at: Position | None) -> Iterator[Any]:
-        process, source = current.process_or_start(), self.source
-        transport = process.transport
-        indices = coordinates(self.torch_device_mesh, transport.world_size)
-        if transport.world_size > 1:
-            self._check_alike()
-        main = process.rank == 0
-        batches = super()._open(at) if main else iter(())
-        if transport.world_size == 1:
-            return alone(batches)
-        if main:
-            return send(transport, batches, indices)
-        self._begin_progress(at)
-        return receive(transport, source.processes, self._name())
-
-    def _check_alike(self) -> None:
+    def _outlook(self, at: Position | None, samples: int | None) -> Outlook:
+        """That of the main process, whose data are the ones that are read."""
+        own = super()._outlook(at, samples)
+        if current.process_or_start().world_size == 1:
+            return own
         base = self.base_dataloader
         mine = {
             "batch_size": base.batch_size,
@@ -109,21 +97,35 @@ class DataLoaderDispatcher(PreparedLoader):
             "drop_last": self.source.drop_last,
             "skip_batches": self.source.skipped()[0],
         }
-        everyone = gather_object([mine])
-        for rank, theirs in enumerate(everyone):
-            different = [name for name, value in theirs.items() if value != everyone[0][name]]
-            if different:
-                name = different[0]
-                raise DataError(
-                    f"{self._name()}: an epoch that the main process reads for all was begun.",
-                    f"Process 0 has {name}={everyone[0][name]}, process {rank} has {name}={theirs[name]}.",
-                    "Make the loader with the same arguments on every process.",
-                )
+        everyone = gather_object([(mine, own)])
+        for rank, (theirs, _) in enumerate(everyone):
+            self._check_alike(rank, everyone[0][0], theirs)
+        outlook: Outlook = everyone[0][1]
+        return outlook
 
-    def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
-        progress, device = self.progress, self.device
+    def _check_alike(self, rank: int, main: dict[str, Any], theirs: dict[str, Any]) -> None:
+        name = next((name for name, value in theirs.items() if value != main[name]), None)
+        if name is not None:
+            raise self._error(
+                "an epoch that the main process reads for all was begun.",
+                f"Process 0 has {name}={main[name]}, process {rank} has {name}={theirs[name]}.",
+                "Make the loader with the same arguments on every process.",
+            )
+
+    def _open(self, at: Position | None) -> Iterator[Any]:
+        process, source = current.process_or_start(), self.source
+        transport = process.transport
+        if transport.world_size == 1:
+            return alone(source.open(at))
+        if process.rank == 0:
+            return send(transport, source.open(at), coordinates(self.torch_device_mesh, transport.world_size))
+        return receive(transport, source.processes)
+
+    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
+        progress, device, number = self.progress, self.device, 0
         arrival: Arrival | object = first
         while isinstance(arrival, Arrival):
+            number += 1
             progress.steps += 1
             progress.base = arrival.base
             progress.padding = padding = arrival.padding
@@ -133,7 +135,7 @@ class DataLoaderDispatcher(PreparedLoader):
             part = arrival.part
             yield part if device is None else send_to_device(part, device, self._non_blocking)
             arrival = END if arrival.last else self._next(batches)
-        progress.finish()
+        return number
 
     def __len__(self) -> int:
         batches = super().__len__()

@@ -11,6 +11,7 @@ from accel_data.adapter import rebuilt
 from accel_data.names import Indices
 from accel_data.order import Draw, Draws, decided_by_epoch, repeatable, upcoming
 from accel_data.padding import Padding
+from accel_data.plan import shortage
 from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
@@ -51,6 +52,7 @@ class MapSource:
         self.shard = shard
         self.sample_seed = sample_seed
         self._unseen = 0
+        self._continues = has_state(base)
 
     @classmethod
     def over(
@@ -130,6 +132,32 @@ class MapSource:
             return -1
         return max(length - (start or 0), 0) % size
 
+    def shortage(self) -> str | None:
+        """See `Source`."""
+        shard = self.shard
+        return shortage(self.length(), shard.num_processes, shard.even_batches and not shard.drop_last)
+
+    def steps(self, at: Position | None) -> int | None:
+        """See `Source`."""
+        shard = self.shard
+        if not shard.walked:
+            length = length_of(shard.sampler)
+            return None if length is None else len(shard.plan(length, None if at is None else at.samples))
+        # Which of the batches that are cut has nothing for a process is known when they come.
+        if length_of(shard.batch_sampler) is None or (shard.split_batches and not shard.even_batches):
+            return None
+        return max(shard.rounds() - (shard.skipped_steps if at is None else at.steps), 0)
+
+    @property
+    def pads(self) -> bool:
+        """See `Source`."""
+        return self.shard.even_batches and not self.shard.walked
+
+    @property
+    def may_be_empty(self) -> bool:
+        """True: what the length says was looked at before."""
+        return True
+
     def open(self, at: Position | None) -> Iterator[Any]:
         """See `Source`."""
         self._unseen = 0
@@ -184,7 +212,7 @@ class MapSource:
     @property
     def continues_from_base(self) -> bool:
         """See `Source`."""
-        return has_state(self.base)
+        return self._continues
 
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""

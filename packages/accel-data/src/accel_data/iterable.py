@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.padding import LastOfStep
 from accel_data.plan import ShardPlan
@@ -31,7 +31,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: see `batch_size`.
         even_batches: fill up the last step with samples from the beginning.
         marking: give the last sample of a step that was filled up as `accel_data.padding.LastOfStep`, for a loader that
-            collates with `MarkingCollate`.
+            collates with `MarkingCollate`; and refuse a stream that has nothing for some process.
 
     Raises:
         SettingError: a number is out of range, or a batch cannot be cut into equal parts.
@@ -80,7 +80,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self._samples(None)
 
     def _samples(self, first: list[Any] | None) -> Iterator[Any]:
-        for batch, padding in walk_samples(self.dataset, self.plan(), first):
+        # What one of several loading processes has says nothing about the stream.
+        for_all = self.marking and get_worker_info() is None
+        for batch, padding in walk_samples(self.dataset, self.plan(), first, for_all):
             if padding is None or not self.marking:
                 yield from batch
                 continue

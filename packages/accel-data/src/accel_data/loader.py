@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class DataLoaderShard(PreparedLoader):
             _non_blocking=_non_blocking,
         )
 
-    def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
+    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
         progress, source = self.progress, self.source
         padded, has_state = source.padded, source.base_state() is not None
         device, non_blocking, fetch = self.device, self._non_blocking, self._next
@@ -87,7 +87,8 @@ class DataLoaderShard(PreparedLoader):
             if type(current) is Marked:
                 current, padding = current.batch, current.padding
             # Moved before the next one is read, so that a copy to the device overlaps with reading.
-            batch = current if device is None else send_to_device(current, device, non_blocking)
+            stays = device is None or lies_on(current, device)
+            batch = current if stays else send_to_device(current, device, non_blocking)
             base = source.base_state() if has_state else None
             current = fetch(batches)
             number += 1
@@ -99,7 +100,20 @@ class DataLoaderShard(PreparedLoader):
                 if padding is not None and padding.total >= 0:
                     progress.remainder = padding.total
             yield batch
-        progress.finish()
+        return number
+
+
+def lies_on(batch: Any, device: torch.device) -> bool:
+    """Whether a tensor, or a flat dict or sequence of tensors, is on a device: quicker to see than to move it there."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return bool(batch.device == device)
+    if kind is not dict and kind is not list and kind is not tuple:
+        return False
+    for value in batch.values() if kind is dict else batch:
+        if type(value) is not torch.Tensor or value.device != device:
+            return False
+    return True
 
 
 def source_of(loader: DataLoader[Any]) -> Source:

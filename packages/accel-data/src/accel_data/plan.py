@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from accel_data.padding import Padding
 
-__all__ = ("ShardPlan",)
+__all__ = ("ShardPlan", "shortage")
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,18 @@ class ShardPlan:
     def remainder(self) -> int:
         """Real samples of an incomplete last step; 0 when it is complete, -1 when it is dropped."""
         return -1 if self.drop_last else self.tail
+
+
+def shortage(length: int | None, processes: int, fills: bool) -> str | None:
+    """Why `length` samples are too few, or None.
+
+    Args:
+        length: samples of the epoch; None when unknown.
+        processes: how many share them.
+        fills: whether samples from the beginning fill up a step.
+    """
+    if length == 0:
+        return "It has no sample."
+    if length is None or length >= processes or fills:
+        return None
+    return f"It has {length} samples for {processes} processes, so process {length} would have none."

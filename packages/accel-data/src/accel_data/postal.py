@@ -82,8 +82,8 @@ class _Sender:
         self.steps = steps
         self.indices = indices
         self.forms: list[Form] | None = None
-        # Two sets in turn: one may still be on its way. The main process's own message carries nothing, but all of them
-        # have to have one length.
+        # Two sets in turn: one may still be on its way. The main process's own message carries nothing and is not sent,
+        # but all of them have to have one length.
         self.buffers: list[list[torch.Tensor]] = [[], []]
 
     def read(self) -> _Upcoming:
@@ -102,7 +102,7 @@ class _Sender:
         """Start sending a step."""
         if outgoing.new_form:
             broadcast_object_list([outgoing.forms], _MAIN)
-        own, output, *messages = self._messages(outgoing.nbytes)
+        own, *messages = self._messages(outgoing.nbytes)
         announced = _with_padding(_announced(following), outgoing.step.padding)
         header, objects = announced.header(), announced.objects
         for message, parcel in zip(messages, outgoing.parcels, strict=True):
@@ -111,12 +111,13 @@ class _Sender:
                 header = replace(announced, objects=objects).header()
             parcel.write(header, message)
         device = self.transport.device
-        return self.transport.scatter(output.to(device), [message.to(device) for message in (own, *messages)], _MAIN)
+        own = own.to(device)
+        return self.transport.scatter(own, [own, *(message.to(device) for message in messages)], _MAIN)
 
     def _messages(self, nbytes: int) -> list[torch.Tensor]:
         self.buffers.reverse()
         if not self.buffers[0] or self.buffers[0][0].numel() != nbytes:
-            self.buffers[0] = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(len(self.indices) + 1)]
+            self.buffers[0] = [torch.empty(nbytes, dtype=torch.uint8) for _ in self.indices]
         return self.buffers[0]
 
 
@@ -152,13 +153,12 @@ def send(transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -
             _wait(work)
 
 
-def receive(transport: Transport, processes: int, name: str) -> Iterator[Arrival]:
+def receive(transport: Transport, processes: int) -> Iterator[Arrival]:
     """The steps of a process that the main process reads for.
 
     Args:
         transport: between the processes.
         processes: number of different parts of a step.
-        name: what to call the loader in a message.
 
     Raises:
         CollectiveError: the main process is gone.
@@ -184,7 +184,7 @@ def receive(transport: Transport, processes: int, name: str) -> Iterator[Arrival
         reason = [""]
         broadcast_object_list(reason, _MAIN)
         raise DataError(
-            f"{name}: the next batch was asked for.",
+            "The next batch was asked for.",
             f"The main process, which reads for all, could not read it: {reason[0]}",
             "Look at the error of process 0.",
         )

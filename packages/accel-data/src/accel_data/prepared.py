@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.foreign import is_foreign, position_in
-from accel_data.progress import Position, Progress
+from accel_data.progress import Outlook, Position, Progress
 from accel_data.samplers import innermost_sampler
 from accel_data.sources import Source
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
-from accel_state.errors import CheckpointError, DataError
+from accel_state.errors import CheckpointError, CollectiveError, DataError
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 
@@ -26,6 +26,11 @@ END: Final = object()
 """What stands for the batch after the last one."""
 
 _VERSION: Final = 1
+_ENOUGH: Final = "Check what was selected or filtered, use fewer processes, or leave even_batches on and drop_last off."
+_OURS: Final = "accel_data."
+"""Modules whose data sets are around one of the script."""
+_LOADING: Final = ("DataLoader worker", "DataLoader timed out")
+"""How torch begins to tell that a loading process is gone."""
 
 
 class DataLoaderStateMixin:
@@ -152,53 +157,89 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
         self.begin()
         try:
+            outlook = self._begin_epoch(at)
             batches = self._open(at)
             first = self._next(batches)
             if before is not None:
                 # What the run draws at the beginning of an epoch it had drawn before it was saved.
                 restore(before)
+            if first is END and not (resumed or self.skips or self.source.may_be_empty):
+                raise self._error("an epoch was begun.", "It gave no sample.", _ENOUGH)
             steps = self._give_out(batches, first)
             between = self.between_batches
-            yield from (steps if between is None else _with_pauses(steps, between))
+            given = yield from (steps if between is None else _with_pauses(steps, between))
+            broken = self._broken_promise(outlook, given)
+            self.progress.finish()
+            if broken is not None:
+                raise broken
         finally:
             self.end()
 
-    def _give_out(self, batches: Iterator[Any], first: Any) -> Iterator[Any]:
-        """The batches for the loop, keeping `progress` up to date."""
+    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
+        """The batches for the loop, keeping `progress` up to date; returns how many they were."""
         raise NotImplementedError
 
-    def _open(self, at: Position | None) -> Iterator[Any]:
-        self._begin_progress(at)
-        return self.source.open(at)
-
-    def _begin_progress(self, at: Position | None) -> None:
+    def _begin_epoch(self, at: Position | None) -> Outlook:
         source, progress = self.source, self.progress
         source.set_epoch(progress.epoch)
         steps, samples = source.skipped() if at is None else (at.steps, at.samples)
-        progress.begin(steps, samples, source.step_size, source.length(), source.remainder(samples))
+        outlook = self._outlook(at, samples)
+        if outlook.shortage is not None:
+            raise self._error("an epoch was begun.", outlook.shortage, _ENOUGH)
+        progress.begin(steps, samples, source.step_size, outlook.length, outlook.remainder)
+        return outlook
+
+    def _outlook(self, at: Position | None, samples: int | None) -> Outlook:
+        source = self.source
+        return Outlook(source.length(), source.remainder(samples), source.steps(at), source.shortage())
+
+    def _open(self, at: Position | None) -> Iterator[Any]:
+        return self.source.open(at)
+
+    def _broken_promise(self, outlook: Outlook, given: int) -> DataError | None:
+        """What is wrong with the length that was reported, now that every batch was given out."""
+        promised, remainder = outlook.batches, outlook.remainder
+        if promised is None:
+            return None
+        padding, obstacle = self.progress.padding, ""
+        real = padding.total if padding is not None else 0 if self.source.pads else -1
+        if given != promised:
+            obstacle = f"It gave this process {given} batches; by its length they should have been {promised}."
+        elif real >= 0 <= remainder != real:
+            obstacle = f"Its last step had {real or 'all'} samples; by its length they should have been {remainder}."
+        remedy = "Let len() of the data set, the sampler or the batch sampler say how many come, or leave it out."
+        return self._error("the epoch was read to its end.", obstacle, remedy) if obstacle else None
 
     def _next(self, batches: Iterator[Any]) -> Any:
         try:
             return next(batches, END)
         except IndexError as error:
-            raise DataError(
-                f"{self._name()}: the next batch was asked for.",
+            raise self._error(
+                "the next batch was asked for.",
                 f"An index that the sampler gave is not in the data set: {error}",
                 "Check that the data set's __len__ and the sampler agree with what __getitem__ can give.",
             ) from error
+        except (CollectiveError, DataError) as error:
+            raise type(error)(f"{self._name()}: {error.asked}", error.obstacle, error.remedy) from error
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if not str(error).startswith(_LOADING):
                 raise
-            raise DataError(
-                f"{self._name()}: the next batch was asked for.",
-                f"A loading process died: {error}",
+            raise self._error(
+                "the next batch was asked for.",
+                f"A loading process died or did not answer: {error}",
                 "Look for what ended it (memory, a crash in __getitem__), or try num_workers=0.",
             ) from error
+
+    def _error(self, asked: str, obstacle: str, remedy: str) -> DataError:
+        return DataError(f"{self._name()}: {asked}", obstacle, remedy)
 
     def _name(self) -> str:
         process = current.process_or_none()
         where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
-        return f"{where}loader over {type(self.dataset).__name__} in epoch {self.progress.epoch}"
+        dataset: Any = self.dataset
+        while type(dataset).__module__.startswith(_OURS) and hasattr(dataset, "dataset"):
+            dataset = dataset.dataset
+        return f"{where}loader over {type(dataset).__name__} in epoch {self.progress.epoch}"
 
     def __len__(self) -> int:
         return max(len(self.base_dataloader) - self.source.missing_from_len(), 0)
@@ -321,9 +362,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
-def _with_pauses(steps: Iterator[Any], between: Callable[[], None]) -> Iterator[Any]:
+def _with_pauses(steps: Generator[Any, None, int], between: Callable[[], None]) -> Generator[Any, None, int]:
     """The same batches, with a call after each."""
-    for batch in steps:
+    while True:
+        try:
+            batch = next(steps)
+        except StopIteration as end:
+            given: int = end.value
+            return given
         yield batch
         between()
 

@@ -9,7 +9,7 @@ from typing import Any
 from accel_data.order import Draw
 from accel_data.padding import Padding
 
-__all__ = ("Position", "Progress")
+__all__ = ("Outlook", "Position", "Progress")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,23 @@ class Position:
         """The inverse of `state_dict`."""
         draw = None if state["draw"] is None else Draw.from_state_dict(state["draw"])
         return cls(state["epoch"], state["steps"], state["samples"], draw, state["base"])
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known of an epoch, or of the rest of one, before it is read.
+
+    Args:
+        length: samples of the whole epoch; None when unknown.
+        remainder: real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped.
+        batches: how many come for this process, if the length that was reported is true; None when none was.
+        shortage: why some process would have nothing, or None.
+    """
+
+    length: int | None
+    remainder: int
+    batches: int | None
+    shortage: str | None
 
 
 class Progress:

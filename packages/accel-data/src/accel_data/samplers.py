@@ -190,9 +190,10 @@ class BatchSamplerShard(BatchSampler):
     def __len__(self) -> int:
         if not self.walked:
             return len(self.plan(len(self.batch_sampler.sampler)))  # type: ignore[arg-type]
-        return max(self._rounds() - self.skipped_steps, 0)
+        return max(self.rounds() - self.skipped_steps, 0)
 
-    def _rounds(self) -> int:
+    def rounds(self) -> int:
+        """Batches of this process by the length of a custom batch sampler, with those that are skipped."""
         whole = len(self.batch_sampler)
         if self.split_batches:
             return whole

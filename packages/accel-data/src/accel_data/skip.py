@@ -67,7 +67,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if num_batches == 0:
         return dataloader
     if isinstance(dataloader.dataset, IterableDataset):
-        return DataLoaderShard.around(source_of(dataloader).skipping(num_batches))
+        return DataLoaderShard.around(source_of(dataloader).skipping(num_batches), skip_batches=num_batches, skips=True)
     if dataloader.batch_sampler is None:
         single = BatchSampler(dataloader.sampler, 1, False)
         return rebuilt(dataloader, sampler=OneByOne(SkipBatchSampler(single, num_batches)))

@@ -71,6 +71,23 @@ class Source(Protocol):
     def remainder(self, start: int | None) -> int:
         """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
 
+    def shortage(self) -> str | None:
+        """Why an epoch of this length has nothing for some process, or None."""
+
+    def steps(self, at: Position | None) -> int | None:
+        """Steps that this process takes from a position on, if the length that was reported is true.
+
+        None where none was reported, or where the loading processes divide the data in a way of their own.
+        """
+
+    @property
+    def pads(self) -> bool:
+        """Whether a last step that is not full is always filled up."""
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether an epoch without a single batch is what was asked for."""
+
     def open(self, at: Position | None) -> Iterator[Any]:
         """Begin an epoch, at a position if one is given."""
 

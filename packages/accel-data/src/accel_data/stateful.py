@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -39,11 +40,25 @@ def stateful_loader_class() -> type[DataLoader[Any]]:
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads through torchdata from a data set that has a state of its own."""
+    """Whether a loader reads through torchdata from a data set that goes back exactly to a state of its own."""
     dataset = loader.dataset
     if not hasattr(loader, "load_state_dict"):
         return False
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and not _loses_samples(dataset)
+
+
+def _loses_samples(dataset: Any) -> bool:
+    """Whether a stream of Hugging Face `datasets` has a shuffle buffer, whose samples its state leaves out."""
+    buffered = getattr(sys.modules.get("datasets.iterable_dataset"), "BufferShuffledExamplesIterable", None)
+    below = [] if buffered is None else [dataset]
+    while below:
+        part = below.pop()
+        if isinstance(part, buffered):  # type: ignore[arg-type]
+            return True
+        held = getattr(part, "__dict__", {})
+        below += [held[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in held]
+        below += held.get("ex_iterables", [])
+    return False
 
 
 def steps_in(state: Mapping[str, Any]) -> int | None:

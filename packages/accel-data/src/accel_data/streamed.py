@@ -15,6 +15,7 @@ from accel_data.iterable import IterableDatasetShard
 from accel_data.names import ByContents, ByPosition, as_list
 from accel_data.order import Draw, Draws, restore_generator
 from accel_data.padding import MarkingCollate, Padding
+from accel_data.plan import ShardPlan, shortage
 from accel_data.progress import Position
 from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.sources import READS_NAMES, length_of
@@ -78,6 +79,7 @@ class StreamSource:
         self.skipped_steps = skipped_steps
         self.draws = Draws()
         self._reading = base
+        self._continues = has_state(base)
 
     @property
     def stream(self) -> Any:
@@ -117,6 +119,7 @@ class StreamSource:
         """See `Source`."""
         naming, dataset = (ByContents if own else ByPosition), self.base.dataset
         other = copy.copy(self)
+        other._continues = False
         if isinstance(dataset, IterableDatasetShard):
             named = copy.copy(dataset)
             named.dataset = naming(dataset.dataset)
@@ -135,6 +138,30 @@ class StreamSource:
         if length is None or not self.step_size or self.base.drop_last:
             return -1
         return max(length - (start or 0), 0) % self.step_size
+
+    def shortage(self) -> str | None:
+        """See `Source`."""
+        return shortage(self.length(), self.processes, self.pads and not self.base.drop_last)
+
+    def steps(self, at: Position | None) -> int | None:
+        """See `Source`."""
+        length = self.length()
+        if length is None or self.counts_steps or not self.step_size:
+            return None
+        start = self.skipped_steps * self.step_size if at is None else at.samples or 0
+        width = self.step_size // self.processes
+        return len(ShardPlan(length, width, self.processes, self.index, self.pads, self.base.drop_last, start))
+
+    @property
+    def pads(self) -> bool:
+        """See `Source`."""
+        dataset = self.base.dataset
+        return isinstance(dataset, IterableDatasetShard) and dataset.even_batches
+
+    @property
+    def may_be_empty(self) -> bool:
+        """See `Source`."""
+        return self.base.drop_last or (self.processes > 1 and not self.pads)
 
     def open(self, at: Position | None) -> Iterator[Any]:
         """See `Source`."""
@@ -158,7 +185,7 @@ class StreamSource:
             rest = copy.copy(dataset)
             rest.skipped_samples = samples
             return rebuilt(self.base, dataset=rest)
-        kind = ResumableSkip if has_state(self.base) else SkippedStream
+        kind = ResumableSkip if self._continues else SkippedStream
         return rebuilt(self.base, dataset=kind(dataset, samples))  # type: ignore[arg-type]
 
     def _note_draw(self) -> None:
@@ -201,7 +228,7 @@ class StreamSource:
     @property
     def continues_from_base(self) -> bool:
         """See `Source`."""
-        return has_state(self.base)
+        return self._continues
 
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""

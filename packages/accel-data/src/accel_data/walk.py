@@ -7,7 +7,7 @@ from itertools import chain, cycle, islice
 from typing import TypeVar
 
 from accel_data.padding import Padding
-from accel_data.plan import ShardPlan
+from accel_data.plan import ShardPlan, shortage
 from accel_state.errors import DataError
 
 __all__ = ("walk_batches", "walk_samples", "walk_split_batches")
@@ -17,13 +17,19 @@ T = TypeVar("T")
 Step = tuple[list[T], Padding | None]
 
 
-def walk_samples(samples: Iterable[T], plan: ShardPlan, begun: list[T] | None = None) -> Iterator[Step[T]]:
+def walk_samples(
+    samples: Iterable[T], plan: ShardPlan, begun: list[T] | None = None, for_all: bool = False
+) -> Iterator[Step[T]]:
     """This process's batches of a sequence of unknown length, with the padding of each step.
 
     Args:
         samples: indices or samples of all processes.
         plan: how they are divided; its length is not used.
         begun: the samples of the first step, when `samples` begin later; the plan's start is not used then.
+        for_all: refuse, on all of them, what has no sample for some process.
+
+    Raises:
+        DataError: see `for_all`.
     """
     source = iter(samples)
     if begun is not None:
@@ -31,6 +37,8 @@ def walk_samples(samples: Iterable[T], plan: ShardPlan, begun: list[T] | None = 
     else:
         head = list(islice(source, plan.step_size))
         remaining = chain(head[plan.start :], islice(source, max(plan.start - len(head), 0), None))
+    if for_all:
+        _check_enough(len(head), plan)
     first = plan.index * plan.batch_size
     while len(chunk := list(islice(remaining, plan.step_size))) == plan.step_size:
         yield chunk[first : first + plan.batch_size], None
@@ -38,6 +46,16 @@ def walk_samples(samples: Iterable[T], plan: ShardPlan, begun: list[T] | None = 
     if last.has_tail:
         filled = [*chunk, *islice(cycle(head), plan.step_size - len(chunk))] if plan.even else chunk
         yield filled[first : first + plan.batch_size], last.padding()
+
+
+def _check_enough(count: int, plan: ShardPlan) -> None:
+    obstacle = shortage(count, plan.processes, plan.even and not plan.drop_last)
+    if obstacle is not None:
+        raise DataError(
+            "An epoch was to be divided between the processes.",
+            obstacle,
+            "Use fewer processes, or leave even_batches on and drop_last off.",
+        )
 
 
 def walk_batches(

@@ -1,0 +1,292 @@
+"""Data and loaders that are not what they say: an error that names the process and the loader, on all processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from accel_data import prepare_data_loader, skip_first_batches
+from accel_state import GradientState, PartialState
+from accel_state.errors import DataError
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+class Samples(Dataset[int]):
+    """Has so many samples, and may claim another number."""
+
+    def __init__(self, length: int, claimed: int | None = None) -> None:
+        self.length = length
+        self.claimed = length if claimed is None else claimed
+
+    def __len__(self) -> int:
+        return self.claimed
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.length:
+            raise IndexError(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Sized(Stream):
+    """A stream that claims a length."""
+
+    def __init__(self, length: int, claimed: int) -> None:
+        super().__init__(length)
+        self.claimed = claimed
+
+    def __len__(self) -> int:
+        return self.claimed
+
+
+class Claiming(Sampler[int]):
+    """A sampler that gives other than it says."""
+
+    def __init__(self, given: int, claimed: int) -> None:
+        self.given = given
+        self.claimed = claimed
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.given))
+
+    def __len__(self) -> int:
+        return self.claimed
+
+
+class ClaimingBatches(BatchSampler):
+    """A batch sampler that gives other than it says."""
+
+    def __init__(self, given: int, claimed: int) -> None:
+        super().__init__(SequentialSampler(range(given)), 2, False)
+        self.claimed = claimed
+
+    def __len__(self) -> int:
+        return self.claimed
+
+
+def refused(loader: Any) -> tuple[int, str]:
+    """How many batches came before the error, and the error."""
+    seen: list[Any] = []
+    with pytest.raises(DataError) as caught:
+        seen.extend(loader)
+    assert not GradientState().in_dataloader
+    return len(seen), str(caught.value)
+
+
+EMPTY = {
+    "indices": (lambda: DataLoader(Samples(0), batch_size=2), "loader over Samples"),
+    "stream": (lambda: DataLoader(Stream(0), batch_size=2), "loader over Stream"),
+    "sized stream": (lambda: DataLoader(Sized(0, 0), batch_size=2), "loader over Sized"),
+    "loading process": (lambda: DataLoader(Stream(0), batch_size=2, num_workers=1), "loader over Stream"),
+    "single": (lambda: DataLoader(Samples(0), batch_size=None), "loader over Samples"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(EMPTY))
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"seed_samples": True}])
+def test_data_without_a_sample(kind: str, options: dict[str, Any]) -> None:
+    make, name = EMPTY[kind]
+    with fresh():
+        seen, text = refused(prepare_data_loader(make(), **options))
+    assert seen == 0
+    assert f"Process 0 of 1, {name} in epoch 0" in text
+    assert "no sample" in text
+
+
+def test_what_is_left_of_an_epoch_may_be_nothing() -> None:
+    with fresh():
+        for plain in (DataLoader(Samples(4), batch_size=2), DataLoader(Stream(4), batch_size=2)):
+            loader: Any = prepare_data_loader(plain)
+            assert list(skip_first_batches(loader, 5)) == []
+        assert list(prepare_data_loader(DataLoader(Samples(3), batch_size=4, drop_last=True))) == []
+
+
+def short(cases: list[tuple[str, int, dict[str, Any], bool]]) -> list[str]:
+    PartialState(cpu=True)
+    found = []
+    for kind, length, options, drop_last in cases:
+        data: Any = {"indices": Samples, "stream": Stream}[kind](length)
+        plain = DataLoader(data, batch_size=2, drop_last=drop_last)
+        found.append(refused(prepare_data_loader(plain, put_on_device=True, **options))[1])
+    return found
+
+
+def test_data_shorter_than_the_number_of_processes(two: Processes) -> None:
+    uneven = {"even_batches": False, "dispatch_batches": False}
+    cases = [
+        ("indices", 0, {}, False),
+        ("stream", 0, {}, False),
+        ("stream", 0, uneven, False),
+        ("indices", 1, uneven, False),
+        ("stream", 1, uneven, False),
+        ("indices", 1, {}, True),
+        ("stream", 1, {"dispatch_batches": False}, True),
+        ("indices", 1, {"dispatch_batches": True}, True),
+    ]
+    for rank, texts in enumerate(two.run(short, cases)):
+        for (kind, length, _, _), text in zip(cases, texts, strict=True):
+            assert f"Process {rank} of 2, loader over {'Samples' if kind == 'indices' else 'Stream'}" in text
+            assert ("process 1 would have none" if length else "no sample") in text
+
+
+def filled(kind: str, dispatch: bool) -> list[list[int]]:
+    PartialState(cpu=True)
+    data: Any = Samples(1) if kind == "indices" else Stream(1)
+    loader: Any = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatch)
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["indices", "stream"])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_too_few_samples_are_repeated_where_that_was_asked_for(two: Processes, kind: str, dispatch: bool) -> None:
+    assert two.run(filled, kind, dispatch) == [[[0]] if dispatch else [[0, 0]]] * 2
+
+
+WRONG = {
+    "sampler, too many": lambda: DataLoader(range(20), batch_size=2, sampler=Claiming(16, 8)),
+    "sampler, too few": lambda: DataLoader(range(20), batch_size=2, sampler=Claiming(8, 16)),
+    "sampler, in the last step": lambda: DataLoader(range(20), batch_size=2, sampler=Claiming(12, 10)),
+    "batches, too many": lambda: DataLoader(range(20), batch_sampler=ClaimingBatches(16, 4)),
+    "batches, too few": lambda: DataLoader(range(20), batch_sampler=ClaimingBatches(8, 8)),
+    "stream, too many": lambda: DataLoader(Sized(16, 8), batch_size=2),
+    "stream, too few": lambda: DataLoader(Sized(8, 16), batch_size=2),
+    "stream, in the last step": lambda: DataLoader(Sized(12, 10), batch_size=2),
+}
+
+
+def wrong(kind: str, dispatch: bool) -> tuple[int, str]:
+    PartialState(cpu=True)
+    return refused(prepare_data_loader(WRONG[kind](), dispatch_batches=dispatch, put_on_device=True))
+
+
+@pytest.mark.parametrize("kind", sorted(WRONG))
+def test_a_wrong_length_is_told_after_the_last_batch(two: Processes, kind: str) -> None:
+    steps = 2 if "few" in kind else 3 if "last" in kind else 4
+    for dispatch in (False, True):
+        if dispatch and "last" in kind:
+            # The batches of the last step have their full size, so nothing shows that there should have been less.
+            continue
+        for rank, (seen, text) in enumerate(two.run(wrong, kind, dispatch)):
+            assert seen == steps
+            assert f"Process {rank} of 2, loader over" in text
+            assert "by its length" in text
+
+
+@pytest.mark.parametrize("kind", [kind for kind in sorted(WRONG) if "last" not in kind])
+def test_a_wrong_length_with_one_process(kind: str) -> None:
+    with fresh():
+        assert refused(prepare_data_loader(WRONG[kind]()))[0] == (4 if "few" in kind else 8)
+
+
+def test_a_length_that_loading_processes_divide_in_their_own_way_is_not_compared() -> None:
+    with fresh():
+        loader = prepare_data_loader(DataLoader(Sized(8, 16), batch_size=2, num_workers=2))
+        assert len(list(loader)) == 8
+
+
+def beyond(workers: int, dispatch: bool) -> str:
+    rank = PartialState(cpu=True).process_index
+    plain = DataLoader(Samples(5, claimed=16), batch_size=2, num_workers=workers)
+    text = refused(prepare_data_loader(plain, dispatch_batches=dispatch, put_on_device=True))[1]
+    assert f"Process {rank} of 2, loader over Samples in epoch 0" in text
+    return text
+
+
+def test_an_index_that_is_not_there(two: Processes) -> None:
+    for workers, dispatch in product((0, 1), (False, True)):
+        first, second = two.run(beyond, workers, dispatch)
+        assert "An index that the sampler gave is not in the data set" in first
+        assert ("could not read it" if dispatch else "not in the data set") in second
+
+
+class Dying(Samples):
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            os._exit(1)
+        return index
+
+
+def dying(dispatch: bool) -> str:
+    rank = PartialState(cpu=True).process_index
+    plain = DataLoader(Dying(16), batch_size=2, num_workers=1)
+    loader = prepare_data_loader(plain, dispatch_batches=dispatch, put_on_device=True)
+    if not dispatch and rank == 0:
+        assert len(list(loader)) == 4
+        return ""
+    text = refused(loader)[1]
+    assert f"Process {rank} of 2, loader over Dying" in text
+    return text
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_loading_process_that_dies(two: Processes, dispatch: bool) -> None:
+    first, second = two.run(dying, dispatch)
+    assert "A loading process died" in (first if dispatch else second)
+    assert not dispatch or "could not read it" in second
+
+
+class Stuck(Samples):
+    def __getitem__(self, index: int) -> int:
+        import threading
+
+        threading.Event().wait()
+        return index
+
+
+def test_a_loading_process_that_does_not_answer() -> None:
+    with fresh():
+        loader = prepare_data_loader(DataLoader(Stuck(4), num_workers=1, timeout=1))
+        assert "did not answer" in refused(loader)[1]
+
+
+def differing(name: str) -> str:
+    rank = PartialState(cpu=True).process_index
+    size, drop_last = (6 if name == "batch_size" and rank else 4), name == "drop_last" and rank == 1
+    plain = DataLoader(Stream(24), batch_size=size, drop_last=drop_last)
+    split = name == "split_batches" and rank == 1
+    loader: Any = prepare_data_loader(plain, dispatch_batches=True, split_batches=split)
+    if name == "skip_batches":
+        loader = skip_first_batches(loader, rank)
+    text = refused(loader)[1]
+    assert f"Process {rank} of 2, loader over Stream" in text
+    return text
+
+
+@pytest.mark.parametrize("name", ["batch_size", "split_batches", "drop_last", "skip_batches"])
+def test_processes_that_disagree_are_told_who(two: Processes, name: str) -> None:
+    for text in two.run(differing, name):
+        assert f"Process 0 has {name}=" in text
+        assert f"process 1 has {name}=" in text
+
+
+def dummies() -> list[int]:
+    rank = PartialState(cpu=True).process_index
+    plain = DataLoader(Samples(0 if rank else 10), batch_size=2)
+    loader: Any = prepare_data_loader(plain, dispatch_batches=True)
+    assert loader.end_of_dataloader is False
+    remainders = [loader.remainder for _ in loader]
+    assert remainders == [2] * 3
+    return [rank]
+
+
+def test_only_the_main_process_needs_the_data_when_it_reads_for_all(two: Processes) -> None:
+    assert two.run(dummies) == [[0], [1]]
