@@ -53,9 +53,12 @@ def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
 
 def _real_objects(gathered: list[Any], padding: Padding | None) -> list[Any]:
     """Objects of real samples, where each process gave one for every sample of its batch."""
-    if not padding or len(gathered) != padding.batch_size * padding.processes:
+    if not padding:
         return gathered
-    size = padding.batch_size
+    # Samples that are not batched are real as a whole or not at all, so every process gave as many objects.
+    size = padding.batch_size or len(gathered) // padding.processes
+    if len(gathered) != size * padding.processes:
+        return gathered
     return [
         item
         for process in range(padding.processes)
