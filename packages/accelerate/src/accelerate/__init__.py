@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from accelerate import data_loader as data_loader
     from accelerate import hooks as hooks
     from accelerate import inference as inference
+    from accelerate import launchers as launchers
     from accelerate import local_sgd as local_sgd
     from accelerate import logging as logging
     from accelerate import memory_utils as memory_utils
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from accelerate import state as state
     from accelerate import tracking as tracking
     from accelerate import utils as utils
+    from accelerate.legacy.launching import debug_launcher, notebook_launcher
 
 __all__ = (
     "Accelerator",
@@ -75,6 +77,7 @@ __all__ = (
     "TorchTensorParallelPlugin",
     "cpu_offload",
     "cpu_offload_with_hook",
+    "debug_launcher",
     "disk_offload",
     "dispatch_model",
     "find_executable_batch_size",
@@ -84,6 +87,7 @@ __all__ = (
     "is_rich_available",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
+    "notebook_launcher",
     "prepare_pippy",
     "skip_first_batches",
     "synchronize_rng_states",

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from accelerate.commands import env as env
     from accelerate.commands import estimate as estimate
     from accelerate.commands import launch as launch
+    from accelerate.commands import menu as menu
+    from accelerate.commands import merge as merge
+    from accelerate.commands import test as test
+    from accelerate.commands import to_fsdp2 as to_fsdp2
+    from accelerate.commands import tpu as tpu
+    from accelerate.commands import utils as utils
 
 __all__ = ()
 

@@ -28,6 +28,17 @@ __all__ = (
     "launch_command_parser",
     "launch_main",
     "main",
+    "merge_command",
+    "merge_command_parser",
+    "merge_main",
+    "self_test_command",
+    "self_test_command_parser",
+    "self_test_main",
+    "to_fsdp2_command",
+    "to_fsdp2_command_parser",
+    "tpu_command_launcher",
+    "tpu_command_parser",
+    "tpu_main",
 )
 
 
@@ -102,6 +113,61 @@ def estimate_command(args: Namespace) -> None:
 def estimate_main() -> int:
     """What the console script `accelerate-estimate-memory` runs; returns the exit code."""
     return _main("estimate-memory")
+
+
+def merge_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate merge-weights`; see `launch_command_parser`."""
+    return _parser("merge-weights", subparsers, merge_command)
+
+
+def merge_command(args: Namespace) -> None:
+    """Put shards together."""
+    _run("merge-weights", args)
+
+
+def merge_main() -> int:
+    """What the console script `accelerate-merge-weights` runs; returns the exit code."""
+    return _main("merge-weights")
+
+
+def self_test_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate test`; see `launch_command_parser`."""
+    return _parser("test", subparsers, self_test_command)
+
+
+def self_test_command(args: Namespace) -> None:
+    """Train a little and check what comes out."""
+    _run("test", args)
+
+
+def self_test_main() -> int:
+    """What `python -m accelerate.commands.test` runs; returns the exit code."""
+    return _main("test")
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate to-fsdp2`; see `launch_command_parser`."""
+    return _parser("to-fsdp2", subparsers, to_fsdp2_command)
+
+
+def to_fsdp2_command(args: Namespace) -> None:
+    """Convert a config file."""
+    _run("to-fsdp2", args)
+
+
+def tpu_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """The parser of `accelerate tpu-config`; see `launch_command_parser`."""
+    return _parser("tpu-config", subparsers, tpu_command_launcher)
+
+
+def tpu_command_launcher(args: Namespace) -> None:
+    """Run commands on every machine of a TPU pod."""
+    _run("tpu-config", args)
+
+
+def tpu_main() -> int:
+    """What `python -m accelerate.commands.tpu` runs; returns the exit code."""
+    return _main("tpu-config")
 
 
 def _parser(name: str, subparsers: Any, function: Callable[[Namespace], None]) -> ArgumentParser:

@@ -16,6 +16,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accelerate.data_loader": "skip_first_batches",
         "accelerate.inference": "prepare_pippy",
+        "accelerate.launchers": "debug_launcher notebook_launcher",
         "accelerate.state": "PartialState",
         "accelerate.utils": """
             AutocastKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration
@@ -41,15 +42,34 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
     "accelerate.commands.config": {
+        "accelerate.legacy.command_parts": "default_command_parser update_command_parser",
         "accelerate.legacy.commands": "config_command_parser get_config_parser=config_command_parser main=config_main",
+        "accelerate.legacy.config_classes": "load_config_from_file",
         "accelerate.legacy.config_files": "default_config_file",
     },
+    "accelerate.commands.config.cluster": {"accelerate.legacy.command_parts": "get_cluster_input"},
     "accelerate.commands.config.config": {
+        "accelerate.legacy.command_parts": "description=config_description get_user_input",
         "accelerate.legacy.commands": "config_command config_command_parser main=config_main",
     },
     "accelerate.commands.config.config_args": {
+        "accelerate.legacy.config_classes": "BaseConfig ClusterConfig SageMakerConfig load_config_from_file",
         "accelerate.legacy.config_files": """
             cache_dir default_config_file default_json_config_file default_yaml_config_file hf_cache_home
+        """,
+    },
+    "accelerate.commands.config.config_utils": {
+        "accelerate.legacy.command_parts": "DYNAMO_BACKENDS SubcommandHelpFormatter",
+    },
+    "accelerate.commands.config.default": {
+        "accelerate.legacy.command_parts": """
+            default_command_parser default_config_command description=default_description write_basic_config
+        """,
+    },
+    "accelerate.commands.config.sagemaker": {"accelerate.legacy.command_parts": "get_sagemaker_input"},
+    "accelerate.commands.config.update": {
+        "accelerate.legacy.command_parts": """
+            description=update_description update_command_parser update_config update_config_command
         """,
     },
     "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
@@ -57,8 +77,44 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.commands": "estimate_command estimate_command_parser main=estimate_main",
     },
     "accelerate.commands.launch": {
-        "accelerate.legacy.commands": "launch_command launch_command_parser main=launch_main"
+        "accelerate.legacy.command_parts": """
+            CustomHelpFormatter clean_option deepspeed_launcher=launch_one multi_gpu_launcher=launch_one
+            options_to_group sagemaker_launcher simple_launcher=launch_one tpu_launcher=launch_one
+            tpu_pod_launcher=launch_one
+        """,
+        "accelerate.legacy.commands": "launch_command launch_command_parser main=launch_main",
     },
+    "accelerate.commands.menu": {"accelerate.legacy.menus": "BulletMenu"},
+    "accelerate.commands.menu.cursor": {"accelerate.legacy.menus": "hide hide_cursor show_cursor"},
+    "accelerate.commands.menu.helpers": {
+        "accelerate.legacy.menus": """
+            CURSOR_TO_CHAR Direction TERMINAL_WIDTH clear_line forceWrite linebreak move_cursor reset_cursor writeColor
+        """,
+    },
+    "accelerate.commands.menu.input": {"accelerate.legacy.menus": "KeyHandler mark mark_multiple register"},
+    "accelerate.commands.menu.keymap": {
+        "accelerate.legacy.menus": "ARROW_KEY_FLAG KEYMAP get_character get_raw_chars",
+    },
+    "accelerate.commands.menu.selection_menu": {"accelerate.legacy.menus": "BulletMenu in_colab"},
+    "accelerate.commands.merge": {
+        "accelerate.legacy.command_parts": "description=merge_description",
+        "accelerate.legacy.commands": "main=merge_main merge_command merge_command_parser",
+    },
+    "accelerate.commands.test": {
+        "accelerate.legacy.commands": """
+            main=self_test_main test_command=self_test_command test_command_parser=self_test_command_parser
+        """,
+    },
+    "accelerate.commands.to_fsdp2": {
+        "accelerate.legacy.command_parts": """
+            ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config
+        """,
+        "accelerate.legacy.commands": "to_fsdp2_command to_fsdp2_command_parser",
+    },
+    "accelerate.commands.tpu": {
+        "accelerate.legacy.commands": "main=tpu_main tpu_command_launcher tpu_command_parser",
+    },
+    "accelerate.commands.utils": {"accelerate.legacy.command_parts": "CustomArgumentGroup CustomArgumentParser"},
     "accelerate.data_loader": {
         "accel_data.adapter": "DataLoaderAdapter",
         "accel_data.dispatcher": "DataLoaderDispatcher",
@@ -85,6 +141,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy
         """,
     },
+    "accelerate.launchers": {"accelerate.legacy.launching": "debug_launcher notebook_launcher test_launch=check_place"},
     "accelerate.local_sgd": {"accel_torch.local_sgd": "LocalSGD"},
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {},
@@ -120,7 +177,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.environment": "*",
+        "accelerate.commands.config.default": "write_basic_config",
         "accelerate.utils.imports": "*",
+        "accelerate.utils.launch": """
+            PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
+            prepare_simple_launcher_cmd_env prepare_tpu
+        """,
         "accelerate.utils.memory": "*",
         "accelerate.utils.modeling": "*",
         "accelerate.utils.offload": "*",
@@ -218,6 +280,13 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             is_torchvision_available is_tqdm_available is_trackio_available is_transformer_engine_available
             is_transformer_engine_mxfp8_available is_transformers_available is_triton_available is_wandb_available
             is_weights_only_available is_xccl_available is_xpu_available torchao_required
+        """,
+    },
+    "accelerate.utils.launch": {
+        "accelerate.legacy.launching": """
+            PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
+            prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu
+            setup_fp8_env
         """,
     },
     "accelerate.utils.memory": {

@@ -13,6 +13,15 @@ from accelerate.address import serve
 if TYPE_CHECKING:
     from accel_bigmodel.quantize import has_4bit_bnb_layers
     from accel_bigmodel.quantize_load import load_and_quantize_model
+    from accelerate.legacy.command_parts import write_basic_config
+    from accelerate.legacy.launching import (
+        PrepareForLaunch,
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_sagemager_args_inputs,
+        prepare_simple_launcher_cmd_env,
+        prepare_tpu,
+    )
     from accelerate.parallelism_config import *
     from accelerate.utils import ao as ao
     from accelerate.utils import bnb as bnb
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate.utils import dataclasses as dataclasses
     from accelerate.utils import environment as environment
     from accelerate.utils import imports as imports
+    from accelerate.utils import launch as launch
     from accelerate.utils import memory as memory
     from accelerate.utils import modeling as modeling
     from accelerate.utils import offload as offload
@@ -113,6 +123,7 @@ __all__ = (
     "ParallelismConfig",
     "PrecisionType",
     "PrefixedDataset",
+    "PrepareForLaunch",
     "ProfileKwargs",
     "ProfilerActivity",
     "ProjectConfiguration",
@@ -278,6 +289,11 @@ __all__ = (
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
+    "prepare_deepspeed_cmd_env",
+    "prepare_multi_gpu_env",
+    "prepare_sagemager_args_inputs",
+    "prepare_simple_launcher_cmd_env",
+    "prepare_tpu",
     "purge_accelerate_environment",
     "recursive_getattr",
     "recursively_apply",
@@ -300,6 +316,7 @@ __all__ = (
     "tqdm",
     "verify_operation",
     "wait_for_everyone",
+    "write_basic_config",
 )
 
 serve(__name__)

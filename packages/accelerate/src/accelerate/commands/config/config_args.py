@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from accelerate.legacy.config_classes import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
     from accelerate.legacy.config_files import (
         cache_dir,
         default_config_file,
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
         hf_cache_home,
     )
 
-__all__ = ("cache_dir", "default_config_file", "default_json_config_file", "default_yaml_config_file", "hf_cache_home")
+__all__ = (
+    "BaseConfig",
+    "ClusterConfig",
+    "SageMakerConfig",
+    "cache_dir",
+    "default_config_file",
+    "default_json_config_file",
+    "default_yaml_config_file",
+    "hf_cache_home",
+    "load_config_from_file",
+)
 
 serve(__name__)

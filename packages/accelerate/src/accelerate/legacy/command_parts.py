@@ -1,0 +1,233 @@
+"""Further parts of the original's commands: of its config command, its parsers, and its conversion of config files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from argparse import ArgumentParser, HelpFormatter, Namespace, RawDescriptionHelpFormatter
+from enum import Enum
+from typing import Any, Final
+
+from accel_cli.command import spelled
+from accel_cli.config.defaults import modernised, usual_config
+from accel_cli.config.fsdp2 import convert, read_tables
+from accel_cli.config.location import default_path
+from accel_cli.config.prompt import prompter
+from accel_cli.config.wizard import questions
+from accel_cli.config.write import nested, write_config
+from accel_cli.launch.arguments import ASKED
+from accel_cli.launch.backends import backends
+from accel_cli.launch.devices import best_devices
+from accel_cli.launch.options import launch_classes
+from accel_cli.parser import Parser
+from accel_state.labels import ComputeEnvironment, DynamoBackend
+from accel_state.settings.run import RunSettings
+from accel_state.settings.schema import settings_of
+from accelerate.legacy.commands import launch_command
+from accelerate.legacy.config_classes import BaseConfig, ClusterConfig, SageMakerConfig
+
+__all__ = (
+    "ARGUMENT_KEY_MAPPING",
+    "ARGUMENT_VALUE_MAPPING",
+    "DYNAMO_BACKENDS",
+    "ConversionStatus",
+    "CustomArgumentGroup",
+    "CustomArgumentParser",
+    "CustomHelpFormatter",
+    "SubcommandHelpFormatter",
+    "clean_option",
+    "config_description",
+    "convert_config_to_fsdp2",
+    "default_command_parser",
+    "default_config_command",
+    "default_description",
+    "get_cluster_input",
+    "get_sagemaker_input",
+    "get_user_input",
+    "launch_one",
+    "load_config",
+    "merge_description",
+    "options_to_group",
+    "sagemaker_launcher",
+    "update_command_parser",
+    "update_config",
+    "update_config_command",
+    "update_description",
+    "write_basic_config",
+)
+
+config_description: Final = "Write a config file for `accelerate launch`, by answering questions."
+default_description: Final = "Write the usual config file for this machine."
+update_description: Final = "Rewrite a config file in today's form."
+merge_description: Final = "Put the shards of a model together into one file."
+
+DYNAMO_BACKENDS: Final = [str(backend) for backend in DynamoBackend if backend is not DynamoBackend.NO]
+
+options_to_group: Final = {
+    "fp8_backend": "FP8 Arguments",
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+}
+
+CustomArgumentParser: Final = Parser
+"""The parser that takes every option with dashes as well; ours adds both spellings where options are declared."""
+
+CustomArgumentGroup: Final = argparse._ArgumentGroup
+
+CustomHelpFormatter: Final = HelpFormatter
+
+SubcommandHelpFormatter: Final = RawDescriptionHelpFormatter
+
+
+class ConversionStatus(Enum):
+    """Why a key for FSDP version 1 has none in version 2."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+_RESHARDS: Final = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+
+ARGUMENT_KEY_MAPPING: Final = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
+    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "fsdp_backward_prefetch": ConversionStatus.REMOVED,
+    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
+    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "fsdp_offload_params": "fsdp_offload_params",
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_state_dict_type": "fsdp_state_dict_type",
+    "fsdp_sync_module_states": ConversionStatus.REMOVED,
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "fsdp_min_num_params",
+    "fsdp_use_orig_params": ConversionStatus.REMOVED,
+    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
+}
+
+ARGUMENT_VALUE_MAPPING: Final = {"fsdp_reshard_after_forward": _RESHARDS, "fsdp_sharding_strategy": _RESHARDS}
+
+
+def clean_option(option: str) -> str:
+    """An option as a heading shows it: without dashes and the prefix of its engine."""
+    name = option.lstrip("-").replace("fp8_", "").replace("fsdp_", "").replace("megatron_lm_", "")
+    return name.replace("_", " ").capitalize()
+
+
+def launch_one(args: Namespace) -> None:
+    """Launch what was parsed, in whichever way its arguments call for."""
+    launch_command(args)
+
+
+def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: Namespace) -> None:
+    """Hand a job in to SageMaker, as the config says."""
+    from accel_cli.launch.sagemaker import REQUIREMENT, SageMakerJob, hand_in
+    from accelerate.legacy.launching import prepare_sagemager_args_inputs
+
+    estimator, inputs = prepare_sagemager_args_inputs(sagemaker_config, args)
+    REQUIREMENT.demand("A training job of SageMaker was to be handed in.")
+    variables = {"AWS_PROFILE": sagemaker_config.profile or "", "AWS_DEFAULT_REGION": sagemaker_config.region}
+    hand_in(SageMakerJob(estimator, inputs, {name: value for name, value in variables.items() if value}))
+
+
+def get_user_input() -> BaseConfig:
+    """Ask for everything and return the answers."""
+    return get_cluster_input()
+
+
+def get_cluster_input() -> ClusterConfig:
+    """Ask for a run on machines that one has."""
+    offered = {one.extension.name: one.settings for one in backends() if one.manifest is not None}
+    answers = nested(questions(prompter(), ASKED, offered))
+    known = {name: answers[name] for name in ClusterConfig.__dataclass_fields__ if name in answers}
+    values = {"distributed_type": "NO", "mixed_precision": "no", **known}
+    return ClusterConfig(**ClusterConfig.process_config(values))
+
+
+def get_sagemaker_input() -> SageMakerConfig:
+    """Ask for a job of Amazon SageMaker."""
+    asker = prompter()
+
+    def needed(text: str) -> str | None:
+        return None if text.strip() else "An answer is needed here."
+
+    return SageMakerConfig(
+        compute_environment=ComputeEnvironment.AMAZON_SAGEMAKER,
+        distributed_type=asker.choose("Which distribution?", ("NO", "DATA_PARALLEL"), "NO"),  # type: ignore[arg-type]
+        mixed_precision=asker.choose("Which mixed precision?", ("no", "fp16", "bf16", "fp8"), "no"),
+        use_cpu=False,
+        debug=False,
+        ec2_instance_type=asker.ask("Which kind of machine?", "ml.p3.2xlarge", needed),
+        iam_role_name=asker.ask("Which role has the job?", "", needed),
+        profile=asker.ask("Which profile of the AWS command line?", "default", needed),
+        region=asker.ask("Which region?", "us-east-1", needed),
+        num_machines=int(asker.ask("How many machines?", "1", lambda text: None if text.isdecimal() else "A number.")),
+    )
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | None = None) -> str | bool:
+    """Write the usual config file for this machine; False where there is a file already."""
+    path = default_path(os.environ) if save_location is None else str(save_location)
+    precision = settings_of(RunSettings)["mixed_precision"].parse(mixed_precision, "argument")
+    if os.path.exists(path):
+        return False
+    write_config(path, usual_config(best_devices(), precision))
+    return path
+
+
+def default_command_parser(parser: Any, parents: list[ArgumentParser]) -> ArgumentParser:
+    """Add the subcommand that writes the usual file."""
+    added: ArgumentParser = parser.add_parser("default", parents=parents, help=default_description)
+    added.add_argument(*spelled("--config_file"), default=default_path(os.environ), dest="save_location")
+    choices = settings_of(RunSettings)["mixed_precision"].kind.choices
+    added.add_argument(*spelled("--mixed_precision"), choices=choices, default="no")
+    added.set_defaults(func=default_config_command)
+    return added
+
+
+def default_config_command(args: Namespace) -> None:
+    """Write the usual file."""
+    path = write_basic_config(args.mixed_precision, args.save_location)
+    if path:
+        sys.stdout.write(f"Written to {path}.\n")
+
+
+def update_command_parser(parser: Any, parents: list[ArgumentParser]) -> ArgumentParser:
+    """Add the subcommand that rewrites a file."""
+    added: ArgumentParser = parser.add_parser("update", parents=parents, help=update_description)
+    added.add_argument(*spelled("--config_file"), default=None)
+    added.set_defaults(func=update_config_command)
+    return added
+
+
+def update_config(args: Namespace) -> str:
+    """Rewrite a file in today's form and return its path."""
+    path = str(args.config_file or default_path(os.environ))
+    write_config(path, modernised(path, launch_classes()))
+    return path
+
+
+def update_config_command(args: Namespace) -> None:
+    """Rewrite a file in today's form."""
+    sys.stdout.write(f"Updated {update_config(args)}.\n")
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """A config file as a dict."""
+    return read_tables(str(config_file))
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """A config for FSDP version 1 as one for version 2; one that is for version 2 as it is."""
+    converted = convert(config)
+    return config if converted.values is None else converted.values

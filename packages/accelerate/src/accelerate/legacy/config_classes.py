@@ -1,0 +1,187 @@
+"""Config files as objects, as scripts that read or write them by the original's classes expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+from accel_cli.config.document import read_document
+from accel_cli.config.file import modern
+from accel_cli.config.fsdp2 import read_tables
+from accel_cli.config.location import default_path
+from accel_cli.config.write import write_config
+from accel_state.errors import SettingError
+from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accel_state.settings.schema import closest
+
+__all__ = ("BaseConfig", "ClusterConfig", "SageMakerConfig", "load_config_from_file")
+
+C = TypeVar("C", bound="BaseConfig")
+
+
+@dataclass
+class BaseConfig:
+    """What every config file says."""
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+
+    _kinds: ClassVar[type[Enum]] = DistributedType
+
+    def __post_init__(self) -> None:
+        self.compute_environment = ComputeEnvironment(self.compute_environment)
+        self.distributed_type = type(self)._kinds(self.distributed_type)  # type: ignore[assignment]
+        if getattr(self, "dynamo_config", None) is None:
+            vars(self)["dynamo_config"] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields by name, as a file holds them: names for members of enums, and neither None nor empty tables."""
+        values = {name: value.value if isinstance(value, Enum) else value for name, value in vars(self).items()}
+        return {name: value for name, value in values.items() if value is not None and value != {}}
+
+    @staticmethod
+    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        """The fields that a file's table stands for: keys of today, and values for what old files leave out."""
+        values = dict(config_dict)
+        values.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
+        half = values.pop("fp16", False)
+        values.setdefault("mixed_precision", "fp16" if half else None)
+        values.setdefault("use_cpu", False)
+        values.setdefault("debug", False)
+        backend = values.pop("dynamo_backend", None)
+        if backend is not None:
+            values["dynamo_config"] = {} if str(backend).upper() == "NO" else {"dynamo_backend": backend}
+        return values
+
+    @classmethod
+    def from_json_file(cls: type[C], json_file: str | None = None) -> C:
+        """Read a file in JSON; the user's own when none is named."""
+        return _read(cls, json_file)
+
+    @classmethod
+    def from_yaml_file(cls: type[C], yaml_file: str | None = None) -> C:
+        """Read a file in YAML; the user's own when none is named."""
+        return _read(cls, yaml_file)
+
+    def to_json_file(self, json_file: str) -> None:
+        """Write the file in JSON."""
+        with open(json_file, "w", encoding="utf-8") as file:
+            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+    def to_yaml_file(self, yaml_file: str) -> None:
+        """Write the file in YAML."""
+        write_config(str(yaml_file), self.to_dict())
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """A config file for machines that one has."""
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] = None  # type: ignore[assignment]
+    tpu_vm: list[str] = None  # type: ignore[assignment]
+    tpu_env: list[str] = None  # type: ignore[assignment]
+    dynamo_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for known in dataclasses.fields(self):
+            if known.name.endswith("_config") and getattr(self, known.name) is None:
+                setattr(self, known.name, {})
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """A config file for Amazon SageMaker."""
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = "accelerate-sagemaker-1"
+    pytorch_version: str = "1.10.2"
+    transformers_version: str = "4.17.0"
+    py_version: str = "py38"
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+    _kinds: ClassVar[type[Enum]] = SageMakerDistributedType
+
+
+def load_config_from_file(config_file: str | None) -> BaseConfig:
+    """The object for a file, of the class that its `compute_environment` calls for.
+
+    Raises:
+        SettingError: it cannot be read, or holds an unknown key.
+    """
+    tables = _tables(config_file)
+    place = ComputeEnvironment(tables.get("compute_environment", ComputeEnvironment.LOCAL_MACHINE))
+    return _read(_CLASSES[place], config_file)
+
+
+_CLASSES: dict[ComputeEnvironment, type[BaseConfig]] = {
+    ComputeEnvironment.LOCAL_MACHINE: ClusterConfig,
+    ComputeEnvironment.AMAZON_SAGEMAKER: SageMakerConfig,
+}
+
+
+def _path(given: str | None) -> str:
+    return default_path(os.environ) if given is None else str(given)
+
+
+def _tables(given: str | None) -> dict[str, Any]:
+    return read_tables(_path(given))
+
+
+def _read(cls: type[C], given: str | None) -> C:
+    path = _path(given)
+    values = cls.process_config(_tables(given))
+    known = {one.name: one for one in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            line = next((entry.line for entry in map(modern, read_document(path)) if entry.key.startswith(key)), 1)
+            near = closest(key, known)
+            raise SettingError(
+                f"The config file {path} was to be read.",
+                f"{path}:{line} has the unknown key {key!r}.",
+                f"Did you mean {near!r}?" if near else "Remove the line.",
+            )
+    missing = [name for name, one in known.items() if one.default is dataclasses.MISSING and name not in values]
+    if missing:
+        obstacle = f"{', '.join(missing)} is missing in {path}."
+        raise SettingError(f"The config file {path} was to be read.", obstacle, "Write it with `accelerate config`.")
+    return cls(**values)
