@@ -45,8 +45,10 @@ class TorchDistTransport(Transport):
         self.world_size = dist.get_world_size()
         self.device = device
         self.timeout = timeout
-        self._store = store
         self._data = dist.new_group(timeout=timeout)
+        # Each transport has keys of its own: what was told before a state was made anew is not heard afterwards.
+        prefix = f"transport{self._data.group_name}"
+        self._store = None if store is None else dist.distributed_c10d.PrefixStore(prefix, store)
         on_host = dist.get_backend(self._data) == dist.Backend.GLOO
         self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
         self._rounds = Rounds(self._header)

@@ -1,0 +1,35 @@
+"""What processes told each other through the store is gone when their state is made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accel_state import PartialState, current
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def told_before_and_after() -> list[bool]:
+    PartialState(cpu=True)
+    found = []
+    for _ in range(3):
+        store = current.process().transport.store()
+        assert store is not None
+        found.append(store.check(["key"]))
+        PartialState().wait_for_everyone()
+        store.set("key", "told")
+        found.append(store.check(["key"]))
+        PartialState._reset_state()
+        PartialState(cpu=True)
+    return found
+
+
+def test_a_new_state_finds_no_old_keys(two: Processes) -> None:
+    assert two.run(told_before_and_after) == [[False, True] * 3] * 2
