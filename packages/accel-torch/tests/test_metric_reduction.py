@@ -130,3 +130,16 @@ def test_alone_and_an_unknown_reduction() -> None:
         with pytest.raises(SettingError, match="Choose from mean, sum, min, max"):
             accelerator.log({"loss": 1.0}, reduce="median")
         assert len(kept.lines) == 2
+
+
+def test_a_tracker_by_name_before_any_was_started_keeps_nothing() -> None:
+    with fresh():
+        accelerator = Accelerator(cpu=True)
+        accelerator.get_tracker("tensorboard").log({"loss": 1.0})
+        with pytest.raises(SettingError, match="no such tracker"):
+            Accelerator(cpu=True, log_with="no such tracker")
+        kept = Accelerator(cpu=True, log_with=Kept())
+        kept.init_trackers("run")
+        assert kept.get_tracker("kept").lines == []
+        with pytest.raises(SettingError, match="tensorboard"):
+            kept.get_tracker("tensorboard")

@@ -35,11 +35,11 @@ __all__ = (
     "compiling",
     "either",
     "generator_names",
-    "listed",
     "loader_configuration",
     "precision_given",
     "project_configuration",
     "those_given",
+    "trackers_asked",
 )
 
 H = TypeVar("H", bound=KwargsHandler)
@@ -302,8 +302,17 @@ def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transfor
     return given
 
 
-def listed(log_with: Any) -> tuple[Any, ...]:
-    """Trackers as a tuple, be it one, several or none."""
+def trackers_asked(log_with: Any, logging_dir: str | None) -> tuple[Any, ...]:
+    """Trackers as a tuple, be it one, several or none; checked, because `init_trackers` may come late.
+
+    Raises:
+        SettingError: an unknown name, or a tracker that needs a folder and has none.
+        Missing: the library of one is not installed.
+    """
     if log_with is None:
         return ()
-    return tuple(log_with) if isinstance(log_with, (list, tuple)) else (log_with,)
+    from accel_tracking.registry import filter_trackers
+
+    given = tuple(log_with) if isinstance(log_with, (list, tuple)) else (log_with,)
+    filter_trackers(given, logging_dir)
+    return given

@@ -140,6 +140,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             "torch_tp_plugin": torch_tp_plugin,
         }
         loader = options.loader_configuration(dataloader_config, moved)
+        project = options.project_configuration(project_config, project_dir)
         self._options = Options(
             cpu=cpu,
             mixed_precision=options.precision_given(mixed_precision),
@@ -147,10 +148,10 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             backend_config=options.backend_config(plugins),
             device_placement=device_placement,
             loader=loader,
-            project=options.project_configuration(project_config, project_dir),
+            project=project,
             accumulation=options.accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
             rng_types=options.generator_names(rng_types),
-            log_with=options.listed(log_with),
+            log_with=options.trackers_asked(log_with, project.logging_dir),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             handlers=options.checked_handlers(kwargs_handlers),
             backends=options.those_given(plugins),

@@ -83,14 +83,16 @@ class TrackingPage(Parts):
             self._tracking.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, or what it wraps.
+        """A tracker by its name, or what it wraps; one that keeps nothing where none was started.
 
         Raises:
-            SettingError: no tracker of that name was started.
+            SettingError: others were started, and none of that name.
         """
-        from accel_tracking.group import TrackerGroup
+        if self._tracking is None or not self._tracking.trackers:
+            from accel_tracking.base import GeneralTracker
 
-        return (self._tracking or TrackerGroup()).get(name, unwrap)
+            return GeneralTracker(_blank=True)
+        return self._tracking.get(name, unwrap)
 
     def end_training(self) -> None:
         """Finish all trackers and the checkpoint that is being saved; called once, at the end of the script."""
