@@ -178,6 +178,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.environment": "*",
         "accelerate.commands.config.default": "write_basic_config",
+        "accelerate.utils.fsdp_utils": """
+            disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+            fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters
+            get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model
+            save_fsdp_optimizer
+        """,
         "accelerate.utils.imports": "*",
         "accelerate.utils.launch": """
             PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
@@ -263,6 +269,15 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             patch_environment purge_accelerate_environment str_to_bool
         """,
     },
+    "accelerate.utils.fsdp_utils": {
+        "accel_plugins.fsdp.merge": "merge_fsdp_weights=merge_weights",
+        "accelerate.legacy.fsdp": """
+            disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+            fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model
+            fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model
+            load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
+        """,
+    },
     "accelerate.utils.imports": {
         "accelerate.legacy.requirements": "deepspeed_required",
         "accel_state.availability": """
@@ -312,6 +327,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             retie_parameters
         """,
         "accelerate.legacy.models": "is_peft_model",
+        "accelerate.legacy.precision": "get_grad_scaler get_mixed_precision_context_manager",
     },
     "accelerate.utils.offload": {
         "accel_bigmodel.offload": """

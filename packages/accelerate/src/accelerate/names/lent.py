@@ -120,6 +120,14 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
             is_transformer_engine_available is_xpu_available parse_flag_from_env str_to_bool
         """,
     },
+    "accelerate.utils.fsdp_utils": {
+        "accelerate.logging": "get_logger",
+        "accelerate.utils": "get_non_persistent_buffers is_torch_version save",
+        "accelerate.utils.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME",
+        "accelerate.utils.dataclasses": "get_module_class_from_name",
+        "accelerate.utils.modeling": "is_peft_model",
+        "accelerate.utils.other": "get_module_children_bottom_up is_compiled_module",
+    },
     "accelerate.utils.imports": {
         "accelerate.utils": "compare_versions is_torch_version parse_flag_from_env patch_environment str_to_bool",
     },

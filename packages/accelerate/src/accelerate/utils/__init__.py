@@ -13,7 +13,23 @@ from accelerate.address import serve
 if TYPE_CHECKING:
     from accel_bigmodel.quantize import has_4bit_bnb_layers
     from accel_bigmodel.quantize_load import load_and_quantize_model
+    from accel_plugins.fsdp.merge import merge_weights as merge_fsdp_weights
     from accelerate.legacy.command_parts import write_basic_config
+    from accelerate.legacy.fsdp import (
+        disable_fsdp_ram_efficient_loading,
+        enable_fsdp_ram_efficient_loading,
+        ensure_weights_retied,
+        fsdp2_apply_ac,
+        fsdp2_canonicalize_names,
+        fsdp2_load_full_state_dict,
+        fsdp2_prepare_model,
+        fsdp2_switch_optimizer_parameters,
+        get_fsdp2_grad_scaler,
+        load_fsdp_model,
+        load_fsdp_optimizer,
+        save_fsdp_model,
+        save_fsdp_optimizer,
+    )
     from accelerate.legacy.launching import (
         PrepareForLaunch,
         prepare_deepspeed_cmd_env,
@@ -28,6 +44,7 @@ if TYPE_CHECKING:
     from accelerate.utils import constants as constants
     from accelerate.utils import dataclasses as dataclasses
     from accelerate.utils import environment as environment
+    from accelerate.utils import fsdp_utils as fsdp_utils
     from accelerate.utils import imports as imports
     from accelerate.utils import launch as launch
     from accelerate.utils import memory as memory
@@ -163,7 +180,10 @@ __all__ = (
     "convert_to_fp32",
     "copy_tensor_to_devices",
     "deepspeed_required",
+    "disable_fsdp_ram_efficient_loading",
     "dtype_byte_size",
+    "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied",
     "extract_model_from_parallel",
     "extract_submodules_state_dict",
     "fallback_allocate",
@@ -171,6 +191,11 @@ __all__ = (
     "find_device",
     "find_executable_batch_size",
     "find_tied_parameters",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
     "gather",
     "gather_object",
     "gather_tensor_shape",
@@ -180,10 +205,13 @@ __all__ = (
     "get_data_structure",
     "get_driver_version",
     "get_free_port",
+    "get_fsdp2_grad_scaler",
     "get_gpu_info",
+    "get_grad_scaler",
     "get_int_from_env",
     "get_max_layer_size",
     "get_max_memory",
+    "get_mixed_precision_context_manager",
     "get_model_tp_size",
     "get_module_children_bottom_up",
     "get_module_class_from_name",
@@ -275,10 +303,13 @@ __all__ = (
     "load",
     "load_and_quantize_model",
     "load_checkpoint_in_model",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
     "load_offloaded_weight",
     "load_offloaded_weights",
     "load_state_dict",
     "merge_dicts",
+    "merge_fsdp_weights",
     "model_has_dtensor",
     "named_module_tensors",
     "offload_state_dict",
@@ -301,6 +332,8 @@ __all__ = (
     "release_memory",
     "retie_parameters",
     "save",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
     "save_offload_index",
     "send_to_device",
     "set_module_tensor_to_device",

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
     from accelerate.legacy.models import is_peft_model
+    from accelerate.legacy.precision import get_grad_scaler, get_mixed_precision_context_manager
 
 __all__ = (
     "align_module_device",
@@ -75,8 +76,10 @@ __all__ = (
     "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
+    "get_grad_scaler",
     "get_max_layer_size",
     "get_max_memory",
+    "get_mixed_precision_context_manager",
     "get_module_leaves",
     "get_module_size_with_ties",
     "get_non_persistent_buffers",

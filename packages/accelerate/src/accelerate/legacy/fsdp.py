@@ -1,0 +1,281 @@
+"""The functions of `accelerate.utils.fsdp_utils` that take an Accelerator: they ask its sharding backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from accel_plugins.bundle import Bundle, canonical_name
+from accel_plugins.fsdp import loading
+from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.manifest import Part
+from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
+from accel_state import current
+from accel_state.errors import NotOffered, SettingError
+from accel_state.settings.environ import publish
+
+__all__ = (
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
+    "get_fsdp2_grad_scaler",
+    "get_parameters_from_modules",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+)
+
+Folder = str | os.PathLike[str]
+
+_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights of a sharded model the way the settings of the run say; called on every process.
+
+    Raises:
+        NotOffered: adapters alone, or one pickle per process, were asked for.
+        CheckpointError: they cannot be written.
+    """
+    _check(accelerator, fsdp_plugin, adapter_only, use_dcp)
+    _save(accelerator, Part.MODEL, model, output_dir, model_index)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of an optimizer of a sharded model; called on every process. See `save_fsdp_model`."""
+    _check(accelerator, fsdp_plugin, False, use_dcp)
+    _save(accelerator, Part.OPTIMIZER, optimizer, output_dir, optimizer_index)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_model` wrote, from the checkpoint or from the folder of shards itself.
+
+    Raises:
+        NotOffered: adapters alone, or one pickle per process, were asked for.
+        CheckpointError: something is missing, damaged or of another model.
+    """
+    _check(accelerator, fsdp_plugin, adapter_only, use_dcp)
+    accelerator._engine.strategy.load(Part.MODEL, model, _checkpoint(input_dir), model_index)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_optimizer` wrote. See `load_fsdp_model`."""
+    _check(accelerator, fsdp_plugin, adapter_only, use_dcp)
+    accelerator._engine.strategy.load(Part.OPTIMIZER, optimizer, _checkpoint(input_dir), optimizer_index)
+
+
+def _save(accelerator: Any, part: Part, item: Any, folder: Folder, index: int) -> None:
+    strategy = accelerator._engine.strategy
+    state = strategy.collect(part, item)
+    if accelerator.is_main_process:
+        os.makedirs(folder, exist_ok=True)
+    accelerator.wait_for_everyone()
+    strategy.save(part, state, Path(folder), index)
+
+
+def _check(accelerator: Any, plugin: Any, adapter_only: bool, use_dcp: bool) -> None:
+    asked = "A model or an optimizer of FSDP was to be saved or loaded."
+    own = getattr(accelerator._engine.strategy, "config", None)
+    if getattr(own, "state_dict_type", None) != plugin.state_dict_type:
+        raise SettingError(
+            asked,
+            f"The settings given say state_dict_type={plugin.state_dict_type!r}, the run does not.",
+            "Give accelerator.state.fsdp_plugin.",
+        )
+    if adapter_only:
+        raise NotOffered(asked, "Adapters cannot be written alone.", "Use save_pretrained() of the unwrapped model.")
+    if not use_dcp:
+        raise NotOffered(asked, "One pickle per process (use_dcp=False) is not written.", "Leave out use_dcp.")
+
+
+def _checkpoint(folder: Folder) -> Path:
+    """The checkpoint, also where its folder of shards was named."""
+    path = Path(folder)
+    return path.parent if (path / ".metadata").is_file() else path
+
+
+# -------------------------------------------------------------------------------- preparing
+
+
+def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
+    """Shard a model the way the run does."""
+    strategy = accelerator._engine.strategy
+    prepared: Module = strategy.setup(Bundle.of([strategy.place(model)])).models[0]
+    return prepared
+
+
+def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:
+    """Let the blocks that the run shards recompute their activations in backward."""
+    strategy = accelerator._engine.strategy
+    transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config))
+    return transform.apply(model, strategy.context)
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: Module) -> Callable[[Module], bool]:
+    """A function that says of each module of a model whether it is sharded by itself."""
+    blocks = {id(block) for block in blocks_to_shard(model, fsdp2_plugin)}
+    return lambda module: id(module) in blocks
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> None:
+    """Give every process its shards of the weights that the first process has; called on every process.
+
+    Args:
+        accelerator: its processes.
+        model: a sharded model.
+        full_sd: whole weights on the first process; ignored elsewhere.
+        cpu_offload: the model's shards lie in host memory, and stay there.
+    """
+    loading.distribute(model, full_sd if accelerator.is_main_process else {})
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same parameters under their names in the user's model, without what wrappers added."""
+    return {canonical_name(name): parameter for name, parameter in named_params.items()}
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[int, Any]) -> None:
+    """Make an optimizer work on other parameters.
+
+    Args:
+        optimizer: the optimizer.
+        mapping: from the address of a parameter's data, or what was set as its `data_ptr`, to the new parameter.
+
+    Raises:
+        KeyError: it lacks a parameter; the optimizer is unchanged then.
+    """
+    groups = [[_switched(parameter, mapping) for parameter in group["params"]] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+
+
+def _switched(parameter: Parameter, mapping: Mapping[int, Any]) -> Any:
+    address: Any = parameter.data_ptr
+    key = address() if callable(address) else address
+    if key not in mapping:
+        raise KeyError(f"A parameter of shape {tuple(parameter.shape)} of the optimizer is not among the new ones.")
+    return mapping[key]
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """The scaler of fp16 losses on the device of this process; `kwargs` are those of `GradScalerKwargs`."""
+    scaler: torch.amp.GradScaler = current.process_or_start().family.grad_scaler(**kwargs)
+    return scaler
+
+
+def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: Module, device: Any) -> set[Parameter]:
+    """Parameters of some modules, moved to a device.
+
+    Args:
+        modules: modules, or a pattern that their whole names match; None for none.
+        model: the model they are part of.
+        device: where the parameters go, in place.
+    """
+    found = ignored_parameters(model, _Ignoring(modules))
+    for parameter in found:
+        parameter.data = parameter.data.to(device)
+    return found
+
+
+class _Ignoring:
+    """Stands for settings of which only this is asked."""
+
+    def __init__(self, modules: Any) -> None:
+        self.ignored_modules = modules
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[Module], Any], model: Module, device: Any
+) -> Callable[[Module], Any]:
+    """An initialiser of modules from the meta device that keeps tied weights tied.
+
+    Args:
+        param_init_fn: gives the parameters of one module memory on the device.
+        model: the model while its weights are still tied.
+        device: where the weights are going to be.
+    """
+    places: dict[int, list[tuple[Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    tied = [group for group in places.values() if len(group) > 1]
+    if not tied:
+        return param_init_fn
+
+    def initialise(module: Module) -> Any:
+        answer = param_init_fn(module)
+        for group in tied:
+            for owner, name in group:
+                if owner is module:
+                    _tie(group, getattr(owner, name))
+        return answer
+
+    return initialise
+
+
+def _tie(group: list[tuple[Module, str]], parameter: Any) -> None:
+    """Put one parameter, where it has memory, into all of its places."""
+    if not parameter.is_meta:
+        for owner, name in group:
+            setattr(owner, name, parameter)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let models be read by the first process of each run only; the others get their part from it."""
+    publish({_LOADING: "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let every process read models by itself."""
+    publish({_LOADING: "False"})

@@ -1,0 +1,219 @@
+"""The functions of `accelerate.utils.fsdp_utils` and the scalers of `accelerate.utils.modeling`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_state.errors import NotOffered, SettingError
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def sharded(kind: str, seed: int) -> tuple[Any, Any, Any]:
+    """An Accelerator, and a model and an optimizer that it has prepared and that made a step."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(2, state_dict_type=kind))
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model, optimizer = accelerator.prepare(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
+    step(accelerator, model, optimizer)
+    return accelerator, model, optimizer
+
+
+def step(accelerator: Any, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.full((2, 4), accelerator.process_index + 1.0)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: Any) -> dict[str, Any]:
+    return {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
+
+
+def save_and_load(kind: str, folder: str) -> dict[str, Any]:
+    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+
+    accelerator, model, optimizer = sharded(kind, 1)
+    plugin = accelerator.state.fsdp_plugin or accelerator._engine.strategy.config
+    save_fsdp_model(plugin, accelerator, model, folder, 1)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, 1)
+    accelerator.wait_for_everyone()
+    saved = whole(model)
+    step(accelerator, model, optimizer)
+    expected = whole(model)
+
+    other, other_optimizer = (sharded(kind, 2))[1:]
+    inside = Path(folder, "pytorch_model_fsdp_1")
+    load_fsdp_model(plugin, accelerator, other, inside if inside.is_dir() else folder, 1)
+    load_fsdp_optimizer(plugin, accelerator, other_optimizer, other, folder, 1)
+    loaded = whole(other)
+    step(accelerator, other, other_optimizer)
+    return {"saved": saved, "loaded": loaded, "expected": expected, "resumed": whole(other)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("SHARDED_STATE_DICT", {"pytorch_model_fsdp_1", "optimizer_1"}),
+        ("FULL_STATE_DICT", {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+    ],
+)
+def test_sharded_models_and_optimizers_come_back(two: Processes, tmp_path: Path, kind: str, names: set[str]) -> None:
+    for told in two.run(save_and_load, kind, str(tmp_path / "new")):
+        assert told["loaded"] == told["saved"]
+        assert told["resumed"] == told["expected"]
+        assert told["expected"] != told["saved"]
+    assert {path.name for path in (tmp_path / "new").iterdir()} == names
+
+
+def ask_for_more(folder: str) -> list[str]:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import save_fsdp_model
+
+    accelerator, model, _ = sharded("SHARDED_STATE_DICT", 1)
+    own, full = (
+        accelerator._engine.strategy.config,
+        FullyShardedDataParallelPlugin(2, state_dict_type="FULL_STATE_DICT"),
+    )
+    with pytest.raises(NotOffered) as adapters:
+        save_fsdp_model(own, accelerator, model, folder, adapter_only=True)
+    with pytest.raises(NotOffered) as pickles:
+        save_fsdp_model(own, accelerator, model, folder, use_dcp=False)
+    with pytest.raises(SettingError) as differing:
+        save_fsdp_model(full, accelerator, model, folder)
+    return [str(adapters.value), str(pickles.value), str(differing.value)]
+
+
+def test_what_is_not_written_is_refused(two: Processes, tmp_path: Path) -> None:
+    for adapters, pickles, differing in two.run(ask_for_more, str(tmp_path)):
+        assert "save_pretrained" in adapters
+        assert "use_dcp" in pickles
+        assert "the run does not" in differing
+    assert list(tmp_path.iterdir()) == []
+
+
+def prepare_by_function() -> tuple[list[str], list[float], bool]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import fsdp2_apply_ac, fsdp2_load_full_state_dict, fsdp2_prepare_model
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
+    plugin = FullyShardedDataParallelPlugin(
+        2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Linear"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    policy = fsdp2_prepare_auto_wrap_policy(plugin, plain)
+    chosen = [name for name, module in plain.named_modules() if policy(module)]
+    model = fsdp2_prepare_model(accelerator, fsdp2_apply_ac(accelerator, plain))
+    full = {
+        name: torch.full(value.shape, 0.5)
+        for name, value in nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).state_dict().items()
+    }
+    fsdp2_load_full_state_dict(accelerator, model, full if accelerator.is_main_process else {})
+    values = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).unique().tolist()
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    return chosen, values, all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_models_are_sharded_and_loaded_by_function(two: Processes) -> None:
+    for chosen, values, has_gradients in two.run(prepare_by_function):
+        assert chosen == ["0", "2"]
+        assert values == [0.5]
+        assert has_gradients
+
+
+def test_names_lose_what_wrappers_added() -> None:
+    from accelerate.utils import fsdp2_canonicalize_names
+
+    given = {"_orig_mod.a.weight": 1, "a._checkpoint_wrapped_module.bias": 2, "_fsdp_wrapped_module.b": 3}
+    assert fsdp2_canonicalize_names(given) == {"a.weight": 1, "a.bias": 2, "b": 3}
+
+
+def test_optimizers_follow_to_other_parameters_or_stay_as_they_are() -> None:
+    from accelerate.utils import fsdp2_switch_optimizer_parameters
+
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+    mapping = {a.data_ptr(): b for a, b in zip(old.parameters(), new.parameters(), strict=True)}
+    with pytest.raises(KeyError, match=r"shape \(2,\)"):
+        fsdp2_switch_optimizer_parameters(optimizer, {old.weight.data_ptr(): new.weight})
+    assert optimizer.param_groups[0]["params"][0] is old.weight
+    fsdp2_switch_optimizer_parameters(optimizer, mapping)
+    assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in new.parameters()]
+
+
+def test_parameters_of_modules_are_found_by_pattern() -> None:
+    from accelerate.utils.fsdp_utils import get_parameters_from_modules
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert get_parameters_from_modules(None, model, "cpu") == set()
+    assert get_parameters_from_modules("1", model, "cpu") == set(model[1].parameters())
+    assert get_parameters_from_modules([model[0]], model, "cpu") == set(model[0].parameters())
+
+
+def test_tied_weights_stay_tied_when_they_get_memory() -> None:
+    from accelerate.utils import ensure_weights_retied
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 1))
+    model[1].weight = model[0].weight
+
+    def initialise(module: nn.Module) -> Any:
+        return module.to_empty(device="cpu", recurse=False)
+
+    retied = ensure_weights_retied(initialise, model, "cpu")
+    assert retied is not initialise
+    for module in model:
+        assert retied(module) is module
+    assert model[0].weight is model[1].weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert ensure_weights_retied(initialise, nn.Linear(1, 1), "cpu") is initialise
+
+
+def test_who_reads_models_is_said_by_a_variable() -> None:
+    from accelerate.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+
+    with fresh():
+        enable_fsdp_ram_efficient_loading()
+        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
+        disable_fsdp_ram_efficient_loading()
+        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
+
+
+def test_scalers_and_autocast_by_function() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        AutocastKwargs,
+        DistributedType,
+        get_fsdp2_grad_scaler,
+        get_grad_scaler,
+        get_mixed_precision_context_manager,
+    )
+
+    with fresh():
+        Accelerator(cpu=True, mixed_precision="bf16")
+        for scaler in (get_grad_scaler(init_scale=8.0), get_fsdp2_grad_scaler(init_scale=8.0)):
+            assert (type(scaler), scaler.get_scale()) == (torch.amp.GradScaler, 8.0)
+        assert type(get_grad_scaler(DistributedType.FSDP)).__name__ == "ShardedGradScaler"
+        layer, ones = nn.Linear(2, 2), torch.ones(1, 2)
+        with get_mixed_precision_context_manager():
+            assert layer(ones).dtype is torch.float32
+        with get_mixed_precision_context_manager(native_amp=True):
+            assert layer(ones).dtype is torch.bfloat16
+        with get_mixed_precision_context_manager(True, AutocastKwargs(enabled=False)):
+            assert layer(ones).dtype is torch.float32
