@@ -26,6 +26,7 @@ from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
 from accelerate.legacy.commands import launch_command
 from accelerate.legacy.config_classes import BaseConfig, ClusterConfig, SageMakerConfig
+from accelerate.legacy.config_files import default_json_config_file
 
 __all__ = (
     "ARGUMENT_KEY_MAPPING",
@@ -78,9 +79,15 @@ CustomArgumentParser: Final = Parser
 
 CustomArgumentGroup: Final = argparse._ArgumentGroup
 
-CustomHelpFormatter: Final = HelpFormatter
-
 SubcommandHelpFormatter: Final = RawDescriptionHelpFormatter
+
+
+class CustomHelpFormatter(HelpFormatter):
+    """Formats the help of a parser of the original; the sections that a command line asks for are its titles."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.titles = list(options_to_group.values())
 
 
 class ConversionStatus(Enum):
@@ -175,9 +182,9 @@ def get_sagemaker_input() -> SageMakerConfig:
     )
 
 
-def write_basic_config(mixed_precision: str = "no", save_location: str | None = None) -> str | bool:
+def write_basic_config(mixed_precision: str = "no", save_location: str = default_json_config_file) -> str | bool:
     """Write the usual config file for this machine; False where there is a file already."""
-    path = default_path(os.environ) if save_location is None else str(save_location)
+    path = str(save_location)
     precision = settings_of(RunSettings)["mixed_precision"].parse(mixed_precision, "argument")
     if os.path.exists(path):
         return False
