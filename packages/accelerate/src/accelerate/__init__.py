@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.precision.fp8_config import FP8RecipeKwargs
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
     from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
     from accel_state.availability import is_rich_available
@@ -65,6 +66,7 @@ __all__ = (
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",

@@ -20,10 +20,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.state": "PartialState",
         "accelerate.utils": """
             AutocastKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration
-            DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs
-            GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig ProfileKwargs
-            ProjectConfiguration TorchDynamoPlugin TorchTensorParallelPlugin find_executable_batch_size
-            infer_auto_device_map is_rich_available load_checkpoint_in_model synchronize_rng_states
+            DistributedDataParallelKwargs DistributedType FP8RecipeKwargs FullyShardedDataParallelPlugin
+            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig
+            ProfileKwargs ProjectConfiguration TorchDynamoPlugin TorchTensorParallelPlugin
+            find_executable_batch_size infer_auto_device_map is_rich_available load_checkpoint_in_model
+            synchronize_rng_states
         """,
     },
     "accelerate.accelerator": {"accel_torch.accelerator": "Accelerator"},
@@ -173,17 +174,18 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils": {
         "accelerate.parallelism_config": "*",
+        "accelerate.utils.ao": "*",
         "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
         "accelerate.utils.environment": "*",
-        "accelerate.commands.config.default": "write_basic_config",
         "accelerate.utils.fsdp_utils": """
             disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
             fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters
             get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model
             save_fsdp_optimizer
         """,
+        "accelerate.commands.config.default": "write_basic_config",
         "accelerate.utils.imports": "*",
         "accelerate.utils.launch": """
             PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
@@ -196,6 +198,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.other": "*",
         "accelerate.utils.random": "*",
         "accelerate.utils.tqdm": "*",
+        "accelerate.utils.transformer_engine": "*",
         "accelerate.utils.versions": "*",
     },
     "accelerate.utils.bnb": {
@@ -244,6 +247,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.ddp.hook_types": "DDPCommunicationHookType",
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
         "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
+        "accel_plugins.precision.fp8_config": """
+            AORecipeKwargs AmaxComputeAlgorithm FP8Format FP8RecipeKwargs MSAMPRecipeKwargs OptLevel TERecipeKwargs
+        """,
+        "accel_plugins.precision.fp8_library": "FP8BackendType",
         "accel_plugins.transforms.compile_config": "TorchDynamoPlugin",
         "accel_plugins.transforms.tensor_parallel_config": "TorchTensorParallelPlugin",
         "accel_state.gradient": "GradientAccumulationPlugin",
@@ -371,6 +378,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
+    "accelerate.utils.transformer_engine": {
+        "accel_plugins.precision.transformer_engine": """
+            apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
+        """,
+    },
     "accelerate.utils.versions": {"accel_state.settings.versions": "compare_versions is_torch_version torch_version"},
 }
 """Old module -> source -> names; `old=ours` where ours is called otherwise.

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from accelerate.utils import operations as operations
     from accelerate.utils import other as other
     from accelerate.utils import random as random
+    from accelerate.utils import transformer_engine as transformer_engine
     from accelerate.utils import versions as versions
+    from accelerate.utils.ao import *
     from accelerate.utils.constants import *
     from accelerate.utils.dataclasses import *
     from accelerate.utils.environment import *
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from accelerate.utils.other import *
     from accelerate.utils.random import *
     from accelerate.utils.tqdm import *
+    from accelerate.utils.transformer_engine import *
     from accelerate.utils.versions import *
 
 __all__ = (
@@ -113,6 +116,8 @@ __all__ = (
     "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "AORecipeKwargs",
+    "AmaxComputeAlgorithm",
     "AutocastKwargs",
     "Backend",
     "BaseEnum",
@@ -130,13 +135,18 @@ __all__ = (
     "DistributedType",
     "DynamoBackend",
     "EnumWithContains",
+    "FP8BackendType",
+    "FP8Format",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MSAMPRecipeKwargs",
     "OffloadedWeightsLoader",
+    "OptLevel",
     "ParallelismConfig",
     "PrecisionType",
     "PrefixedDataset",
@@ -146,12 +156,14 @@ __all__ = (
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
+    "TERecipeKwargs",
     "TensorInformation",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
     "align_module_device",
+    "apply_fp8_autowrap",
     "are_libraries_initialized",
     "broadcast",
     "broadcast_object_list",
@@ -173,9 +185,12 @@ __all__ = (
     "compute_module_sizes",
     "compute_module_total_buffer_size",
     "concatenate",
+    "contextual_fp8_autocast",
     "convert_bytes",
     "convert_dict_to_env_variables",
     "convert_file_size_to_int",
+    "convert_model",
+    "convert_model_to_fp8_ao",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "copy_tensor_to_devices",
@@ -187,9 +202,12 @@ __all__ = (
     "extract_model_from_parallel",
     "extract_submodules_state_dict",
     "fallback_allocate",
+    "filter_first_and_last_linear_layers",
+    "filter_linear_layers",
     "find_batch_size",
     "find_device",
     "find_executable_batch_size",
+    "find_first_last_linear_layers",
     "find_tied_parameters",
     "fsdp2_apply_ac",
     "fsdp2_canonicalize_names",
@@ -223,9 +241,11 @@ __all__ = (
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_4bit_bnb_layers",
+    "has_ao_layers",
     "has_compiled_regions",
     "has_offloaded_params",
     "has_repeated_blocks",
+    "has_transformer_engine_layers",
     "honor_type",
     "id_tensor_storage",
     "ignorant_find_batch_size",

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
+    from accel_plugins.precision.fp8_config import (
+        AmaxComputeAlgorithm,
+        AORecipeKwargs,
+        FP8Format,
+        FP8RecipeKwargs,
+        MSAMPRecipeKwargs,
+        OptLevel,
+        TERecipeKwargs,
+    )
+    from accel_plugins.precision.fp8_library import FP8BackendType
     from accel_plugins.transforms.compile_config import TorchDynamoPlugin
     from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
     from accel_state.availability import is_cuda_available as is_cuda_available
@@ -64,6 +74,8 @@ if TYPE_CHECKING:
     from accel_tracking.registry import LoggerType
 
 __all__ = (
+    "AORecipeKwargs",
+    "AmaxComputeAlgorithm",
     "AutocastKwargs",
     "Backend",
     "BaseEnum",
@@ -77,18 +89,24 @@ __all__ = (
     "DistributedType",
     "DynamoBackend",
     "EnumWithContains",
+    "FP8BackendType",
+    "FP8Format",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MSAMPRecipeKwargs",
+    "OptLevel",
     "PrecisionType",
     "ProfileKwargs",
     "ProfilerActivity",
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
+    "TERecipeKwargs",
     "TensorInformation",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
