@@ -156,3 +156,15 @@ def test_the_first_step_still_warns_of_an_optimizer_that_has_not_stepped() -> No
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         advance(scheduler, 8)
     assert copy.copy(scheduler).last_epoch == 8
+
+
+def test_milestones_that_a_state_brings_count_from_then_on() -> None:
+    jumping, stepping = (schedulers.MultiStepLR(optimizer(), [3, 50], 0.5) for _ in range(2))
+    other = schedulers.MultiStepLR(optimizer(), [20, 70], 0.25)
+    for scheduler, move in ((jumping, advance), (stepping, one_by_one)):
+        scheduler.optimizer.step()
+        move(scheduler, 10)
+        scheduler.load_state_dict(copy.deepcopy(other.state_dict()))
+        move(scheduler, 60)
+    assert picture(jumping) == picture(stepping)
+    assert jumping.get_last_lr() != other.get_last_lr()

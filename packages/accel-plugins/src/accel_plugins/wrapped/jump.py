@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from torch.optim import lr_scheduler
 
@@ -119,8 +121,22 @@ def _step_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
 
 
 def _milestone_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
-    for milestone in sorted(milestone for milestone in scheduler.milestones if first <= milestone <= last):
+    milestones = _in_order(scheduler)
+    for milestone in milestones[bisect_left(milestones, first) : bisect_right(milestones, last)]:
         yield scheduler.gamma ** scheduler.milestones[milestone]
+
+
+# Kept outside of the scheduler, whose attributes are its state.
+_sorted: WeakKeyDictionary[Any, tuple[Any, list[int]]] = WeakKeyDictionary()
+
+
+def _in_order(scheduler: Any) -> list[int]:
+    """All milestones of a schedule, sorted once; a state that is loaded brings others."""
+    counted, milestones = _sorted.get(scheduler, (None, []))
+    if counted is not scheduler.milestones or len(counted) != len(milestones):
+        milestones = sorted(scheduler.milestones)
+        _sorted[scheduler] = scheduler.milestones, milestones
+    return milestones
 
 
 def _constant_factors(scheduler: Any, first: int, last: int) -> Iterator[float]:
