@@ -200,3 +200,17 @@ def ring(exchange: str) -> float:
 @pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
 def test_the_block_of_torch_is_used_the_way_it_wants(two: Group, exchange: str) -> None:
     assert max(two.run(ring, exchange)) < 1e-5
+
+
+def test_the_block_of_torch_needs_a_buffer(two: Group) -> None:
+    assert two.run(without_buffers) == ["SettingError"] * 2
+
+
+def without_buffers() -> str:
+    context = surroundings("cp")
+    assert context.mesh is not None
+    try:
+        context_parallel.by_torch(context.mesh["cp"], [], [], [], "allgather")
+    except AccelError as error:
+        return type(error).__name__
+    return "nothing was raised"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-from accel_state.errors import NotOffered, ShapeMismatch
+from accel_state.errors import NotOffered, SettingError, ShapeMismatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,7 +28,17 @@ Attention = Callable[..., Tensor]
 def by_torch(
     neighbours: DeviceMesh, buffers: list[Tensor], dims: list[int], kept_cut: list[Tensor], exchange: str
 ) -> AbstractContextManager[None]:
-    """The block of torch; see `divided_sequence.divide`."""
+    """The block of torch; see `divided_sequence.divide`.
+
+    Raises:
+        SettingError: there is no buffer; torch takes the length of the sequence from one.
+    """
+    if not buffers:
+        raise SettingError(
+            "A block with a divided sequence was entered without buffers.",
+            "torch's context parallelism takes the length of the sequence from the first of them.",
+            "Give the inputs and targets as buffers.",
+        )
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 

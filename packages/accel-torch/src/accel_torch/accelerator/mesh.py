@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from accel_plugins.manifest import Axis
@@ -121,10 +121,12 @@ class MeshPage(Parts):
             ...     loss = loss_function(model(inputs), targets)
             ...     accelerator.backward(loss)
         """
+        arranged = self.parallelism_config
+        if arranged is None:
+            return nullcontext()
         from accel_plugins.transforms.divided_sequence import divide
 
-        arranged = self.parallelism_config
-        handler = None if arranged is None else arranged.cp_handler
+        handler = arranged.cp_handler
         exchange = "allgather" if handler is None or handler.cp_comm_strategy is None else handler.cp_comm_strategy
         context = self._engine.strategy.context
         return divide(context, buffers, buffer_seq_dims, no_restore_buffers, exchange)
