@@ -15,7 +15,7 @@ from accel_state.settings.requirement import Requirement
 
 __all__ = ("REQUIREMENT", "SageMakerJob", "describe_job", "hand_in")
 
-REQUIREMENT: Final = Requirement("sagemaker", versions="<3")
+REQUIREMENT: Final = Requirement("sagemaker", versions="<3", extra="accel-cli[sagemaker]")
 
 _ASKED: Final = "A training job of SageMaker was to be described."
 _DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {

@@ -1,0 +1,84 @@
+"""Whatever is typed or written: a launch is understood, or refused by a typed error, and never ends in a traceback."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accel_cli.launch.arguments import CARRIED
+from accel_cli.launch.options import add_launch_arguments, launch_classes
+from accel_cli.launch.plan import LaunchPlan, Machine, Script, make_plan
+from accel_cli.launch.request import read_request
+from accel_cli.parser import Parser
+from accel_state.errors import AccelError
+from accel_state.settings.schema import settings_of
+
+KNOWN = [known for cls in launch_classes() for known in settings_of(cls).values()]
+FLAGS = sorted({known.flag for known in KNOWN if known.flag})
+KEYS = sorted({known.key for known in KNOWN if known.key})
+NAMES = sorted({name for known in KNOWN for name in known.variables})
+VALUES = st.one_of(
+    st.sampled_from(
+        ["true", "no", "0", "1", "2", "-1", "4.5", "nan", "bf16", "FSDP", "all", "1,2", "[]", "{}", "null"]
+    ),
+    st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=8),
+)
+
+
+def attempt(words, environ):
+    parser = Parser("accel launch")
+    add_launch_arguments(parser)
+    try:
+        parsed = parser.parse_args(words)
+        request = read_request(parsed, environ)
+        machine = Machine("python", 8, lambda: 2, environ, lambda: "Hydra")
+        return make_plan(request.settings, Script("script", "job.py"), machine, CARRIED, request.backend)
+    except AccelError as error:
+        return error
+
+
+def understood_or_refused(answer):
+    assert isinstance(answer, LaunchPlan) or (answer.asked and answer.remedy)
+
+
+@pytest.fixture
+def nowhere(tmp_path):
+    return {"HF_HOME": str(tmp_path)}
+
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FUZZ
+@given(st.lists(st.tuples(st.sampled_from(FLAGS), st.one_of(st.none(), VALUES)), max_size=5))
+def test_any_flags(nowhere, pairs):
+    words = [word for flag, value in pairs for word in ((flag,) if value is None else (f"{flag}={value}",))]
+    understood_or_refused(attempt(words, nowhere))
+
+
+@FUZZ
+@given(st.lists(VALUES, max_size=5).filter(lambda words: not {"-h", "--help"} & set(words)))
+def test_any_words(nowhere, words):
+    understood_or_refused(attempt(words, nowhere))
+
+
+@FUZZ
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_any_variables(nowhere, variables):
+    understood_or_refused(attempt([], {**nowhere, **variables}))
+
+
+@FUZZ
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
+def test_any_file(nowhere, tmp_path, keys):
+    path = tmp_path / "run.yaml"
+    lines = (f"{table}:\n  {key}: {value}" if key else f"{table}: {value}" for table, key, value in split(keys))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    understood_or_refused(attempt(["--config_file", str(path)], nowhere))
+
+
+def split(keys):
+    for name, value in keys.items():
+        table, _, key = name.partition(".")
+        yield table, key, value
