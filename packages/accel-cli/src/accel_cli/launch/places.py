@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from accel_cli.launch.repeated import REPEATED
+from accel_cli.config.repeated import REPEATED
 from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting, table
 
 __all__ = ("MPISettings", "SageMakerSettings", "TPUSettings")
