@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from accel_bigmodel import (
+    disk_offload,
+    dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -177,6 +180,58 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
         load_checkpoint_in_model(Net(), tmp_path, {"": "cpu", "haed": "cpu"})
     with pytest.raises(SettingError, match="broadcast_from_rank0"):
         load_checkpoint_in_model(Net(), tmp_path, {"": "cpu"}, broadcast_from_rank0=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_a_model_that_would_lack_weights_is_not_dispatched(tmp_path: Path, device: str) -> None:
+    model, _ = saved(tmp_path)
+    state = model.state_dict()
+    del state["head.weight"]
+    save_weights(state, tmp_path)
+    device_map = {"": "cpu", "head": device}
+    with pytest.raises(CheckpointError, match=r"1 of its weights are not there and stayed empty: head\.weight"):
+        load_checkpoint_and_dispatch(empty(), tmp_path, device_map, offload_folder=tmp_path / "off")
+    assert torch.isfinite(output(load_checkpoint_and_dispatch(Net().eval(), tmp_path, {"": "cpu"}))).all()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "climbs out", "lost file", "no index"])
+def test_a_damaged_checkpoint_leaves_the_model_as_it_was(tmp_path: Path, damage: str) -> None:
+    model, expected = saved(tmp_path, 300)
+    index, shard = tmp_path / "model.safetensors.index.json", tmp_path / "model-00002-of-00004.safetensors"
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-4])
+    elif damage == "climbs out":
+        index.write_text(index.read_text().replace(shard.name, f"../{shard.name}"))
+    elif damage == "lost file":
+        shard.unlink()
+    else:
+        index.write_text("{")
+    fresh = Net().eval()
+    fresh.load_state_dict(model.state_dict())
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint_and_dispatch(fresh, tmp_path, {"": "cpu", "head": "disk"}, offload_folder=tmp_path / "off")
+    assert (shard.name if damage in ("truncated", "lost file") else index.name) in str(error.value)
+    assert torch.equal(output(fresh), expected)
+    assert not (tmp_path / "off").exists()
+
+
+def test_a_disk_that_is_full_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    torch.manual_seed(0)
+    model = Net(width=64).eval()
+    expected = output(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"Offload 'middle\.weight' \(16384 bytes\)"):
+            dispatch_model(model, {"": "cpu", "middle": "disk"}, offload_dir=tmp_path)
+        with pytest.raises(CheckpointError, match=r"free space"):
+            disk_offload(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert torch.equal(output(model), expected)
 
 
 def test_a_name_on_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

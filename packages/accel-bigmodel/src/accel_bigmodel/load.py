@@ -14,7 +14,7 @@ from accel_bigmodel.budget import Budget, get_balanced_memory
 from accel_bigmodel.device_map import DeviceMap, infer_auto_device_map, resolve_device
 from accel_bigmodel.dispatch import DISK, dispatch_model
 from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.load_names import LoadReport
+from accel_bigmodel.load_names import LoadReport, refuse_empty
 from accel_bigmodel.load_together import holds_sharded_weights, load_together
 from accel_bigmodel.loading import Loading
 from accel_bigmodel.offload import load_offloaded_weight
@@ -119,13 +119,16 @@ def load_checkpoint_and_dispatch(
 
     The other arguments are those of `load_checkpoint_in_model` and `dispatch_model`.
 
+    Raises:
+        CheckpointError: also when weights of the model are missing and it has none of its own, on the meta device.
+
     Example:
         with init_empty_weights():
             model = Model(config)
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
     chosen = chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    load_checkpoint_in_model(
+    report = load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=chosen,
@@ -139,6 +142,7 @@ def load_checkpoint_and_dispatch(
     )
     if chosen is None:
         return model
+    refuse_empty(model, report, checkpoint)
     return dispatch_model(
         model,
         chosen,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_state.errors import CheckpointError, ShapeMismatch
 
-__all__ = ("LoadReport", "compare_names", "own_tensors")
+__all__ = ("LoadReport", "compare_names", "own_tensors", "refuse_empty")
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,22 @@ def compare_names(
         if names:
             _log.warning("Weights that the checkpoint %s: %s.", what, _listed(names))
     return report
+
+
+def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> None:
+    """Refuse a model that cannot compute, because the checkpoint lacked weights and it has none of its own.
+
+    Raises:
+        CheckpointError: weights that were missing are on the meta device.
+    """
+    tensors = own_tensors(model)
+    lost = [name for name in report.missing if tensors[name].is_meta]
+    if lost:
+        raise CheckpointError(
+            f"Load {type(model).__name__} from {str(checkpoint)!r}.",
+            f"{len(lost)} of its weights are not there and stayed empty: {_listed(lost)}.",
+            "Name the checkpoint of this very model, or make these weights before it is loaded.",
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

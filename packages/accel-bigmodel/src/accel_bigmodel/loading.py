@@ -16,10 +16,11 @@ from accel_bigmodel.dispatch import DISK
 from accel_bigmodel.load_names import LoadReport, compare_names, own_tensors
 from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.offload_index import save_offload_index
-from accel_bigmodel.place import set_module_tensor_to_device
+from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.progress import progress
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
 from accel_bigmodel.weight_files.names import is_safetensors
+from accel_bigmodel.weight_files.pages import give_back
 from accel_bigmodel.weight_files.reading import WeightFile, WeightSource
 from accel_state.errors import CheckpointError, SettingError
 
@@ -125,9 +126,19 @@ class Loading:
             device = self._device(name)
             if str(device) == DISK:
                 self._leave_on_disk(name, source.path, opened)
+            elif isinstance(opened, WeightFile):
+                weight = opened.get(name)
+                self._assign(name, device, weight)
+                if self._tensor(name).data_ptr() != weight.data_ptr():
+                    give_back(weight)
             else:
-                self._assign(name, device, opened.get(name) if isinstance(opened, WeightFile) else opened[name])
+                self._assign(name, device, opened[name])
             advance(self.tensors[name].nbytes)
+
+    def _tensor(self, name: str) -> Tensor:
+        owner, leaf = submodule_and_leaf(self.model, name)
+        tensor: Any = owner._parameters.get(leaf)
+        return owner._buffers[leaf] if tensor is None else tensor  # type: ignore[return-value]
 
     def _device(self, name: str) -> Device:
         if self.device_map is None:

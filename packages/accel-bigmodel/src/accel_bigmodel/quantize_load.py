@@ -14,6 +14,7 @@ from accel_bigmodel.device_map import Device, DeviceMap, check_device_map
 from accel_bigmodel.dispatch import dispatch_model, is_away, main_device_of
 from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.load import chosen_map
+from accel_bigmodel.load_names import refuse_empty
 from accel_bigmodel.loading import Loading
 from accel_bigmodel.place import set_module_tensor_to_device
 from accel_bigmodel.quantize import (
@@ -28,7 +29,7 @@ from accel_bigmodel.quantize_config import BnbQuantizationConfig
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
 from accel_bigmodel.weight_files.reading import find_weights
 from accel_state.devices.select import best_family
-from accel_state.errors import CheckpointError, SettingError
+from accel_state.errors import SettingError
 
 __all__ = ("get_quantized_model_device_map", "load_and_quantize_model")
 
@@ -86,7 +87,7 @@ def load_and_quantize_model(
     else:
         loading = Loading(model, chosen, offload_folder, dtype_of=quantising.dtype_of, place=quantising.place)
         report = loading.run(find_weights(local_checkpoint(weights_location)), strict=False)
-        _refuse_empty(model, chosen, report.missing, weights_location)
+        refuse_empty(model, report, weights_location)
     setattr(model, f"is_loaded_in_{8 if config.load_in_8bit else 4}bit", True)
     return dispatch_model(model, chosen, offload_dir=offload_folder)
 
@@ -174,15 +175,3 @@ class _Quantising:
             device = "cpu" if self._is_away(name) else device_of_name(name, self.device_map)
             self.place(self.model, name, device, parameter.detach(), self.dtype_of(name))
         retie_parameters(self.model, self.tied)
-
-
-def _refuse_empty(model: nn.Module, device_map: DeviceMap, missing: Sequence[str], where: object) -> None:
-    """A model with weights that the checkpoint did not have cannot be used; say so now."""
-    empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    lost = [name for name in missing if name in empty]
-    if lost:
-        raise CheckpointError(
-            f"Quantise {type(model).__name__} with the weights in {os.fspath(str(where))!r}.",
-            f"{len(lost)} of its weights are not there and stayed empty: {', '.join(lost[:10])}.",
-            "Name the checkpoint of this very model.",
-        )
