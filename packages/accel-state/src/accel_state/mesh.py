@@ -3,8 +3,8 @@
 Reading the configuration never loads torch; building the mesh does.
 
 Axes, outermost first: `dp_replicate` (whole copies), `dp_shard` (parameters divided), `cp` (the sequence divided, by
-torch), `sp` (the sequence divided, and heads of attention in its place), `tp` (tensors divided). Where DeepSpeed divides
-the sequence over `sp`, it has groups of its own and there is no mesh.
+torch), `sp` (the sequence divided, and heads of attention in its place), `tp` (tensors divided). Where DeepSpeed
+divides the sequence over `sp`, it has groups of its own and there is no mesh.
 """
 
 from __future__ import annotations
