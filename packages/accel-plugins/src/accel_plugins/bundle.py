@@ -23,8 +23,12 @@ _WRAPPER_SEGMENTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module",
 def kind_of(given: object) -> Part | None:
     """The kind of an object, or None when it is none that `prepare` handles.
 
-    A scheduler that is not torch's own counts as one when it can step and has a state.
+    A scheduler that is not torch's own counts as one when it can step and has a state. What stands for an object that
+    an engine makes says so by its class attribute `stands_for`.
     """
+    stands_for: Part | None = getattr(type(given), "stands_for", None)
+    if isinstance(stands_for, Part):
+        return stands_for
     if isinstance(given, Module):
         return Part.MODEL
     if isinstance(given, Optimizer):
@@ -39,6 +43,8 @@ def kind_of(given: object) -> Part | None:
 
 def canonical_name(name: str) -> str:
     """Name of a parameter as in the user's model, without the segments that wrappers inside the model add."""
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
