@@ -30,6 +30,7 @@ BUILT_IN: Final = (
     ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
     ("completion", "accel_cli.commands.completion:COMMAND", "print what teaches a shell to complete this command"),
     ("doctor", "accel_cli.commands.doctor:COMMAND", "find what would go wrong in a run, before it starts"),
+    ("checkpoint", "accel_cli.commands.checkpoint:COMMAND", "list, verify, prune and describe checkpoints"),
     ("env", "accel_cli.commands.env:COMMAND", "show what is installed here, as a bug report needs it"),
 )
 """Name, target and one line of help of each command of this package."""

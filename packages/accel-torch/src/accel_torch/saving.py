@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_plugins.checkpoint.background import BackgroundSaver
 from accel_plugins.checkpoint.capture import Captured, capture
 from accel_plugins.checkpoint.commit import staging
@@ -47,7 +49,7 @@ def save_state(
         staged = staging(
             target,
             process,
-            facts={"step": parts._accumulation.step},
+            facts=_facts(parts),
             fsync=project.fsync,
             deadline=project.deadline,
             sealer=sealer,
@@ -64,6 +66,19 @@ def save_state(
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
+
+
+def _facts(parts: Parts) -> dict[str, Any]:
+    """What the manifest tells of the run beside its files."""
+    mesh = parts._engine.strategy.context.mesh
+    positions = [loader.progress for loader in parts._registry.loaders if hasattr(loader, "progress")]
+    return {
+        "backend": parts._engine.manifest.name,
+        "step": parts._accumulation.step,
+        "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
+        "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
+        "seed": torch.initial_seed(),
+    }
 
 
 def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from accel_state.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_state.current import Process
 
-__all__ = ("beside", "discard", "exchange", "recover", "staging")
+__all__ = ("beside", "discard", "exchange", "left_behind", "recover", "staging", "unfinished")
 
 _STAGED: Final = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}")
 _FORGOTTEN: Final = 24 * 3600.0
@@ -247,9 +247,9 @@ def recover(parent: Path) -> None:
 
     Folders of processes that may be alive are left alone.
     """
-    for entry in sorted(parent.iterdir()):
+    for entry in unfinished(parent):
         match = _STAGED.fullmatch(entry.name)
-        if match is None or not _left_behind(entry, match["host"], int(match["pid"])):
+        if match is None or not left_behind(entry):
             continue
         target = parent / match["name"]
         if match["kind"] == "old" and not target.exists():
@@ -258,11 +258,20 @@ def recover(parent: Path) -> None:
             discard(entry)
 
 
-def _left_behind(entry: Path, host: str, pid: int) -> bool:
+def unfinished(parent: Path) -> list[Path]:
+    """Folders that saves have not completed, or had moved aside."""
+    return sorted(entry for entry in parent.iterdir() if _STAGED.fullmatch(entry.name))
+
+
+def left_behind(entry: Path) -> bool:
+    """Whether the process that made one of these folders is gone; one of another machine is given a day."""
+    match = _STAGED.fullmatch(entry.name)
+    if match is None:
+        return False
     try:
-        if host != _host() or os.name == "nt":
+        if match["host"] != _host() or os.name == "nt":
             return time.time() - entry.stat().st_mtime > _FORGOTTEN
-        os.kill(pid, 0)  # asks whether the process is there, except on Windows
+        os.kill(int(match["pid"]), 0)  # asks whether the process is there, except on Windows
     except ProcessLookupError:
         return True
     except OSError:

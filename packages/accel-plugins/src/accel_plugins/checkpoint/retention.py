@@ -12,7 +12,7 @@ from accel_plugins.checkpoint.commit import beside, discard, recover
 from accel_plugins.checkpoint.manifest import Verdict, verify
 from accel_state.errors import CheckpointError
 
-__all__ = ("Checkpoint", "checkpoints", "find_newest", "remove_oldest")
+__all__ = ("Checkpoint", "checkpoints", "find_newest", "remove_oldest", "surplus")
 
 _NAME: Final = re.compile(r"checkpoint_(\d+)")
 
@@ -72,17 +72,21 @@ def find_newest(folder: Path, *, hashes: bool = False) -> Path:
     )
 
 
+def surplus(folder: Path, limit: int) -> list[Path]:
+    """What `remove_oldest` would remove."""
+    known = checkpoints(folder)
+    newest_good = next((c for c in reversed(known) if c.verdict().good), None)
+    return [checkpoint.path for checkpoint in known[: max(0, len(known) - limit)] if checkpoint != newest_good]
+
+
 def remove_oldest(folder: Path, limit: int) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left, and return what was removed.
 
     Called after a commit. The newest good checkpoint is never removed: what is damaged or without a manifest does not
     take its place.
     """
-    known = checkpoints(folder)
-    surplus = known[: max(0, len(known) - limit)]
-    newest_good = next((c for c in reversed(known) if c.verdict().good), None)
-    removed = [checkpoint.path for checkpoint in surplus if checkpoint != newest_good]
-    for path in removed:
+    removed = []
+    for path in surplus(folder, limit):
         # Renamed first: a removal that is cut short leaves no half of a checkpoint under its name.
         aside = beside(path, "tmp")
         try:
@@ -92,4 +96,5 @@ def remove_oldest(folder: Path, limit: int) -> list[Path]:
             logger.warning("%s could not be removed: %s", path, error)
             continue
         discard(aside)
+        removed.append(path)
     return removed

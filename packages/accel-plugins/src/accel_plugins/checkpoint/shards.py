@@ -7,10 +7,12 @@ nothing but plain data before torch gets to see them.
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -45,10 +47,13 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
     """
     check_metadata(source / ".metadata")
     try:
-        load(state, checkpoint_id=source, planner=_PlainLoadPlanner(), no_dist=alone)
+        with warnings.catch_warnings():
+            # Alone is how it is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(state, checkpoint_id=source, planner=_PlainLoadPlanner(), no_dist=alone)
     except AccelError:
         raise
-    except Exception as error:  # a damaged file can make its reader raise anything
+    except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise anything
         raise CheckpointError(
             f"{source.name} of {source.parent} was to be loaded.",
             f"It is damaged or belongs to something else: {(str(error).strip().splitlines() or [''])[-1]}",

@@ -1,0 +1,166 @@
+"""Checkpoints in a folder as rows and lines, without torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_cli.table import columns
+from accel_plugins.checkpoint.commit import left_behind, recover, unfinished
+from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
+from accel_plugins.checkpoint.manifest import Verdict, read_manifest, verify
+from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
+from accel_state.errors import SettingError
+
+__all__ = ("as_lines", "describe", "described_lines", "prune", "table")
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def table(folder: Path, *, hashes: bool = False) -> list[dict[str, Any]]:
+    """One row for each checkpoint in a folder, oldest first, and for each that was not completed.
+
+    Args:
+        folder: a checkpoint, a folder of them, or the project above it.
+        hashes: read every byte; sizes alone are compared otherwise.
+    """
+    if _is_checkpoint(folder):
+        return [_row(folder, hashes)]
+    place = _place(folder)
+    named = [one.path for one in checkpoints(place)]
+    others = sorted(
+        (entry for entry in place.iterdir() if entry not in named and entry.is_dir() and _is_checkpoint(entry)),
+        key=lambda entry: entry.stat().st_mtime,
+    )
+    halves = unfinished(place)
+    whole = [entry for entry in others if entry not in halves]
+    return [_row(entry, hashes) for entry in (*named, *whole)] + [_half(entry) for entry in halves]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file() or any(is_ours(entry.name) for entry in folder.iterdir())
+
+
+def _place(folder: Path) -> Path:
+    """Where the checkpoints of a project lie."""
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
+def _row(path: Path, hashes: bool) -> dict[str, Any]:
+    verdict = verify(path, hashes=hashes)
+    facts = dict(verdict.manifest.facts) if verdict.manifest is not None else {}
+    written = verdict.manifest.written if verdict.manifest is not None else path.stat().st_mtime
+    return {
+        "name": path.name,
+        "position": _position(facts),
+        "processes": facts.get("world_size"),
+        "size": _size(path),
+        "written": written,
+        "state": _state(verdict),
+        "damage": list(verdict.damage),
+    }
+
+
+def _half(path: Path) -> dict[str, Any]:
+    state = "incomplete: its process is gone" if left_behind(path) else "incomplete: being written"
+    written = path.stat().st_mtime
+    row = {"name": path.name, "position": "", "processes": None, "size": _size(path), "written": written}
+    return {**row, "state": state, "damage": []}
+
+
+def _state(verdict: Verdict) -> str:
+    if verdict.good:
+        return "good"
+    return f"damaged: {verdict.damage[0]}" if verdict.damage else "unverified: it has no manifest"
+
+
+def _position(facts: Mapping[str, Any]) -> str:
+    positions = facts.get("positions") or []
+    return f"epoch {positions[0]['epoch']}, batch {positions[0]['batch']}" if positions else ""
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of `table` for people."""
+    if not rows:
+        return []
+    cells = [
+        [row["name"], row["position"] or "-", shown_size(row["size"]), shown_age(row["written"]), row["state"]]
+        for row in rows
+    ]
+    return columns(["checkpoint", "position", "size", "age", "state"], cells)
+
+
+def shown_size(size: float) -> str:
+    """Bytes with a unit.
+
+    Example:
+        >>> shown_size(1_234_000)
+        '1.2 MB'
+    """
+    for unit in _UNITS:
+        if size < 1000 or unit == _UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError("the last unit has no limit")
+
+
+def shown_age(written: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    seconds = max(time.time() - written, 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
+    """Remove the oldest checkpoints until `keep` are left, and what dead processes left; the names of what goes."""
+    place = _place(folder)
+    dead = [entry for entry in unfinished(place) if left_behind(entry)]
+    if dry_run:
+        return [path.name for path in (*dead, *surplus(place, keep))]
+    recover(place)
+    return [path.name for path in (*dead, *remove_oldest(place, keep))]
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Everything the manifest of one checkpoint says, and how the folder compares with it.
+
+    Raises:
+        SettingError: it is no checkpoint of ours.
+        CheckpointError: its manifest cannot be read.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise SettingError(
+            f"`accel checkpoint info {folder}` was asked for.",
+            f"It has no {MANIFEST_NAME}, so it is no checkpoint of ours, or it is a folder of several.",
+            "Name one checkpoint; `accel checkpoint list` shows which there are.",
+        )
+    verdict = verify(folder)
+    return {
+        "path": str(folder),
+        "state": _state(verdict),
+        "written": manifest.written,
+        "facts": dict(manifest.facts),
+        "versions": dict(manifest.versions),
+        "files": {name: {"size": record.size, "xxh3_128": record.xxh3_128} for name, record in manifest.files.items()},
+        "extra": list(verdict.extra),
+    }
+
+
+def described_lines(found: Mapping[str, Any]) -> list[str]:
+    """What `describe` found, for people."""
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["written"]))
+    lines = [f"{found['path']}: {found['state']}", f"written {written}, {shown_age(found['written'])} ago"]
+    lines += [f"{name}: {value}" for name, value in sorted(found["facts"].items()) if value not in (None, [])]
+    lines.append("by " + ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items())))
+    rows = [(name, shown_size(file["size"]), file["xxh3_128"]) for name, file in sorted(found["files"].items())]
+    extra = [f"not in the manifest: {name}" for name in found["extra"]]
+    return [*lines, "", *columns(["file", "size", "xxh3_128"], rows), *extra]

@@ -1,0 +1,146 @@
+"""`accel checkpoint` tells what is there, finds damage, and removes nothing that is still needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_cli.checkpoints import shown_age, shown_size
+from accel_cli.main import main
+from accel_plugins.checkpoint.commit import beside, staging
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_state import PartialState
+from accel_state.testing.fresh import fresh
+
+FACTS = {"step": 1, "positions": [{"epoch": 2, "batch": 30, "sample": 120}], "seed": 4}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with three checkpoints of 5 bytes, and what a dead process left."""
+    with fresh():
+        PartialState(cpu=True)
+        for number in range(3):
+            with staging(tmp_path / "checkpoints" / f"checkpoint_{number}", facts=FACTS, fsync=False) as folder:
+                (folder / "optimizer.bin").write_text(f"bytes{number}"[-5:])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = beside(tmp_path / "checkpoints" / "checkpoint_3", "tmp")
+    left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-")).mkdir()
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["checkpoint", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_a_table(project: Path, capsys: pytest.CaptureFixture[str], inside: str) -> None:
+    (project / "checkpoints" / "checkpoint_1" / "optimizer.bin").write_text("longer than it was")
+    (project / "checkpoints" / "checkpoint_2" / MANIFEST_NAME).unlink()
+    code, shown = run(capsys, "list", str(project / inside))
+    lines = [line.split(maxsplit=1) for line in shown.splitlines()]
+
+    assert code == 0
+    assert [name for name, _ in lines][:4] == ["checkpoint", "checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert lines[1][1].startswith("epoch 2, batch 30")
+    assert lines[1][1].endswith("good")
+    assert "damaged: optimizer.bin has 18 bytes, and 5 were written." in lines[2][1]
+    assert "unverified: it has no manifest" in lines[3][1]
+    assert "incomplete: its process is gone" in lines[4][1]
+
+
+def test_rows_as_json(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown = run(capsys, "list", str(project), "--json")
+    rows = json.loads(shown)
+
+    assert [row["state"] for row in rows] == ["good", "good", "good", "incomplete: its process is gone"]
+    assert rows[0]["processes"] == 1
+    assert rows[0]["size"] > 5
+
+
+def test_only_reading_every_byte_finds_a_changed_one(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = project / "checkpoints" / "checkpoint_1"
+    assert run(capsys, "verify", str(one))[0] == 0
+    (one / "optimizer.bin").write_text("other")
+
+    assert "damaged" not in run(capsys, "list", str(one))[1]
+    code, shown = run(capsys, "verify", str(one))
+    assert code == 1
+    assert "optimizer.bin has another content than was written" in shown
+    assert run(capsys, "verify", str(project))[0] == 1
+
+
+def test_pruning(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = project / "checkpoints"
+    (folder / "checkpoint_2" / "optimizer.bin").unlink()
+    before = {entry.name for entry in folder.iterdir()}
+    code, shown = run(capsys, "prune", str(project), "--keep", "1", "--dry-run")
+    assert code == 0
+    assert "Would remove checkpoint_0" in shown
+    assert {entry.name for entry in folder.iterdir()} == before
+
+    code, shown = run(capsys, "prune", str(project), "--keep", "1")
+    assert code == 0
+    assert "Removed checkpoint_0" in shown
+    # The newest good one stays, also when it is not among the newest.
+    assert {entry.name for entry in folder.iterdir()} == {"checkpoint_1", "checkpoint_2"}
+    assert run(capsys, "prune", str(project), "--keep", "5") == (0, "Nothing to remove.\n")
+
+
+def test_one_checkpoint_in_detail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = project / "checkpoints" / "checkpoint_1"
+    (one / "notes.txt").write_text("mine")
+    code, shown = run(capsys, "info", str(one))
+    assert code == 0
+    for expected in ("good", "seed: 4", "optimizer.bin", "5 B", "accel-plugins", "not in the manifest: notes.txt"):
+        assert expected in shown
+    _, shown = run(capsys, "info", str(one), "--json")
+    assert json.loads(shown)["files"]["optimizer.bin"]["size"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("list", "nowhere"), "There is no such folder."),
+        (("info", "."), "it is no checkpoint of ours"),
+        (("prune", "."), "Give --keep N"),
+        (("prune", ".", "--keep", "0"), "One has to be kept."),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(project)
+    code, shown = run(capsys, *arguments)
+    assert code == 2
+    assert sentence in shown
+
+
+def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "list", str(tmp_path)) == (0, f"There is no checkpoint in {tmp_path}.\n")
+    assert run(capsys, "verify", str(tmp_path))[0] == 1
+
+
+def test_sizes_and_ages() -> None:
+    assert [shown_size(size) for size in (0, 999, 1500, 2_500_000)] == ["0 B", "999 B", "1.5 KB", "2.5 MB"]
+    ages = [shown_age(time.time() - ago) for ago in (-5, 30, 600, 7200, 200_000)]
+    assert ages == ["0 s", "30 s", "10 min", "2 h", "2 d"]
+
+
+def test_it_works_without_torch() -> None:
+    script = "import sys, accel_cli.commands.checkpoint, accel_cli.checkpoints; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], check=False, env=environment).returncode == 0
