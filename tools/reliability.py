@@ -39,7 +39,8 @@ run bit for bit, no process hung, and nothing older was lost. A damaged checkpoi
 Faults strike at system calls: a forked child that saves is traced, and before its k-th file operation it is killed, or
 the call fails. A loss of power is played on a model of a disk that keeps what was flushed (contents with their file,
 names with their folder); of the rest it keeps nothing, the names alone, names and lengths with zeros for contents, or
-all. The harness is `accel_plugins.testing.faults`; `docs/how-to` tells how to use it on a backend of your own.
+all. The harness is `accel_plugins.testing.faults`; [the guide](how-to/checkpoints.md) tells how to use it on a saver of
+your own.
 
 """
 
