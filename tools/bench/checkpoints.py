@@ -1,6 +1,6 @@
 """Wall time of saving and loading a 300 MB model with the state of Adam, on a disk.
 
-Each library runs in interpreters of its own, ours and the original in turn, and each case is the median of its rounds;
+Each library runs in interpreters of its own, one after the other, and each case is the median of its rounds;
 "raw" writes the same tensors with safetensors and torch and flushes both files, in the same round.
 """
 
