@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from accel_data.stateful import stateful_loader_class
 from accel_state.errors import NotOffered
 
-__all__ = ("DataLoaderAdapter", "rebuilt")
+__all__ = ("DataLoaderAdapter", "opened", "rebuilt")
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -108,3 +109,18 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     other = copy.copy(loader)
     vars(other).update(changes, _iterator=None)
     return other
+
+
+def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
+    """Begin to read through a loader, drawing from the process's generator what a run that was not interrupted draws.
+
+    Loading processes that stay are started in the first epoch of such a run, and torch draws a seed for them there;
+    where a run that was resumed starts them later, their seed is drawn from a generator of its own.
+    """
+    if epoch == 0 or not loader.persistent_workers or loader.generator is not None or loader._iterator is not None:
+        return iter(loader)
+    loader.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = None

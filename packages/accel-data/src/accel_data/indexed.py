@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from accel_data.adapter import rebuilt
+from accel_data.adapter import opened, rebuilt
 from accel_data.names import Indices
 from accel_data.order import Draw, Draws, decided_by_epoch, repeatable, upcoming
 from accel_data.padding import Padding
@@ -53,6 +53,7 @@ class MapSource:
         self.sample_seed = sample_seed
         self._unseen = 0
         self._continues = has_state(base)
+        self._epoch = 0
 
     @classmethod
     def over(
@@ -165,7 +166,7 @@ class MapSource:
             return self._continued(at.steps, at.base)
         position = None if at is None else at.steps if self.shard.walked else at.samples
         self.shard.start_once_at(position)
-        return iter(self.base)
+        return opened(self.base, self._epoch)
 
     def _continued(self, steps: int, state: dict[str, Any]) -> Iterator[Any]:
         """The rest of an epoch whose data set goes back to its own state; torchdata passes over the indices."""
@@ -173,7 +174,7 @@ class MapSource:
         before = steps - self._unseen
         self.shard.start_once_at(before if self.shard.walked else before * (self.shard.step_size or 1))
         self.base.load_state_dict(state)  # type: ignore[attr-defined]
-        return iter(self.base)
+        return opened(self.base, self._epoch)
 
     @property
     def padded(self) -> Collection[int]:
@@ -194,6 +195,7 @@ class MapSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See `Source`."""
+        self._epoch = epoch
         if self.sample_seed is not None:
             self.sample_seed.epoch = epoch
         for part in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):

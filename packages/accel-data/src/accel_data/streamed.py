@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_data.adapter import rebuilt
+from accel_data.adapter import opened, rebuilt
 from accel_data.iterable import IterableDatasetShard
 from accel_data.names import ByContents, ByPosition, as_list
 from accel_data.order import Draw, Draws, restore_generator
@@ -80,6 +80,7 @@ class StreamSource:
         self.draws = Draws()
         self._reading = base
         self._continues = has_state(base)
+        self._epoch = 0
 
     @property
     def stream(self) -> Any:
@@ -169,13 +170,13 @@ class StreamSource:
         self._reading = self.base
         if at is not None and at.base is not None:
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
-            return iter(self.base)
+            return opened(self.base, self._epoch)
         steps = self.skipped_steps if at is None else at.steps
         samples = steps * (self.step_size or 0) if at is None else at.samples
         if not steps:
-            return iter(self.base)
+            return opened(self.base, self._epoch)
         if self.counts_steps or samples is None:
-            return islice(iter(self.base), steps, None)
+            return islice(opened(self.base, self._epoch), steps, None)
         self._reading = self._without(samples)
         return iter(self._reading)
 
@@ -212,6 +213,7 @@ class StreamSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See `Source`."""
+        self._epoch = epoch
         if hasattr(self.base.dataset, "set_epoch"):
             self.base.dataset.set_epoch(epoch)
 
