@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, save_weights_file
-from accel_plugins.checkpoint.allowed import check_metadata
 from accel_plugins.checkpoint.files import FSDP_MODEL_NAME
-from accel_state.errors import AccelError, CheckpointError, SettingError
+from accel_plugins.checkpoint.shards import read_whole
+from accel_plugins.manifest import Part
+from accel_state.errors import CheckpointError, SettingError
 
 __all__ = ("merge_weights", "merged_state")
-
-_ROOT = "model."
 
 
 def merge_weights(
@@ -64,34 +56,10 @@ def merged_state(shards: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a shard is missing or damaged.
     """
-    check_metadata(shards / ".metadata")
-    try:
-        described = FileSystemReader(shards).read_metadata().state_dict_metadata
-        state: dict[str, Any] = {
-            name: torch.empty(one.size, dtype=one.properties.dtype)
-            for name, one in described.items()
-            if isinstance(one, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            # torch warns that it reads alone, also when it is told to.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load_shards(state, checkpoint_id=shards, no_dist=True)
-    except AccelError:
-        raise
-    except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise anything
-        raise CheckpointError(
-            f"The shards in {shards} were to be merged.",
-            f"They are incomplete or damaged: {str(error).strip().splitlines()[-1]}.",
-            "Merge another checkpoint.",
-        ) from error
-    return _without_root(state)
-
-
-def _without_root(state: dict[str, Any]) -> dict[str, Any]:
-    """Weights without the name that all of them stand below in the files."""
-    if not all(name.startswith(_ROOT) for name in state):
-        return state
-    return {name.removeprefix(_ROOT): weight for name, weight in state.items()}
+    state = read_whole(shards)
+    # All weights stand below one name in the files.
+    root = state.get(Part.MODEL.value)
+    return root if len(state) == 1 and isinstance(root, dict) else state
 
 
 def _shards_in(folder: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -87,7 +88,7 @@ def write(
         return
     try:
         save_shards({part.value: state}, checkpoint_id=folder / shards_name(_STEMS[part], index), process_group=group)
-    except Exception as error:  # whatever another process met comes wrapped
+    except (Exception, CheckpointException) as error:  # whatever another process met comes wrapped
         raise CheckpointError(
             f"{part.value} {index} was to be saved in {folder}.",
             str(error).strip().splitlines()[-1],

@@ -222,7 +222,8 @@ def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: M
         model: the model they are part of.
         device: where the parameters go, in place.
     """
-    found = ignored_parameters(model, _Ignoring(modules))
+    settings: Any = _Ignoring(modules)
+    found = ignored_parameters(model, settings)
     for parameter in found:
         parameter.data = parameter.data.to(device)
     return found

@@ -34,7 +34,7 @@ def _sharded(name: str, **kwargs: Any) -> torch.amp.GradScaler:
     return ShardedGradScaler(device=name, **kwargs)
 
 
-_SCALERS: Final = {DistributedType.FSDP: _sharded}
+_SCALERS: Final[dict[DistributedType | None, Any]] = {DistributedType.FSDP: _sharded}
 
 
 def get_mixed_precision_context_manager(
