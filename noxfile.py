@@ -216,6 +216,16 @@ def parity(session: nox.Session) -> None:
     run(session, "python", "-m", "pytest", "-n", "0", "tests-integration/parity", *session.posargs)
 
 
+@nox.session(name="engines-deepspeed", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def engines_deepspeed(session: nox.Session) -> None:
+    """Train with DeepSpeed on two processes; what it compiles is kept for the next time."""
+    look_through_to_base(session)
+    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *own, "-e", "packages/accel-plugins[deepspeed]")
+    kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": str(ROOT / ".nox" / "torch-extensions")}
+    session.run("python", "-m", "pytest", "tests-integration/engines", *session.posargs, env=kept)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, in one run, and write docs/benchmarks.md."""

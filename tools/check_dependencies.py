@@ -8,6 +8,11 @@ says so in its pyproject.toml, with the reason:
 
     [tool.accel.required-without-import]
     accel-cli = "brings the command"
+
+One that imports a library which no extra of its own brings, because the user has it or no index offers it, says so too:
+
+    [tool.accel.imported-if-present]
+    transformers = "its users bring it"
 """
 
 from __future__ import annotations
@@ -59,11 +64,12 @@ def read_package(folder: Path, owners: dict[str, str]) -> Package:
     """
     project: dict[str, Any] = tomli.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     extras: dict[str, list[str]] = project["project"].get("optional-dependencies", {})
+    own: dict[str, Any] = project.get("tool", {}).get("accel", {})
     package = Package(
         name=project["project"]["name"],
         required=names(project["project"].get("dependencies", [])),
-        optional=names(line for lines in extras.values() for line in lines),
-        excused=set(project.get("tool", {}).get("accel", {}).get("required-without-import", {})),
+        optional=names(line for lines in extras.values() for line in lines) | set(own.get("imported-if-present", {})),
+        excused=set(own.get("required-without-import", {})),
     )
     for place, module in [*entry_points(project["project"]), *imports_of(folder)]:
         if module not in sys.stdlib_module_names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings, DeepSpeedSettings
+from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings
 from accel_cli.engines.fp8 import FP8Settings
 from accel_cli.engines.megatron import MegatronSettings
 from accel_cli.launch.kinds import KindSettings
@@ -258,7 +258,6 @@ CARRIED: Final = (
     TorchContextParallelConfig,
     DeepSpeedSequenceParallelConfig,
     FP8Settings,
-    DeepSpeedSettings,
     MegatronSettings,
     TPUSettings,
 )

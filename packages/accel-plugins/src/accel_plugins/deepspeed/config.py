@@ -1,0 +1,421 @@
+"""Settings of DeepSpeed; plain data, without torch.
+
+They end up in `deepspeed_config`, the table that DeepSpeed reads: one that was given, completed by what the other
+settings say, or one made of them.
+"""
+
+# ruff: noqa: RUF009 - `setting` makes the fields of every settings class
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+from accel_plugins.deepspeed.document import HfDeepSpeedConfig
+from accel_plugins.deepspeed.filling import AUTO, Fact, contradictions, fill, refuse
+from accel_state.errors import NotOffered, NotReady, SettingError
+from accel_state.settings.environ import read
+from accel_state.settings.schema import BOOLEAN, TEXT, Kind, Setting, choice, setting, settings_of, whole
+
+__all__ = ("DeepSpeedPlugin",)
+
+_GROUP: Final = "DeepSpeed"
+_DEVICES: Final = choice("none", "cpu", "nvme")
+_DEFAULT_STAGE: Final = 2
+_FP8_BACKEND: Final = Setting("fp8_backend", TEXT, None, variable="ACCELERATE_FP8_BACKEND")
+_FP8_LEVEL: Final = Setting("fp8_opt_level", TEXT, None, variable="ACCELERATE_FP8_OPT_LEVEL")
+_KEYS: Final = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Where the settings stand in DeepSpeed's table."""
+
+
+def _stage(text: str) -> int:
+    stage = int(text)
+    if not 0 <= stage <= 3:
+        raise ValueError(text)
+    return stage
+
+
+def _norm(text: str) -> float | str | None:
+    word = text.strip().lower()
+    return None if word == "none" else word if word == AUTO else float(word)
+
+
+def _carried(name: str, said: str, kind: Kind = TEXT, variable: str = "", question: str | None = None) -> Any:
+    return setting(
+        None,
+        kind=kind,
+        variable=f"ACCELERATE_{variable or 'DEEPSPEED_' + name.upper()}",
+        flag=f"--{name}",
+        key=f"deepspeed_config.{name}",
+        question=question,
+        help=said,
+        group=_GROUP,
+    )
+
+
+@dataclass(init=False)
+class DeepSpeedPlugin:
+    """How DeepSpeed trains. What is None comes from the environment, else from the configuration given.
+
+    Args:
+        hf_ds_config: DeepSpeed's configuration: a table, the path of a JSON file, or an object that has it as `config`.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        gradient_clipping: largest norm of the gradients; 1.0 where nobody says.
+        zero_stage: what is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        is_train_batch_min: of several loaders, the smallest batch counts as the size of a batch; else the largest.
+        offload_optimizer_device: where optimizer states are kept between uses: "none", "cpu" or "nvme".
+        offload_param_device: the same for parameters, with stage 3.
+        offload_optimizer_nvme_path: folder on the NVMe disk.
+        offload_param_nvme_path: folder on the NVMe disk.
+        zero3_init_flag: divide parameters while transformers builds a model; by default with stage 3.
+        zero3_save_16bit_model: gather 16-bit weights when the model is saved, with stage 3.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
+        enable_msamp: train in fp8 with MS-AMP.
+        msamp_opt_level: "O1" or "O2".
+        auto_wrap_policy: has no effect.
+        config: further top-level entries of DeepSpeed's configuration.
+
+    Attributes:
+        deepspeed_config: the table that DeepSpeed reads.
+        dschf: transformers' view of the configuration, while parameters are divided when models are built.
+
+    Raises:
+        SettingError: a value or the configuration cannot be used.
+        Conflict: the configuration and another setting contradict each other.
+
+    Example:
+        >>> plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")
+        >>> accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
+    """
+
+    hf_ds_config: Any = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        flag="--deepspeed_config_file",
+        key="deepspeed_config.deepspeed_config_file",
+        help="JSON file with DeepSpeed's own configuration.",
+        group=_GROUP,
+    )
+    gradient_accumulation_steps: int = setting(
+        None,
+        kind=whole(1),
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        flag="--gradient_accumulation_steps",
+        key="deepspeed_config.gradient_accumulation_steps",
+        help="Micro-batches whose gradients are added up before the optimizer steps.",
+        group=_GROUP,
+    )
+    gradient_clipping: float = _carried(
+        "gradient_clipping",
+        "Largest norm of the gradients, or auto.",
+        Kind("a number, auto or none", _norm),
+        "GRADIENT_CLIPPING",
+    )
+    zero_stage: int = _carried(
+        "zero_stage",
+        "What is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+        Kind("a stage from 0 to 3", _stage),
+        question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
+    )
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str = _carried(
+        "offload_optimizer_device", "Where optimizer states are kept between uses.", _DEVICES
+    )
+    offload_param_device: str = _carried("offload_param_device", "Where parameters are kept between uses.", _DEVICES)
+    offload_optimizer_nvme_path: str = _carried(
+        "offload_optimizer_nvme_path", "Folder on the NVMe disk for optimizer states."
+    )
+    offload_param_nvme_path: str = _carried("offload_param_nvme_path", "Folder on the NVMe disk for parameters.")
+    zero3_init_flag: bool = _carried(
+        "zero3_init_flag", "Divide parameters while the model is built.", BOOLEAN, "DEEPSPEED_ZERO3_INIT"
+    )
+    zero3_save_16bit_model: bool = _carried(
+        "zero3_save_16bit_model", "Gather 16-bit weights when the model is saved.", BOOLEAN
+    )
+    transformer_moe_cls_names: str = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        flag="--deepspeed_moe_layer_cls_names",
+        key="deepspeed_config.deepspeed_moe_layer_cls_names",
+        help="Classes of mixture-of-experts layers, separated by commas.",
+        group=_GROUP,
+    )
+    enable_msamp: bool | None = None
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+
+    def __init__(
+        self,
+        hf_ds_config: Any = None,
+        gradient_accumulation_steps: int | None = None,
+        gradient_clipping: float | None = None,
+        zero_stage: int | None = None,
+        is_train_batch_min: bool = True,
+        offload_optimizer_device: str | None = None,
+        offload_param_device: str | None = None,
+        offload_optimizer_nvme_path: str | None = None,
+        offload_param_nvme_path: str | None = None,
+        zero3_init_flag: bool | None = None,
+        zero3_save_16bit_model: bool | None = None,
+        transformer_moe_cls_names: str | None = None,
+        enable_msamp: bool | None = None,
+        msamp_opt_level: Literal["O1", "O2"] | None = None,
+        *,
+        auto_wrap_policy: Any = None,
+        **config: Any,
+    ) -> None:
+        given = dict(locals())
+        for field in fields(self):
+            setattr(self, field.name, given[field.name])
+        self._further = config
+        self._selected = False
+        self.dschf: Any = None
+        if auto_wrap_policy is not None:
+            warnings.warn("DeepSpeedPlugin(auto_wrap_policy=...) has no effect.", UserWarning, stacklevel=2)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        sources = {name: source for name in _KEYS if (source := self._settle(name))}
+        for name in ("hf_ds_config", "zero3_init_flag", "transformer_moe_cls_names"):
+            self._settle(name)
+        if self.hf_ds_config in (None, "none"):
+            self.hf_ds_config = HfDeepSpeedConfig(self._made_table())
+        elif not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        self._complete(sources)
+        self._read_back()
+        self._settle_msamp()
+
+    # ------------------------------------------------------------------ making the table
+
+    def _settle(self, name: str) -> str | None:
+        """Take a setting that was not given from the environment; where its value is from, or None."""
+        known, given = settings_of(type(self))[name], getattr(self, name)
+        if given is not None:
+            if isinstance(given, str) and name != "hf_ds_config" and given != AUTO:
+                setattr(self, name, known.parse(given, "argument"))
+            return f"DeepSpeedPlugin({name}={given!r})"
+        found = read(known)
+        if found is None:
+            return None
+        setattr(self, name, found.value)
+        return f"the variable {known.variable}"
+
+    def _made_table(self) -> dict[str, Any]:
+        """A table for those who gave none; the entries for given settings follow."""
+        return {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": AUTO,
+            "gradient_clipping": AUTO,
+            "zero_optimization": {
+                "stage": _DEFAULT_STAGE if self.zero_stage is None else self.zero_stage,
+                "offload_optimizer": {"device": self.offload_optimizer_device or "none"},
+                "offload_param": {"device": self.offload_param_device or "none"},
+                "stage3_gather_16bit_weights_on_model_save": bool(self.zero3_save_16bit_model),
+            },
+            "steps_per_print": float("inf"),
+            "zero_allow_untested_optimizer": True,
+            **self._further,
+        }
+
+    def _complete(self, sources: Mapping[str, str]) -> None:
+        """Bring the settings that were given into the table."""
+        document = self.hf_ds_config
+        if not isinstance(document.get_value("zero_optimization"), dict):
+            raise SettingError(
+                "A DeepSpeed configuration was given.",
+                'It lacks the table "zero_optimization".',
+                'Add "zero_optimization": {"stage": 2}, or the stage you want.',
+            )
+        facts = [
+            Fact(_KEYS[name], getattr(self, name), source, needed=True)
+            for name, source in sources.items()
+            if getattr(self, name) != AUTO
+        ]
+        facts += [Fact(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
+        fill(document, facts)
+
+    def _read_back(self) -> None:
+        """Let the settings show what the table says."""
+        document = self.hf_ds_config
+        defaults = {"offload_optimizer_device": "none", "offload_param_device": "none", "zero3_save_16bit_model": False}
+        for name, key in _KEYS.items():
+            setattr(self, name, document.get_value(key, defaults.get(name)))
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = document.is_zero3()
+        if self.zero3_init_flag and not document.is_zero3():
+            warnings.warn(
+                "DeepSpeed divides parameters while a model is built (zero3_init_flag) with ZeRO stage 3 only.",
+                UserWarning,
+                stacklevel=4,
+            )
+            self.zero3_init_flag = False
+
+    def _settle_msamp(self) -> None:
+        if self.enable_msamp is None:
+            found = read(_FP8_BACKEND)
+            self.enable_msamp = found is not None and str(found.value).upper() == "MSAMP"
+        if not self.enable_msamp:
+            return
+        if self.msamp_opt_level is None:
+            found = read(_FP8_LEVEL)
+            self.msamp_opt_level = "O1" if found is None else found.value
+        if self.hf_ds_config.is_zero3():
+            raise NotOffered(
+                "MS-AMP was asked for with ZeRO stage 3.",
+                "It does not train divided parameters.",
+                "Use zero_stage=2, or another precision.",
+            )
+        self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
+
+    # ------------------------------------------------------------------ asking it
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The table that DeepSpeed reads."""
+        table: dict[str, Any] = self.hf_ds_config.config
+        return table
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, table: dict[str, Any]) -> None:
+        self.hf_ds_config.config = table
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key of the table."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether an entry is left to be found out."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Put `kwargs[ds_key_long]` in place of "auto"; note where the table says something else.
+
+        Args:
+            ds_key_long: the dotted key.
+            mismatches: takes a line for a contradiction.
+            must_match: note contradictions.
+            kwargs: values by dotted key.
+        """
+        if ds_key_long not in kwargs:
+            return
+        fact = Fact(ds_key_long, kwargs[ds_key_long], "argument")
+        if must_match and mismatches is not None:
+            mismatches += contradictions(self.hf_ds_config, [fact])
+        if self.is_auto(ds_key_long):
+            self.hf_ds_config.set_value(ds_key_long, fact.value)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Put values in place of every "auto" of the table that is known by its dotted key.
+
+        Args:
+            prefix: begin of the keys that are filled, with its dot.
+            mismatches: takes a line for each contradiction, which is not raised then.
+            config: the table below `prefix`; the whole one when None.
+            must_match: refuse contradictions.
+            kwargs: values by dotted key.
+
+        Raises:
+            Conflict: the table says something else.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for key in kwargs:
+            if key.startswith(prefix):
+                self.fill_match(key, found, must_match, **kwargs)
+        self.hf_ds_config.set_stage_and_offload()
+        if mismatches is None:
+            refuse(found)
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Let DeepSpeed compute in a precision.
+
+        Raises:
+            Conflict: the table asks for another one.
+        """
+        document = self.hf_ds_config
+        name = str(mixed_precision)
+        for own, entry in (("fp16", {"enabled": True, "auto_cast": True}), ("bf16", {"enabled": True})):
+            if name == own and document.get_value(own) is None:
+                document.set_value(own, dict(entry))
+        source = f"mixed_precision={name!r}"
+        fill(document, [Fact(f"{own}.enabled", name == own, source) for own in ("fp16", "bf16")])
+
+    # ------------------------------------------------------------------ building models in parts
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether transformers divides parameters while it builds a model."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Switch dividing while models are built on or off for a block."""
+        before = self.zero3_init_flag
+        try:
+            self.zero3_init_flag = enable
+            self.set_deepspeed_weakref()
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers about the configuration, or that models are built whole."""
+        from accel_plugins.deepspeed.zero_init import transformers_view
+
+        self.dschf = transformers_view(self.deepspeed_config) if self.zero3_init_flag else None
+
+    def set_moe_leaf_modules(self, model: Any) -> None:
+        """Let ZeRO stage 3 take each mixture-of-experts layer of a model as one piece."""
+        if self.transformer_moe_cls_names:
+            from accel_plugins.deepspeed.zero_init import take_whole
+
+            take_whole(model, self.transformer_moe_cls_names.split(","))
+
+    # ------------------------------------------------------------------ one of several
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the configuration in use."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        if value:
+            raise NotReady(
+                "DeepSpeedPlugin.selected was to be set.",
+                "The run has to know which of its configurations is in use.",
+                "Call AcceleratorState().select_deepspeed_plugin(name).",
+            )
+        self._selected = False
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this the configuration in use; called by `AcceleratorState.select_deepspeed_plugin`.
+
+        Raises:
+            NotReady: it was called by somebody else.
+        """
+        if not _from_accelerator_state:
+            self.selected = True
+        self._selected = True
+        self.set_deepspeed_weakref()

@@ -1,0 +1,177 @@
+"""DeepSpeed's own configuration: a nested table, read from a file or given, and asked by dotted keys."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from accel_state.errors import SettingError
+
+__all__ = ("HfDeepSpeedConfig", "read_document")
+
+_OFFLOADING: Final = ("cpu", "nvme")
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration that is asked by dotted keys such as "zero_optimization.stage".
+
+    Args:
+        config_file_or_dict: a table, the path of a JSON file, or a JSON text encoded in base64.
+
+    Raises:
+        SettingError: it cannot be read.
+
+    Example:
+        >>> HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
+        True
+    """
+
+    def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        self.config: dict[str, Any] = read_document(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Note stage and offloading of the configuration as it is now."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
+        self._offload = any(device in _OFFLOADING for device in devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The table that a dotted key lies in, or None when there is none, and the last part of the key."""
+        *parents, last = ds_key_long.split(".")
+        node: Any = self.config
+        for name in parents:
+            node = node.get(name)
+            if not isinstance(node, dict):
+                return None, last
+        return node, last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def set_value(self, ds_key_long: str, value: Any) -> None:
+        """Give a dotted key a value; tables on the way are made."""
+        *parents, last = ds_key_long.split(".")
+        node = self.config
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a value or a whole table.
+
+        Raises:
+            SettingError: it is not there and must be.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise SettingError(
+                f"{ds_key_long!r} was to be removed from the DeepSpeed configuration.",
+                "There is no such entry.",
+                "Look at the configuration, or leave must_exist out.",
+            )
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a dotted key is there with a true value."""
+        return bool(self.get_value(ds_key_long, False))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a dotted key is there with a false value."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether optimizer states and gradients are divided."""
+        return bool(self._stage == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are divided as well."""
+        return bool(self._stage == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer states or parameters are kept off the device between uses."""
+        return self._offload
+
+
+def read_document(given: Any) -> dict[str, Any]:
+    """A configuration as a table of its own.
+
+    Args:
+        given: a table, the path of a JSON file, a JSON text in base64, or an object with such a table as `config`.
+
+    Raises:
+        SettingError: it cannot be read.
+    """
+    given = getattr(given, "config", given)
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    if not isinstance(given, (str, os.PathLike)):
+        raise SettingError(
+            f"A DeepSpeed configuration of type {type(given).__name__} was given.",
+            "It has to be a table or the path of a JSON file.",
+            "Give a dict, or a path such as 'ds_config.json'.",
+        )
+    path = os.path.expanduser(os.fspath(given))
+    if os.path.exists(path):
+        return _parsed(_text_of(path), f"The DeepSpeed configuration {path} was to be read.")
+    return _parsed(_decoded(path), "A DeepSpeed configuration in base64 was to be read.")
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"The DeepSpeed configuration {path} was to be read.",
+            f"{type(error).__name__}: {error}",
+            "Name a JSON file that can be read.",
+        ) from error
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, ValueError):
+        raise SettingError(
+            f"The DeepSpeed configuration {text!r} was to be read.",
+            "There is no such file, and it is no JSON text in base64.",
+            "Give the path of a JSON file, or a dict.",
+        ) from None
+
+
+def _parsed(text: str, asked: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text, object_pairs_hook=_without_doubles)
+    except json.JSONDecodeError as error:
+        raise SettingError(
+            asked,
+            f"It is no JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
+            "Correct the text there.",
+        ) from None
+    except _Double as error:
+        raise SettingError(asked, f"The key {error.args[0]!r} stands twice in one table.", "Remove one.") from None
+    if not isinstance(table, dict):
+        raise SettingError(asked, f"It holds a {type(table).__name__}.", "Write a table in braces.")
+    return table
+
+
+class _Double(Exception):
+    """A key that stands twice in one table."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Double(next(name for name in names if names.count(name) > 1))
+    return table

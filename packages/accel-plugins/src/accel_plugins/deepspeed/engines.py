@@ -1,0 +1,153 @@
+"""Starting an engine of DeepSpeed for a model, its optimizer and its scheduler."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from torch.nn import Module
+
+from accel_ops import recursively_apply
+from accel_plugins.deepspeed.facts import about_batches, about_objects
+from accel_plugins.deepspeed.filling import fill, remaining
+from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel_plugins.wrapped.unwrap import wrapped_module
+
+if TYPE_CHECKING:
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.context import Context
+    from accel_plugins.deepspeed.config import DeepSpeedPlugin
+    from accel_plugins.precision.base import Precision
+
+__all__ = ("Started", "dtype_of", "is_engine", "start", "trains_in_fp16")
+
+
+class Started(NamedTuple):
+    """An engine and what it drives.
+
+    Args:
+        engine: takes the place of the model.
+        optimizer: that of the engine, or None.
+        scheduler: the one that the engine moves, or None.
+    """
+
+    engine: Any
+    optimizer: Any
+    scheduler: Any
+
+
+def is_engine(model: object) -> bool:
+    """Whether an object is an engine of DeepSpeed."""
+    return isinstance(model, DeepSpeedEngine)
+
+
+@wrapped_module.register(DeepSpeedEngine)
+def _inside(engine: Any) -> Module | None:
+    inner: Module = engine.module
+    return inner
+
+
+def trains_in_fp16() -> bool:
+    """Whether DeepSpeed trains in fp16 on the devices that are here."""
+    return bool(get_accelerator().is_fp16_supported())
+
+
+def dtype_of(precision: Precision) -> torch.dtype | None:
+    """In which dtype DeepSpeed keeps parameters; None leaves them as they are."""
+    return precision.dtype
+
+
+def start(plugin: DeepSpeedPlugin, context: Context, bundle: Bundle, shards: int) -> Started:
+    """Complete the configuration and make the engine; called on every process.
+
+    Args:
+        plugin: the configuration; what it left to be found out is put into it.
+        context: the run's surroundings.
+        bundle: one model, at most one optimizer, its schedulers, and prepared loaders.
+        shards: into how many slices a batch is cut.
+
+    Raises:
+        SettingError: the configuration is incomplete.
+        Conflict: it contradicts what was prepared.
+        NotOffered: DeepSpeed has no such optimizer on the host.
+    """
+    (model,) = bundle.models
+    document = plugin.hf_ds_config
+    fill(document, about_batches(plugin, bundle, shards, context.gradient.num_steps))
+    fill(document, about_objects(bundle))
+    if bundle.optimizers:
+        remaining(document)
+    plugin.set_moe_leaf_modules(model)
+    arguments = {**_optimizer(plugin, bundle), **_scheduler(bundle)}
+    table = copy.deepcopy(plugin.deepspeed_config)
+    if not bundle.optimizers:
+        for entry in ("optimizer", "scheduler"):
+            table.pop(entry, None)
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=table, **arguments)
+    _cast_inputs(engine, context.precision)
+    moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
+    return Started(engine, optimizer, scheduler if moved else None)
+
+
+def _optimizer(plugin: DeepSpeedPlugin, bundle: Bundle) -> dict[str, Any]:
+    if not bundle.optimizers:
+        return {}
+    (optimizer,) = bundle.optimizers
+    if isinstance(optimizer, DummyOptim):
+        return {"model_parameters": optimizer.param_groups}
+    if plugin.offload_optimizer_device == "cpu" and plugin.get_value("zero_force_ds_cpu_optimizer", True):
+        mapped = map_pytorch_optim_to_deepspeed(optimizer)
+        for scheduler in bundle.schedulers:
+            if getattr(scheduler, "optimizer", None) is optimizer:
+                _follow(scheduler, mapped)
+        return {"optimizer": mapped}
+    return {"optimizer": optimizer}
+
+
+def _follow(scheduler: Any, optimizer: Any) -> None:
+    """Let a scheduler of torch follow another optimizer; it warns unless it sees that one step."""
+    inner = optimizer.step
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        optimizer._opt_called = True
+        return inner(*arguments, **named)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step
+    scheduler.optimizer = optimizer
+
+
+def _scheduler(bundle: Bundle) -> dict[str, Any]:
+    """A scheduler that the engine moves and that its configuration does not describe."""
+    for scheduler in bundle.schedulers:
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            return {"lr_scheduler": scheduler.lr_scheduler_callable}
+        if type(scheduler).__name__ in VALID_LR_SCHEDULES:
+            return {"lr_scheduler": scheduler}
+    return {}
+
+
+def _moves_by_engine(scheduler: Any) -> bool:
+    return isinstance(scheduler, DummyScheduler) or type(scheduler).__name__ in VALID_LR_SCHEDULES
+
+
+def _cast_inputs(engine: Any, precision: Precision) -> None:
+    """Bring floating-point inputs to the dtype of the parameters, which DeepSpeed leaves to the script."""
+    dtype = dtype_of(precision)
+    if dtype is None:
+        return
+
+    def cast(module: Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return recursively_apply(lambda tensor: tensor.to(dtype), (arguments, named), test_type=_is_floating)
+
+    engine.module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

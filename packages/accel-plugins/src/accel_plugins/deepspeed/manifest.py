@@ -1,0 +1,47 @@
+"""What the DeepSpeed backend declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from accel_plugins.manifest import Ability, Duty, Manifest
+from accel_state.labels import DistributedType
+from accel_state.settings.environ import read
+from accel_state.settings.requirement import Requirement
+from accel_state.settings.schema import BOOLEAN, Setting
+
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
+__all__ = ("MANIFEST", "present")
+
+_USE: Final = Setting("use_deepspeed", BOOLEAN, False, variable="ACCELERATE_USE_DEEPSPEED", flag="--use_deepspeed")
+
+
+def present(process: Process) -> bool:
+    """Whether DeepSpeed was asked for by the launcher."""
+    found = read(_USE)
+    return bool(found and found.value)
+
+
+MANIFEST: Final = Manifest(
+    name="deepspeed",
+    config="accel_plugins.deepspeed.config:DeepSpeedPlugin",
+    strategy="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
+    label=DistributedType.DEEPSPEED,
+    present="accel_plugins.deepspeed.manifest:present",
+    requires=(Requirement("deepspeed", "deepspeed", extra="accel-plugins[deepspeed]"),),
+    owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING}),
+    lacks=frozenset(
+        {
+            Ability.NO_SYNC,
+            Ability.CLIP_VALUE,
+            Ability.JOIN,
+            Ability.AVERAGE,
+            Ability.SEVERAL_MODELS,
+        }
+    ),
+    parameter="deepspeed_plugin",
+    priority=60,
+    tier=1,
+)

@@ -1,0 +1,241 @@
+"""The strategy over DeepSpeed's engine, which owns accumulation, precision and clipping.
+
+The engine does a whole step within backward, as scripts written for it expect: at the end of an accumulation window
+gradients are reduced and clipped, the optimizer steps, and the schedule moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.deepspeed import engines, saving
+from accel_plugins.deepspeed.config import DeepSpeedPlugin
+from accel_plugins.deepspeed.facts import check_stand_ins
+from accel_plugins.deepspeed.filling import AUTO
+from accel_plugins.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
+from accel_plugins.manifest import Part
+from accel_plugins.strategy import Strategy
+from accel_state.errors import Conflict, NotOffered, NotReady
+
+__all__ = ("DeepSpeedStrategy",)
+
+_OwnStore: Any = torch._C._distributed_c10d.HashStore
+"""Where a process that runs alone meets itself."""
+
+
+class DeepSpeedStrategy(Strategy):
+    """Optimizer states, gradients and parameters divided by ZeRO.
+
+    Args:
+        context: the run's surroundings.
+        config: the configuration, or several by name; the first one, or the one that was selected, is in use.
+
+    Attributes:
+        engine: the engine that was made last, or None.
+    """
+
+    saves_together: ClassVar[bool] = True
+    gives_partial_gradients: ClassVar[bool] = False
+
+    def __init__(self, context: Context, config: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
+        super().__init__(context, config)
+        self._plugins = tuple(config.values()) if isinstance(config, Mapping) else (config,)
+        self._engines: list[Any] = []
+        self._forwarded: set[int] = set()
+        self._told_of_clipping = False
+        self.engine: DeepSpeedEngineWrapper | None = None
+        name, family = context.precision.name, context.process.family
+        if name == "fp16" and not engines.trains_in_fp16():
+            raise NotOffered(
+                "mixed_precision='fp16' was asked for with DeepSpeed.",
+                f"DeepSpeed does not train in fp16 on devices of the family {family.name!r}.",
+                "Use mixed_precision='bf16'.",
+            )
+        for plugin in self._plugins:
+            plugin.set_mixed_precision(name)
+        self._agree_on_steps()
+        self._plugin.select(_from_accelerator_state=True)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=_OwnStore(), rank=0, world_size=1)
+
+    @property
+    def _plugin(self) -> DeepSpeedPlugin:
+        """The configuration in use."""
+        return next((plugin for plugin in self._plugins if plugin.selected), self._plugins[0])
+
+    def _agree_on_steps(self) -> None:
+        """Let the run accumulate as many micro-batches as the configuration says."""
+        gradient, configured = self.context.gradient, self._plugin.get_value("gradient_accumulation_steps", AUTO)
+        if configured == AUTO or int(configured) == gradient.num_steps:
+            return
+        if gradient.num_steps != 1:
+            raise Conflict(
+                f"gradient_accumulation_steps={gradient.num_steps} was asked for.",
+                f"The DeepSpeed configuration says gradient_accumulation_steps={configured}.",
+                'Say it in one place, and write "auto" in the other.',
+            )
+        gradient.plugin = dataclasses.replace(gradient.plugin, num_steps=int(configured))
+
+    # ------------------------------------------------------------------ preparing
+
+    def check(self, bundle: Bundle) -> None:
+        if len(bundle.models) > 1 and bundle.optimizers:
+            raise Conflict(
+                f"prepare() was given {len(bundle.models)} models and an optimizer.",
+                "One engine of DeepSpeed holds one model.",
+                "Prepare each model with its optimizer in a call of its own.",
+            )
+        if bundle.optimizers and (not bundle.models or len(bundle.optimizers) > 1):
+            raise Conflict(
+                f"prepare() was given {len(bundle.optimizers)} optimizers and {len(bundle.models)} models.",
+                "One engine of DeepSpeed holds one model and one optimizer.",
+                "Give each model together with its optimizer.",
+            )
+        check_stand_ins(self._plugin, bundle)
+
+    def place(self, model: Module) -> Module:
+        # The engine moves it; one that was built in parts cannot be moved.
+        return model
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        if not bundle.models:
+            return bundle
+        plugin = self._plugin
+        if not bundle.optimizers and not plugin.hf_ds_config.is_zero3():
+            bundle.models[:] = [self._plain(model) for model in bundle.models]
+            return bundle
+        made = engines.start(plugin, self.context, bundle, self.shards().count)
+        made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
+        self._engines.append(made.engine)
+        self.engine = DeepSpeedEngineWrapper(made.engine)
+        bundle.models[:] = [made.engine]
+        gradient = self.context.gradient
+        bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
+        if made.scheduler is not None:
+            bundle.schedulers[:] = [
+                DeepSpeedSchedulerWrapper(made.scheduler, bundle.optimizers, gradient) for _ in bundle.schedulers
+            ]
+        return bundle
+
+    def _plain(self, model: Module) -> Module:
+        """A model that is only evaluated, where nothing of it is divided."""
+        return model.to(device=self.context.process.device, dtype=engines.dtype_of(self.context.precision))
+
+    def unwrap(self, model: Module) -> Module:
+        inner: Module = model.module if engines.is_engine(model) else model  # type: ignore[assignment]
+        return inner
+
+    # ------------------------------------------------------------------ one step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        engine = self._engine_of_loss()
+        self._forwarded.discard(id(engine))
+        DeepSpeedEngineWrapper(engine).backward(loss, self.context.gradient.sync_gradients, **kwargs)
+
+    def _engine_of_loss(self) -> Any:
+        """The engine whose model the loss comes from: the one that trains and has been through forward."""
+        training = [engine for engine in self._engines if engine.optimizer is not None]
+        if len(training) > 1:
+            training = [engine for engine in training if id(engine) in self._forwarded]
+        if len(training) == 1:
+            return training[0]
+        raise NotReady(
+            "backward(loss) was called with DeepSpeed.",
+            f"{len(training)} prepared models may have made this loss."
+            if training
+            else "No model was prepared together with an optimizer.",
+            "Call model.backward(loss) of the right one, and model.step()."
+            if training
+            else "Give model and optimizer to prepare() in one call.",
+        )
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        configured = self._plugin.get_value("gradient_clipping")
+        if not self._told_of_clipping and configured not in (AUTO, None) and float(configured) != max_norm:
+            self._told_of_clipping = True
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}) was called, and DeepSpeed clips to {configured} as configured. "
+                f"Set DeepSpeedPlugin(gradient_clipping={max_norm}).",
+                UserWarning,
+                stacklevel=4,
+            )
+        wrapped = self.engine
+        norm = None if wrapped is None else wrapped.get_global_grad_norm()
+        return None if norm is None else torch.tensor(norm)
+
+    def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
+        raise NotOffered(
+            f"Gradients were to be cut to {value} (clip_grad_value_).",
+            "DeepSpeed clips by norm only.",
+            "Set DeepSpeedPlugin(gradient_clipping=...).",
+        )
+
+    def average_parameters(self, model: Module) -> None:
+        raise NotOffered(
+            "Parameters were to be averaged over the processes (LocalSGD).",
+            "DeepSpeed keeps them equal or divided by itself.",
+            "Use the backend 'ddp' with LocalSGD.",
+        )
+
+    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        raise NotOffered(
+            "Processes were to run out of batches at different times (join_uneven_inputs).",
+            "With DeepSpeed every backward needs all processes.",
+            "Use even_batches=True, or the backend 'ddp'.",
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def collect(self, part: Part, item: Any) -> Any:
+        """The object itself where the engine saves it: it writes while it collects."""
+        if engines.is_engine(item) or isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
+            return item
+        return super().collect(part, item)
+
+    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+        if engines.is_engine(state):
+            saving.save_engine(state, folder, index)
+        elif self.context.process.rank == 0 and not isinstance(
+            state, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)
+        ):
+            super().save(part, state, folder, index, safe_serialization=safe_serialization)
+
+    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+        if engines.is_engine(item):
+            saving.load_engine(item, folder, index, self.context.process, strict=options.get("strict", True))
+        elif not isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
+            super().load(part, item, folder, index, **options)
+
+    def state_dict(self, model: Module) -> dict[str, Tensor]:
+        return saving.whole_weights(model) if engines.is_engine(model) else super().state_dict(model)
+
+    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        if engines.is_engine(model):
+            saving.put_weights(model, weights, strict)
+        else:
+            super().load_weights(model, weights, strict)
+
+    def writes_weights(self) -> bool:
+        return self.context.process.rank == 0
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.destroy()
+        self._engines.clear()
+        self.engine = None

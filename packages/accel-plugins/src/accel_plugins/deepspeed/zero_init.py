@@ -1,0 +1,64 @@
+"""Dividing parameters while models are built (ZeRO stage 3), through transformers and DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from accel_plugins.deepspeed.filling import AUTO
+from accel_state.errors import SettingError
+from accel_state.settings.probe import importable
+
+__all__ = ("take_whole", "transformers_view")
+
+_WHILE_BUILDING: Final = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization.reduce_bucket_size": 0,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
+}
+"""What DeepSpeed has to read as numbers while a model is built; none of it counts there."""
+
+
+def transformers_view(table: Mapping[str, Any]) -> Any:
+    """The object through which transformers notices that models are to be built in parts; None without transformers.
+
+    Models are built so for as long as it lives.
+    """
+    if not importable("transformers"):
+        return None
+    from accel_plugins.deepspeed.document import HfDeepSpeedConfig
+
+    document = HfDeepSpeedConfig(copy.deepcopy(dict(table)))
+    document.del_config_sub_tree("train_batch_size")
+    for key, value in _WHILE_BUILDING.items():
+        if document.get_value(key) == AUTO:
+            document.set_value(key, value)
+    for own in ("fp16", "bf16"):
+        if document.get_value(f"{own}.enabled") == AUTO:
+            document.set_value(f"{own}.enabled", False)
+    from transformers.integrations import HfDeepSpeedConfig as View
+
+    return View(document.config)
+
+
+def take_whole(model: Any, names: Iterable[str]) -> None:
+    """Let ZeRO stage 3 take each layer of some classes as one piece.
+
+    Raises:
+        SettingError: the model has no layer of such a class.
+    """
+    import deepspeed
+
+    by_name = {type(module).__name__: type(module) for module in model.modules()}
+    wanted = [name.strip() for name in names if name.strip()]
+    missing = [name for name in wanted if name not in by_name]
+    if missing:
+        raise SettingError(
+            f"transformer_moe_cls_names={','.join(wanted)!r} was asked for.",
+            f"{type(model).__name__} has no layer of the class {', '.join(missing)}.",
+            "Name the classes of its mixture-of-experts layers.",
+        )
+    deepspeed.utils.set_z3_leaf_modules(model, [by_name[name] for name in wanted])

@@ -1,0 +1,216 @@
+"""The configuration of DeepSpeed: reading it, completing it, and refusing what contradicts it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_plugins.deepspeed.config import DeepSpeedPlugin
+from accel_plugins.deepspeed.document import HfDeepSpeedConfig
+from accel_plugins.deepspeed.filling import Fact, contradictions, fill, remaining
+from accel_state.errors import AccelError, Conflict, NotOffered, NotReady, SettingError
+
+TABLE = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+}
+
+
+def test_a_table_is_asked_by_dotted_keys() -> None:
+    document = HfDeepSpeedConfig(TABLE)
+    assert document.get_value("zero_optimization.offload_param.device") == "cpu"
+    assert document.get_value("zero_optimization.offload_optimizer.device", "none") == "none"
+    assert document.find_config_node("no.such.key") == (None, "key")
+    assert (document.is_zero3(), document.is_zero2(), document.is_offload()) == (True, False, True)
+    assert document.is_true("zero_optimization.stage")
+    assert not document.is_false("zero_optimization.stage")
+
+
+def test_entries_are_removed() -> None:
+    document = HfDeepSpeedConfig(TABLE)
+    document.del_config_sub_tree("zero_optimization.offload_param")
+    document.del_config_sub_tree("zero_optimization.nothing")
+    assert document.get_value("zero_optimization.offload_param") is None
+    with pytest.raises(SettingError, match="no such entry"):
+        document.del_config_sub_tree("zero_optimization.nothing", must_exist=True)
+
+
+def test_the_table_that_was_given_is_not_changed() -> None:
+    given_table: dict[str, Any] = {"zero_optimization": {"stage": "auto"}}
+    DeepSpeedPlugin(hf_ds_config=given_table, zero_stage=1)
+    assert given_table == {"zero_optimization": {"stage": "auto"}}
+
+
+def test_a_file_and_a_text_in_base64_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(TABLE))
+    assert HfDeepSpeedConfig(path).config == TABLE
+    text = base64.urlsafe_b64encode(json.dumps(TABLE).encode()).decode()
+    assert HfDeepSpeedConfig(text).config == TABLE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1,\n  "b": }', "line 2, column 8"),
+        ('{"a": 1, "a": 2}', "'a' stands twice"),
+        ("[1, 2]", "a list"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=said):
+        HfDeepSpeedConfig(path)
+
+
+def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no such file"):
+        HfDeepSpeedConfig(str(tmp_path / "missing.json"))
+    with pytest.raises(SettingError, match="type int"):
+        HfDeepSpeedConfig(7)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="IsADirectoryError"):
+        HfDeepSpeedConfig(tmp_path)
+
+
+@given(st.text(max_size=60))
+def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
+    try:
+        HfDeepSpeedConfig(text)
+    except AccelError:
+        return
+
+
+def test_facts_take_the_place_of_auto() -> None:
+    document = HfDeepSpeedConfig(TABLE)
+    fill(document, [Fact("train_micro_batch_size_per_gpu", 4, "the loader"), Fact("absent", 1, "nobody")])
+    assert document.get_value("train_micro_batch_size_per_gpu") == 4
+    assert document.get_value("absent") is None
+    fill(document, [Fact("deep.er", 1, "need", needed=True)])
+    assert document.get_value("deep.er") == 1
+
+
+def test_all_contradictions_are_named_with_both_sources() -> None:
+    document = HfDeepSpeedConfig({"a": 1, "b": {"c": 2}})
+    facts = [Fact("a", 5, "here"), Fact("b.c", 6, "there"), Fact("a", 7, "a guess", binding=False)]
+    with pytest.raises(Conflict) as caught:
+        fill(document, facts)
+    assert "a is 1 in the DeepSpeed configuration, and 5 by here" in str(caught.value)
+    assert "b.c is 2 in the DeepSpeed configuration, and 6 by there" in str(caught.value)
+    assert document.config == {"a": 1, "b": {"c": 2}}
+
+
+@pytest.mark.parametrize(("one", "other"), [("5e8", 500000000), (2, "2"), (1.0, 1), ("true", True), (False, "False")])
+def test_a_text_and_a_number_that_say_the_same_are_no_contradiction(one: Any, other: Any) -> None:
+    assert contradictions(HfDeepSpeedConfig({"a": one}), [Fact("a", other, "argument")]) == []
+
+
+def test_what_nobody_knows_is_named() -> None:
+    with pytest.raises(SettingError, match=r"train_micro_batch_size_per_gpu, zero_optimization\.reduce_bucket_size"):
+        remaining(HfDeepSpeedConfig({**TABLE, "gradient_accumulation_steps": 1}))
+
+
+def test_settings_make_a_table() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu", gradient_clipping=0.5, steps_per_print=10)
+    table = plugin.deepspeed_config
+    assert table["zero_optimization"]["stage"] == 3
+    assert table["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert (table["gradient_clipping"], table["steps_per_print"]) == (0.5, 10)
+    assert plugin.is_auto("train_micro_batch_size_per_gpu")
+    assert (plugin.zero3_init_flag, plugin.zero3_save_16bit_model) == (True, False)
+
+
+def test_the_default_is_stage_two() -> None:
+    plugin = DeepSpeedPlugin()
+    assert (plugin.zero_stage, plugin.offload_optimizer_device, plugin.zero3_init_flag) == (2, "none", False)
+
+
+def test_settings_show_what_the_table_says() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, "gradient_clipping": 2.0})
+    assert (plugin.zero_stage, plugin.gradient_clipping) == (1, 2.0)
+
+
+def test_a_setting_against_the_table_is_refused() -> None:
+    with pytest.raises(Conflict, match=r"zero_optimization.stage is 3 .* and 2 by DeepSpeedPlugin\(zero_stage=2\)"):
+        DeepSpeedPlugin(hf_ds_config=TABLE, zero_stage=2)
+
+
+def test_variables_are_read_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(TABLE))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.25")
+    assert DeepSpeedPlugin().gradient_clipping == 0.25
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    with pytest.raises(Conflict, match="ACCELERATE_DEEPSPEED_ZERO_STAGE"):
+        DeepSpeedPlugin()
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4")
+    with pytest.raises(SettingError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE"):
+        DeepSpeedPlugin()
+
+
+def test_a_table_without_zero_is_refused() -> None:
+    with pytest.raises(SettingError, match='"zero_optimization"'):
+        DeepSpeedPlugin(hf_ds_config={"train_batch_size": 4})
+
+
+def test_mixed_precision_switches_the_table() -> None:
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision("bf16")
+    assert plugin.deepspeed_config["bf16"] == {"enabled": True}
+    with pytest.raises(Conflict, match=r"bf16\.enabled is True"):
+        plugin.set_mixed_precision("no")
+    half = DeepSpeedPlugin()
+    half.set_mixed_precision("fp16")
+    assert half.deepspeed_config["fp16"] == {"enabled": True, "auto_cast": True}
+
+
+def test_the_old_functions_fill_and_collect_mismatches() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config=TABLE)
+    mismatches: list[str] = []
+    plugin.fill_match("zero_optimization.stage", mismatches, **{"zero_optimization.stage": 2})
+    assert len(mismatches) == 1
+    plugin.deepspeed_config_process(**{"train_micro_batch_size_per_gpu": 2, "zero_optimization.reduce_bucket_size": 9})
+    assert plugin.get_value("zero_optimization.reduce_bucket_size") == 9
+    with pytest.raises(Conflict):
+        plugin.deepspeed_config_process(**{"zero_optimization.stage": 2})
+    plugin.deepspeed_config_process(must_match=False, **{"zero_optimization.stage": 2})
+
+
+def test_only_the_state_selects() -> None:
+    plugin = DeepSpeedPlugin()
+    for ask in (plugin.select, lambda: setattr(plugin, "selected", True)):
+        with pytest.raises(NotReady, match="select_deepspeed_plugin"):
+            ask()
+    plugin.select(_from_accelerator_state=True)
+    assert plugin.selected
+
+
+def test_msamp_is_put_into_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DeepSpeedPlugin(enable_msamp=True).deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O1"}
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O2")
+    assert DeepSpeedPlugin().deepspeed_config["msamp"]["opt_level"] == "O2"
+    with pytest.raises(NotOffered, match="stage 3"):
+        DeepSpeedPlugin(zero_stage=3)
+
+
+def test_keywords_without_effect_are_told() -> None:
+    with pytest.warns(UserWarning, match="auto_wrap_policy"):
+        DeepSpeedPlugin(auto_wrap_policy=True)
+    with pytest.warns(UserWarning, match="zero3_init_flag"):
+        assert DeepSpeedPlugin(zero3_init_flag=True).zero3_init_flag is False
+
+
+def test_dividing_while_models_are_built_is_switched_for_a_block() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+    assert plugin.is_zero3_init_enabled()
