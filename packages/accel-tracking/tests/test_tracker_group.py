@@ -155,3 +155,15 @@ def log_something(folder: str) -> tuple[int, int, bool]:
 def test_only_the_main_process_of_two_logs(two: Processes, tmp_path: Path) -> None:
     assert two.run(log_something, str(tmp_path)) == [(1, 1, False), (0, 0, True)]
     assert [dict(record.values) for record in read_run(tmp_path).records] == [{"rank": 0}, {"direct": 0}]
+
+
+@pytest.mark.parametrize("log_with", [None, []])
+def test_a_run_that_names_no_tracker_leaves_json_lines_in_its_folder(tmp_path: Path, log_with: Any) -> None:
+    group = TrackerGroup.of(log_with, "run", tmp_path)
+    group.start({"lr": 0.1})
+    group.log({"loss": 1.5}, step=3)
+    group.finish()
+    assert [tracker.name for tracker in group] == ["jsonl"]
+    run = read_run(tmp_path)
+    assert run.curves()["loss"] == [(3, 1.5)]
+    assert len(TrackerGroup.of(log_with, "run")) == 0

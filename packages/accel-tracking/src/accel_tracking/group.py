@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_state.errors import AccelError, SettingError
 from accel_tracking.base import GeneralTracker, is_main_process
-from accel_tracking.registry import LogWith, filter_trackers, tracker_class
+from accel_tracking.registry import LoggerType, LogWith, filter_trackers, tracker_class
 
 __all__ = ("TrackerGroup",)
 
@@ -44,6 +44,9 @@ class TrackerGroup:
     ) -> TrackerGroup:
         """Make the trackers that `log_with=` names; on other processes than the main one, none.
 
+        Where it names none and there is a folder, the run is kept there as JSON lines, so that it leaves something to
+        read.
+
         Args:
             log_with: what `filter_trackers` takes.
             project_name: handed to each tracker as the name of the run.
@@ -55,6 +58,8 @@ class TrackerGroup:
             Missing: the library of a named tracker is not installed.
         """
         chosen = filter_trackers(log_with, logging_dir)
+        if not chosen and logging_dir is not None:
+            chosen = [LoggerType.JSONL.value]
         options = dict(init_kwargs or {})
         names = [one if isinstance(one, str) else one.name for one in chosen]
         unused = sorted(set(options).difference(names))
