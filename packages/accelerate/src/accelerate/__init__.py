@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
+    from accel_plugins.deepspeed.config import DeepSpeedPlugin
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.precision.fp8_config import FP8RecipeKwargs
@@ -64,6 +65,7 @@ __all__ = (
     "BnbQuantizationConfig",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "FP8RecipeKwargs",

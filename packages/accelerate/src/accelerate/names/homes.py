@@ -19,7 +19,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.launchers": "debug_launcher notebook_launcher",
         "accelerate.state": "PartialState",
         "accelerate.utils": """
-            AutocastKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration
+            AutocastKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
             DistributedDataParallelKwargs DistributedType FP8RecipeKwargs FullyShardedDataParallelPlugin
             GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig
             ProfileKwargs ProjectConfiguration TorchDynamoPlugin TorchTensorParallelPlugin
@@ -178,6 +178,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
         "accelerate.utils.constants": "*",
         "accelerate.utils.dataclasses": "*",
+        "accelerate.utils.deepspeed": "*",
         "accelerate.utils.environment": "*",
         "accelerate.utils.fsdp_utils": """
             disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
@@ -244,6 +245,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.blocks": "get_module_class_from_name",
         "accel_plugins.checkpoint.config": "ProjectConfiguration",
         "accel_plugins.ddp.config": "DistributedDataParallelKwargs",
+        "accel_plugins.deepspeed.config": "DeepSpeedPlugin",
         "accel_plugins.ddp.hook_types": "DDPCommunicationHookType",
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
         "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
@@ -264,6 +266,15 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accel_torch.profile": "ProfileKwargs ProfilerActivity",
         "accel_tracking.registry": "LoggerType",
+    },
+    "accelerate.utils.deepspeed": {
+        "accel_plugins.deepspeed.document": "HfDeepSpeedConfig",
+        "accel_plugins.deepspeed.optimizers": "map_pytorch_optim_to_deepspeed",
+        "accel_plugins.deepspeed.stand_ins": "DummyOptim DummyScheduler",
+        "accel_plugins.deepspeed.wrappers": """
+            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        """,
+        "accelerate.legacy.deepspeed": "get_active_deepspeed_plugin",
     },
     "accelerate.utils.environment": {
         "accel_state.affinity": "override_numa_affinity set_numa_affinity",
@@ -344,6 +355,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.offload_index": "save_offload_index",
     },
     "accelerate.utils.operations": {
+        "accelerate.legacy.deepspeed": "GatheredParameters",
         "accel_ops.checked": "DistributedOperationException chained_operation verify_operation",
         "accel_ops.collectives": "broadcast gather reduce",
         "accel_ops.dtype": "ConvertOutputsToFp32 convert_outputs_to_fp32 convert_to_fp32",

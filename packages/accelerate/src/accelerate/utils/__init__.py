@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from accelerate.utils import bnb as bnb
     from accelerate.utils import constants as constants
     from accelerate.utils import dataclasses as dataclasses
+    from accelerate.utils import deepspeed as deepspeed
     from accelerate.utils import environment as environment
     from accelerate.utils import fsdp_utils as fsdp_utils
     from accelerate.utils import imports as imports
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from accelerate.utils.ao import *
     from accelerate.utils.constants import *
     from accelerate.utils.dataclasses import *
+    from accelerate.utils.deepspeed import *
     from accelerate.utils.environment import *
     from accelerate.utils.imports import *
     from accelerate.utils.memory import *
@@ -129,18 +131,26 @@ __all__ = (
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedPlugin",
+    "DeepSpeedSchedulerWrapper",
     "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "DynamoBackend",
     "EnumWithContains",
     "FP8BackendType",
     "FP8Format",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
+    "GatheredParameters",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "HfDeepSpeedConfig",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
@@ -217,6 +227,7 @@ __all__ = (
     "gather",
     "gather_object",
     "gather_tensor_shape",
+    "get_active_deepspeed_plugin",
     "get_balanced_memory",
     "get_cpu_distributed_information",
     "get_current_device_type",
@@ -328,6 +339,7 @@ __all__ = (
     "load_offloaded_weight",
     "load_offloaded_weights",
     "load_state_dict",
+    "map_pytorch_optim_to_deepspeed",
     "merge_dicts",
     "merge_fsdp_weights",
     "model_has_dtensor",

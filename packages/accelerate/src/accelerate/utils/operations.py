@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from accel_state.process import PartialState as PartialState
     from accel_state.run_state import AcceleratorState as AcceleratorState
     from accel_state.settings.versions import is_torch_version as is_torch_version
+    from accelerate.legacy.deepspeed import GatheredParameters
 
 __all__ = (
     "TENSOR_INT_TO_DTYPE",
@@ -50,6 +51,7 @@ __all__ = (
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
     "DistributedOperationException",
+    "GatheredParameters",
     "broadcast",
     "broadcast_object_list",
     "chained_operation",
