@@ -1,0 +1,55 @@
+"""What existing scripts ask of DeepSpeed by itself: divided parameters made whole, and the configuration in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accel_state.errors import SettingError
+from accel_state.run_state import AcceleratorState
+from accel_state.settings.requirement import Requirement
+
+__all__ = ("GatheredParameters", "get_active_deepspeed_plugin")
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - the name is given
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """A block in which parameters that DeepSpeed divides are whole; nothing where none are divided.
+
+    Args:
+        params: a parameter or several.
+        modifier_rank: the process whose changes are given to all; None when nothing is changed.
+        fwd_module: the module that uses them in forward, where it does so unusually.
+        enabled: False makes it do nothing.
+
+    Raises:
+        Missing: parameters are divided, and DeepSpeed is not installed.
+    """
+    listed = list(params) if hasattr(params, "__iter__") and not hasattr(params, "shape") else [params]
+    if not any(hasattr(parameter, "ds_id") for parameter in listed):
+        yield
+        return
+    Requirement("deepspeed").demand("Parameters that DeepSpeed divides were to be gathered.")
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
+        yield
+
+
+def get_active_deepspeed_plugin(state: AcceleratorState) -> Any:
+    """The DeepSpeed configuration in use.
+
+    Raises:
+        SettingError: the run was made without DeepSpeed.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise SettingError(
+            "The DeepSpeed configuration of the run was asked for.",
+            "The run was made without DeepSpeed.",
+            "Give DeepSpeedPlugin(...) to the Accelerator, or launch with --use_deepspeed.",
+        )
+    return plugin
