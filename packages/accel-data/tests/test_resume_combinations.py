@@ -260,7 +260,8 @@ def test_another_number_of_processes_goes_on_with_the_remaining_samples(
         saved = first[0].state_dict()
         assert gone == whole[:24]
         for processes in (1, 2) if workers else (1, 2, 3, 8):
-            if split and processes == 3:
+            # Three cannot share batches of eight, and eight have no whole number of steps behind them.
+            if (split and processes == 3) or (by_hand and not split and processes == 8):
                 continue
             later = make(processes)
             for loader in later:

@@ -18,7 +18,7 @@ from accel_data.padding import Marked, Padding
 from accel_data.progress import Position
 from accel_data.seeding import SampleSeed
 from accel_data.slicing import cut, join, samples_in
-from accel_data.sources import Source, first_batch
+from accel_data.sources import Source, first_batches
 from accel_data.stateful import is_finished
 from accel_state import current
 from accel_state.errors import DataError
@@ -124,7 +124,7 @@ class AgreedSource:
         if not self.even or self.processes == 1 or transport.world_size != self.processes:
             return inner.open(own)
         steps = inner.skipped()[0] if at is None else at.steps
-        head = first_batch(inner) if steps else None
+        head = next(iter(first_batches(inner, 1)), None) if steps else None
         single, base = self.base.batch_sampler is None, None if at is None else at.base
         if base is not None and is_finished(base):
             self._asking = _Asking(iter(()), transport, single, lambda: base)

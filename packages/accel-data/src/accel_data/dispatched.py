@@ -14,7 +14,7 @@ from accel_data.plan import shortage
 from accel_data.progress import Position
 from accel_data.rounds import Round, rounds
 from accel_data.seeding import SampleSeed
-from accel_data.sources import Source, first_batch
+from accel_data.sources import Source, first_batches
 
 __all__ = ("DispatchedSource",)
 
@@ -95,7 +95,8 @@ class DispatchedSource:
     def remainder(self, start: int | None) -> int:
         """See `Source`."""
         length, size = self.length(), self.step_size
-        if length is None or not size or self.drop_last:
+        # What comes without being batched may hold any number of samples.
+        if length is None or not size or self.drop_last or self.base.batch_sampler is None:
             return -1
         return max(length - (start or 0), 0) % size
 
@@ -127,7 +128,7 @@ class DispatchedSource:
     def open(self, at: Position | None) -> Iterator[Round]:
         """Begin an epoch, at a position if one is given; for the main process only."""
         steps = self.inner.skipped()[0] if at is None else at.steps
-        first = first_batch(self.inner) if steps and not self.drop_last else None
+        first = first_batches(self.inner, self.per_step) if steps and not self.drop_last else None
         inner, split, drop_last = self.inner, self.split, self.drop_last
         return rounds(
             inner.open(self._where(at)), self.processes, split, drop_last, self.slice_fn, first, inner.base_state

@@ -40,7 +40,7 @@ def rounds(
     split: bool,
     drop_last: bool,
     slice_fn: SliceFunction | None = None,
-    first: Any = None,
+    first: list[Any] | None = None,
     base_state: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> Iterator[Round]:
     """Steps out of the batches of a loader.
@@ -55,11 +55,11 @@ def rounds(
         split: cut each batch, instead of taking one for each process.
         drop_last: leave out a last step that lacks batches.
         slice_fn: cuts a batch, instead of `accel_data.slicing.cut`.
-        first: the first batch of the epoch; that of `batches` when None.
+        first: the batches of the first step of the epoch; those of `batches` when None.
         base_state: what torchdata needs to continue after the batch that was read last.
     """
     per_step = 1 if split else processes
-    head: Any = None if first is None else _first_samples([first], processes)
+    head: Any = _first_samples(first, processes) if first else None
     upcoming, failure = _take(batches, per_step)
     while upcoming and failure is None:
         base = base_state()

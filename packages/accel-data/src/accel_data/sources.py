@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from torch.utils.data import DataLoader
@@ -14,7 +15,7 @@ from accel_data.progress import Position
 from accel_data.seeding import SampleSeed
 from accel_ops.rng import restore, snapshot
 
-__all__ = ("READS_NAMES", "Source", "first_batch", "length_of")
+__all__ = ("READS_NAMES", "Source", "first_batches", "length_of")
 
 READS_NAMES: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": False, "worker_init_fn": None}
 """Changes to a loader that reads names in place of samples."""
@@ -127,13 +128,13 @@ class Source(Protocol):
         """Why an epoch of which nothing but a number of batches is known cannot be continued there, or None."""
 
 
-def first_batch(source: Source) -> Any:
-    """The first batch of the epoch that a source is about to give from a later position; None when there is none.
+def first_batches(source: Source, count: int) -> list[Any]:
+    """The first batches of the epoch that a source is about to give from a later position; fewer if it has fewer.
 
     What the epoch draws is drawn again afterwards.
     """
     pending, generators = source.draws.again, snapshot()
-    first = next(source.open(Position(epoch=0, steps=0, samples=0)), None)
+    first = list(islice(source.open(Position(epoch=0, steps=0, samples=0)), count))
     restore(generators)
     drawn = source.draws.last
     # A seed that comes from the process's generator is drawn again from there.
