@@ -56,8 +56,14 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests of every package and those that need several packages."""
-    pytest(session)
+    """Run the tests of every package and those that need several packages, but for the slow ones."""
+    pytest(session, "-m", "not slow")
+
+
+@nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """Run the tests that take long, which `tests` leaves out."""
+    pytest(session, "-m", "slow")
 
 
 @nox.session

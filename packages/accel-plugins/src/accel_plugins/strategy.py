@@ -70,7 +70,7 @@ class Strategy:
     """
 
     gives_partial_gradients: ClassVar[bool] = True
-    """Whether parameters hold the gradients of an unfinished accumulation window, so that a checkpoint can hold them."""
+    """Whether parameters hold the gradients of an unfinished accumulation window, for a checkpoint to hold them."""
 
     gathers_each_parameter: ClassVar[bool] = False
     """Whether parameters are gathered one by one, so that a precision may give them a narrower form to travel in."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from accel_plugins.precision.base import Closure
     from accel_plugins.strategy import Strategy
+    from accel_plugins.wrapped.optimizer import Stepping
     from accel_torch.registry import Registry
-    from accel_torch.step import Stepping
 
 __all__ = ("ReplicasDiffer", "Sentinel", "Watched")
 

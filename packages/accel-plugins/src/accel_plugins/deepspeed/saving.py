@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -136,8 +135,3 @@ def put_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool) -> Non
     refresh = getattr(engine.optimizer, "refresh_fp32_params", None)
     if refresh is not None:
         refresh()
-
-
-def gathered_parameters(parameters: Any, modifier_rank: int | None, forward_module: Any, enabled: bool) -> Any:
-    """A block in which divided parameters are whole."""
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank, forward_module, enabled)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from accel_plugins.deepspeed.filling import AUTO
 from accel_state.errors import SettingError
 from accel_state.settings.probe import importable
+from accel_state.settings.requirement import Requirement
 
-__all__ = ("take_whole", "transformers_view")
+__all__ = ("gathered", "take_whole", "transformers_view")
 
 _WHILE_BUILDING: Final = {
     "train_micro_batch_size_per_gpu": 1,
@@ -62,3 +64,30 @@ def take_whole(model: Any, names: Iterable[str]) -> None:
             "Name the classes of its mixture-of-experts layers.",
         )
     deepspeed.utils.set_z3_leaf_modules(model, [by_name[name] for name in wanted])
+
+
+def gathered(
+    parameters: Any, modifier_rank: int | None = None, forward_module: Any = None, enabled: bool = True
+) -> AbstractContextManager[None]:
+    """A block in which parameters are whole that DeepSpeed divides; where none are divided, it changes nothing.
+
+    Args:
+        parameters: one or several.
+        modifier_rank: the process whose changes are given to all; None when nothing is changed.
+        forward_module: the module that uses them in forward, where it does so unusually.
+        enabled: False makes it do nothing.
+
+    Raises:
+        Missing: parameters are divided, and DeepSpeed is not installed.
+    """
+    single = hasattr(parameters, "shape")
+    listed = [parameters] if single else list(parameters)
+    if not any(hasattr(parameter, "ds_id") for parameter in listed):
+        return nullcontext()
+    Requirement("deepspeed").demand("Parameters that DeepSpeed divides were to be gathered.")
+    import deepspeed
+
+    whole: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+        listed, modifier_rank, forward_module, enabled
+    )
+    return whole

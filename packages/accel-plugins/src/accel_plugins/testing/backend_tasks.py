@@ -126,7 +126,7 @@ def writes(session: Session) -> bool:
 
 
 def count_collectives(case: Case) -> Answer:
-    """(all collectives, those that reduce): of one backward, one held back, two held back by nesting, one afterwards."""
+    """(all collectives, those that reduce) of one backward, one held back, two held back by nesting, one afterwards."""
     session = case.open()
     inputs, targets = session.slice(next(iter(batches(case))))
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accel_plugins.deepspeed.zero_init import gathered
 from accel_state.errors import SettingError
 from accel_state.run_state import AcceleratorState
-from accel_state.settings.requirement import Requirement
 
 __all__ = ("GatheredParameters", "get_active_deepspeed_plugin")
 
@@ -28,14 +28,7 @@ def GatheredParameters(  # noqa: N802 - the name is given
     Raises:
         Missing: parameters are divided, and DeepSpeed is not installed.
     """
-    listed = list(params) if hasattr(params, "__iter__") and not hasattr(params, "shape") else [params]
-    if not any(hasattr(parameter, "ds_id") for parameter in listed):
-        yield
-        return
-    Requirement("deepspeed").demand("Parameters that DeepSpeed divides were to be gathered.")
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
+    with gathered(params, modifier_rank, fwd_module, enabled):
         yield
 
 
