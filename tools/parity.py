@@ -1,0 +1,127 @@
+"""Play the short scripts of tests-integration/parity with a library, and record what the original does.
+
+python tools/parity.py --record PYTHON      write recorded.json with the original that this Python has
+python tools/parity.py --show PYTHON        print where that Python's library differs from what is recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests-integration" / "parity"
+RECORDED = FOLDER / "recorded.json"
+COUNTS = (1, 2)
+
+Outcomes = dict[str, list[Any]]
+"""For each case, what came out on every process."""
+
+NEVER = {"raises": "nothing: it did not end"}
+"""The outcome of a case that a process never came to the end of, or never began."""
+
+
+def topics() -> list[str]:
+    """The modules with cases."""
+    return sorted(path.stem for path in (FOLDER / "cases").glob("*.py"))
+
+
+def played(python: str, processes: int, only: list[str] | None = None, timeout: float = 300) -> Outcomes:
+    """Play topics, all when none is named, with a Python on so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{rank}.jsonl" for rank in range(processes)]
+        common = _environment(processes)
+        started = []
+        for rank, file in enumerate(files):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            with file.with_suffix(".txt").open("w") as text:
+                # A link is not followed: a virtual environment is known by the path of its link.
+                command = [os.path.abspath(python), str(FOLDER / "play.py"), str(file), *(only or topics())]
+                started.append(subprocess.Popen(command, env={**common, **place}, cwd=folder, stdout=text, stderr=text))
+        if not _ended(started, timeout):
+            for file in files:
+                print(f"{file.stem}:\n{file.with_suffix('.txt').read_text()[-3000:]}", file=sys.stderr)
+        return _collected([_lines(file) for file in files])
+
+
+def _ended(started: list[subprocess.Popen[bytes]], timeout: float) -> bool:
+    """Whether all processes ended well in time; none is left."""
+    try:
+        return {process.wait(timeout) for process in started} == {0}
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _environment(processes: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "PYTHONPATH"))}
+    common = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+    if processes == 1:
+        return common
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return {**common, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def _lines(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return {line["case"]: line["outcome"] for line in map(json.loads, text.splitlines())}
+
+
+def _collected(ranks: list[dict[str, Any]]) -> Outcomes:
+    names = {name: None for rank in ranks for name in rank}
+    return {name: [rank.get(name, NEVER) for rank in ranks] for name in names}
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two outcomes are equal, numbers within the tolerance of single precision."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def main(arguments: list[str]) -> int:
+    """Records or shows, and returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--record", metavar="PYTHON", help="has the original library")
+    what.add_argument("--show", metavar="PYTHON", help="has a library to compare")
+    parser.add_argument("topics", nargs="*", help="all when left out")
+    given = parser.parse_args(arguments)
+    known: dict[str, Outcomes] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    for count in COUNTS:
+        found = played(given.record or given.show, count, given.topics)
+        before = known.setdefault(str(count), {})
+        if given.record:
+            played_now = given.topics or topics()
+            kept = {name: made for name, made in before.items() if name.partition(".")[0] not in played_now}
+            known[str(count)] = {**kept, **found}
+            continue
+        for name, outcomes in found.items():
+            if not alike(outcomes, before.get(name)):
+                print(f"{name}, {count} processes\n    here     {outcomes}\n    recorded {before.get(name)}")
+    if given.record:
+        RECORDED.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
