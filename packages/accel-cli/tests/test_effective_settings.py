@@ -176,7 +176,12 @@ def own(known):
 
 
 @pytest.mark.parametrize(
-    ("cls", "known"), [(cls, known) for cls in carried_classes() for known in settings_of(cls).values()], ids=str
+    ("cls", "known"),
+    [
+        pytest.param(cls, known, id=f"{cls.__name__}.{known.name}")
+        for cls in carried_classes()
+        for known in settings_of(cls).values()
+    ],
 )
 def test_flag_file_and_variable_reach_the_process_alike(cls, known, tmp_path):
     text = text_for(known)

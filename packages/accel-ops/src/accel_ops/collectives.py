@@ -279,7 +279,7 @@ def _overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
     # Tensors made in inference mode can be written to in that mode alone; others do not mind.
     with torch.inference_mode():
         if into:
-            torch._foreach_copy_(into, new)
+            torch._foreach_copy_(into, new)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _is_same_memory(target: torch.Tensor, value: torch.Tensor) -> bool:

@@ -97,7 +97,8 @@ class Weighting:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         # Sharded gradients and whole ones are tensors of different types, which cannot be multiplied in one call.
         for kind in {type(gradient) for gradient in gradients}:
-            torch._foreach_mul_([gradient for gradient in gradients if type(gradient) is kind], self._factor)
+            alike = [gradient for gradient in gradients if type(gradient) is kind]
+            torch._foreach_mul_(alike, self._factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _settle(self) -> None:
         total, count = self._totals()
