@@ -93,4 +93,5 @@ class AcceleratorSession(Session):
 
     def weights(self) -> dict[str, list[Any]]:
         state = self.accelerator.get_state_dict(self.model)
-        return {name: value.tolist() for name, value in state.items()} if self.accelerator.should_save_model else {}
+        whole = self.accelerator._engine.strategy.writes_weights()
+        return {name: value.tolist() for name, value in state.items()} if whole else {}

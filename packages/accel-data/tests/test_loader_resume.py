@@ -334,3 +334,27 @@ def test_what_cannot_be_skipped_is_refused() -> None:
         skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="negative"):
         skip_first_batches(DataLoader(range(3)), -1)
+
+
+def own_generator(seed: int, restores: bool) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    loader = DataLoader(range(16), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    return prepare_data_loader(loader, restore_position=restores)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_epoch_after_one_that_was_saved_at_its_last_batch(restores: bool, skips: bool) -> None:
+    loader = own_generator(3, restores)
+    for _ in loader:
+        if loader.end_of_dataloader:
+            saved = loader.state_dict()
+    following = [[batch.tolist() for batch in loader] for _ in range(2)]
+
+    again = own_generator(9, restores)
+    again.load_state_dict(saved)
+    if skips:
+        assert list(skip_first_batches(again, 4)) == []
+    for epoch, expected in enumerate(following, start=1):
+        again.set_epoch(epoch)
+        assert [batch.tolist() for batch in again] == expected

@@ -185,7 +185,7 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path, owner:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("model.safetensors", "Neither model.safetensors nor pytorch_model.bin"),
+        ("model.safetensors", "None of model.safetensors, pytorch_model.bin"),
         ("optimizer_1.bin", "no such file"),
         ("scheduler.bin", "no such file"),
         ("dl_state_dict.bin", "no such file"),

@@ -9,6 +9,7 @@ import torch
 
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.foreign import is_foreign, position_in
+from accel_data.order import Draw
 from accel_data.progress import Outlook, Position, Progress
 from accel_data.samplers import innermost_sampler
 from accel_data.sources import Source
@@ -279,8 +280,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         A position that waits to be restored is kept when it lies in that epoch.
         """
         if epoch != self.progress.epoch:
-            self.source.draws.again = None
+            following = self.progress.following if epoch == self.progress.epoch + 1 else None
+            self.source.draws.again = self.progress.following = None
             self.progress.move_to(epoch)
+            if following is not None:
+                self.source.upcoming(following)
         self.source.set_epoch(epoch)
 
     def skipping(self: P, steps: int) -> P:
@@ -303,6 +307,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         source, progress = self.source, self.progress
         begun = source.draws.last if progress.steps else source.upcoming()
         position = progress.resume or progress.position(source.draws.again or begun)
+        # After its last batch an epoch has drawn everything, so that the next one begins with what there is now.
+        following = source.upcoming() if progress.steps and progress.end_of_dataloader else progress.following
         return {
             "version": _VERSION,
             **position.state_dict(),
@@ -310,6 +316,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             "processes": source.processes,
             "step_size": source.step_size,
             "length": source.length(),
+            "following": following.state_dict() if following is not None else None,
             "sample_seed": None if source.sample_seed is None else source.sample_seed.seed,
         }
 
@@ -336,6 +343,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if resumes:
             self._check_restorable(state_dict)
         draw = position.draw if same else None
+        following = state_dict.get("following") if same else None
+        self.progress.following = None if following is None else Draw.from_state_dict(following)
         self.source.draws.again = draw if position.steps else None
         if draw is not None and not position.steps:
             self.source.upcoming(draw)

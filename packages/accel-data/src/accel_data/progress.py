@@ -70,6 +70,7 @@ class Progress:
         steps: batches received in this epoch, with those skipped.
         base: what torchdata needs to continue after the batch given out last.
         resume: where the next iteration continues, or None when it begins at the beginning.
+        following: what the epoch after this one is drawn from, where this one was restored after its last batch.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Progress:
         "base",
         "end_of_dataloader",
         "epoch",
+        "following",
         "padding",
         "remainder",
         "resume",
@@ -92,6 +94,7 @@ class Progress:
         self.remainder = -1
         self.padding: Padding | None = None
         self.resume: Position | None = None
+        self.following: Draw | None = None
         self.base: dict[str, Any] | None = None
         self.steps = 0
         self._base_steps = 0
@@ -110,6 +113,7 @@ class Progress:
             remainder: see `Progress`.
         """
         self.end_of_dataloader = False
+        self.following = None
         self.remainder = remainder
         self.padding = None
         self.steps = self._base_steps = steps

@@ -168,8 +168,8 @@ class SavingPage(Parts):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether `get_state_dict` gives this process complete weights to write."""
-        return self._engine.strategy.writes_weights()
+        """Whether this is the process that writes a model, which `get_state_dict` gives complete weights."""
+        return self.state.is_main_process and self._engine.strategy.writes_weights()
 
     @property
     def save_iteration(self) -> int:
