@@ -45,7 +45,8 @@ def test_a_notebook_launches_by_the_old_name(tmp_path):
         "notebook_launcher(print, ('alone',), num_processes=1)\n"
     )
     done = run_command([sys.executable, "-c", code], timeout=100, env={"GLOO_SOCKET_IFNAME": "lo"}, cwd=tmp_path)
-    assert done.stdout == "2\n2\nalone\n", done.stderr
+    # Two processes that print at once may mix their ends of lines.
+    assert "".join(done.stdout.split()) == "22alone", done.stderr
 
 
 def test_command_and_variables_of_one_process(job):
