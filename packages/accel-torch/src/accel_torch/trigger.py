@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_ops import reduce
-
 if TYPE_CHECKING:
     from accel_state.identity import Process
 
@@ -32,4 +30,7 @@ class Trigger:
         """Whether any process raised the flag since the last check; it is lowered everywhere. Called on all of them."""
         raised = torch.tensor(0, device=process.device) if self.flag is None else self.flag
         self.flag = torch.tensor(0, device=process.device)
+        # Collectives are a dozen modules that a script without triggers may not need.
+        from accel_ops import reduce
+
         return bool(reduce(raised, "sum").item() >= 1)
