@@ -13,8 +13,6 @@ from accel_state.errors import CollectiveError
 from accel_state.topology import Topology
 from accel_state.transport.base import Transport
 from accel_state.transport.local import LocalTransport
-from accel_state.transport.meeting import meet
-from accel_state.transport.torch_dist import TorchDistTransport
 
 __all__ = ("backend_of", "start_transport")
 
@@ -51,10 +49,15 @@ def start_transport(
     """
     limit = timeout or family.timeout
     if dist.is_available() and dist.is_initialized():
+        from accel_state.transport.torch_dist import TorchDistTransport
+
         return TorchDistTransport(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
     nowhere = topology.master_addr is None or topology.master_port is None
     if topology.world_size == 1 and (nowhere or not dist.is_available()):
         return LocalTransport(device), None
+    # What a process needs to meet others is imported by those that do.
+    from accel_state.transport.meeting import meet
+
     chosen = backend_of(family, backend)
     store = meet(topology, init_method, limit)
     try:
@@ -71,6 +74,8 @@ def start_transport(
 
 def _connect(topology: Topology, device: torch.device, backend: str, store: Any, timeout: timedelta) -> Transport:
     """The transport over a process group that is made here; it ends the group with itself."""
+    from accel_state.transport.torch_dist import TorchDistTransport
+
     dist.init_process_group(
         backend=backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
     )
