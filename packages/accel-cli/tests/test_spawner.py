@@ -20,11 +20,12 @@ PLACE = """
     print(json.dumps({**place, "port": os.environ.get("MASTER_PORT"), "mine": os.environ.get("ACCEL_LAUNCHER_PID")}))
 """
 
+# Short sleeps: Python handles a signal that comes just before a long one only after it.
 READY_THEN_WAIT = """
-    import os, signal, sys, time
+    import os, time
     print(os.getpid(), flush=True)
     while True:
-        time.sleep(60)
+        time.sleep(0.05)
 """
 
 STUBBORN = """
@@ -223,12 +224,12 @@ def test_signals_are_forwarded(start, script, gone, count, number):
 
 def test_a_process_may_answer_a_signal_with_its_own_exit_code(start, script):
     body = """
-        import os, signal, sys
+        import os, signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"checkpoint\\n"))
         print("ready", flush=True)
         while True:
-            signal.pause()
+            time.sleep(0.05)
     """
     background = start("launch", "--num_processes", "2", script(body))
     background.lines(2)
