@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_plugins import Bundle
-from accel_state.errors import UnknownKind
 from accel_state.marks import PREPARED
 
 
@@ -63,12 +62,16 @@ def test_a_scheduler_that_is_not_torchs_own_counts_as_one() -> None:
 
 
 @pytest.mark.parametrize("given", ["text", 3, torch.ones(1), nn.Linear, [1]])
-def test_anything_else_is_refused_with_its_place(given: object) -> None:
-    with pytest.raises(UnknownKind, match="as argument 2") as caught:
-        Bundle.of([nn.Linear(1, 1), given])
+def test_anything_else_comes_back_as_it_is_with_a_warning(given: object, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    bundle = Bundle.of([model, given, None])
 
-    assert caught.value.remedy
-    assert isinstance(caught.value, TypeError)
+    first, second, last = bundle.in_given_order()
+    assert (first, last) == (model, None)
+    assert second is given
+    (record,) = caplog.records
+    assert "argument 2 as it is" in record.getMessage()
+    assert type(given).__name__ in record.getMessage()
 
 
 def test_parameters_are_named_as_in_the_users_model() -> None:

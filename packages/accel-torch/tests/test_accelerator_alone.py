@@ -78,12 +78,18 @@ def test_prepare_keeps_the_order_and_a_single_object_comes_back_alone() -> None:
     assert isinstance(accelerator.prepare(nn.Linear(1, 1)), nn.Linear)
 
 
-def test_prepare_refuses_what_it_does_not_know_and_changes_nothing() -> None:
+def test_prepare_returns_what_it_does_not_know() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = parts()
-    with pytest.raises(UnknownKind, match="str 'text' as argument 3"):
-        accelerator.prepare(model, optimizer, "text")
-    assert accelerator._registry.models == []
+    made, text, _ = accelerator.prepare(model, "text", optimizer)
+    assert text == "text"
+    assert accelerator._registry.models == [made]
+    assert accelerator.prepare([model]) == [model]
+
+
+def test_placements_have_one_entry_for_each_object() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
     with pytest.raises(SettingError, match="1 entries for 2 objects"):
         accelerator.prepare(model, optimizer, device_placement=[True])
 

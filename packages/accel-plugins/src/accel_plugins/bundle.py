@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,10 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_plugins.manifest import Part
-from accel_state.errors import UnknownKind
 from accel_state.marks import PREPARED
 
 __all__ = ("Bundle", "canonical_name", "kind_of")
+
+_logger: Final = logging.getLogger(__name__)
 
 _WRAPPER_SEGMENTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -53,7 +55,7 @@ class Bundle:
 
     Attributes:
         models, optimizers, schedulers, loaders: what has to be prepared, each in the order given.
-        prepared: objects that went through `prepare` before; they come back as they are.
+        unchanged: objects that went through `prepare` before, or are of no kind; they come back as they are.
     """
 
     def __init__(self) -> None:
@@ -61,15 +63,14 @@ class Bundle:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[Any] = []
-        self.prepared: list[Any] = []
+        self.unchanged: list[Any] = []
         self._places: list[tuple[Part | None, int]] = []
 
     @classmethod
     def of(cls, objects: Iterable[Any]) -> Bundle:
-        """Sort objects by kind; None is kept as it is.
+        """Sort objects by kind; what is neither model, optimizer, scheduler nor loader is kept as it is, with a warning.
 
-        Raises:
-            UnknownKind: an object is neither model, optimizer, scheduler nor loader.
+        None is kept without one: it stands for what a script does without.
         """
         bundle = cls()
         for index, given in enumerate(objects):
@@ -85,17 +86,19 @@ class Bundle:
             return None
         kind = kind_of(given)
         if kind is None:
-            raise UnknownKind(
-                f"prepare() was given {type(given).__name__} {_short(given)} as argument {index + 1}.",
-                "It is neither a model, nor an optimizer, nor a learning-rate scheduler, nor a DataLoader.",
-                "Leave it out: what needs no preparation can be used as it is.",
+            _logger.warning(
+                "prepare() returns argument %d as it is, %s %s: it is neither a model, nor an optimizer, nor a"
+                " learning-rate scheduler, nor a DataLoader. What it may hold of these is not prepared.",
+                index + 1,
+                type(given).__name__,
+                _short(given),
             )
         return kind
 
     def of_kind(self, kind: Part | None) -> list[Any]:
-        """The list of one kind; None stands for what was prepared before."""
+        """The list of one kind; None stands for what is not prepared."""
         lists: dict[Part | None, list[Any]] = {
-            None: self.prepared,
+            None: self.unchanged,
             Part.MODEL: self.models,
             Part.OPTIMIZER: self.optimizers,
             Part.SCHEDULER: self.schedulers,

@@ -36,12 +36,11 @@ def prepare(
 
     Args:
         parts: the Accelerator.
-        objects: models, optimizers, schedulers and loaders.
+        objects: models, optimizers, schedulers and loaders; what is of another kind comes back as it is.
         device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
         slice_fn_for_dispatch: cuts a batch when the main process reads it.
 
     Raises:
-        UnknownKind: an object is of no kind that can be prepared.
         SettingError: `device_placement` has another length.
         AccelError: the backend refuses; nothing was changed then.
     """

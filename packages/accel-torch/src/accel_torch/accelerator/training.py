@@ -82,11 +82,11 @@ class TrainingPage(Parts):
         """Models, optimizers, schedulers and loaders, ready for this run, in the order given.
 
         Args:
-            args: what is to be prepared, in any order; a single one comes back by itself.
+            args: what is to be prepared, in any order; a single one comes back by itself. What is of another kind
+                comes back as it is.
             device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
 
         Raises:
-            UnknownKind: an object is of no kind that can be prepared.
             AccelError: the backend refuses; nothing was changed then.
 
         Example:
