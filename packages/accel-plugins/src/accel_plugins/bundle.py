@@ -68,9 +68,9 @@ class Bundle:
 
     @classmethod
     def of(cls, objects: Iterable[Any]) -> Bundle:
-        """Sort objects by kind; what is neither model, optimizer, scheduler nor loader is kept as it is, with a warning.
+        """Sort objects by kind.
 
-        None is kept without one: it stands for what a script does without.
+        What is neither model, optimizer, scheduler nor loader is kept as it is, with a warning unless it is None.
         """
         bundle = cls()
         for index, given in enumerate(objects):
