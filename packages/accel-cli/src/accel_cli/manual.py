@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 from typing import Final
 
-__all__ = ("render",)
+__all__ = ("render", "width")
 
 _LEFT: Final = 30
 _NARROWEST: Final = 50
@@ -23,23 +22,28 @@ def render(usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, st
         sections: rows of a name and what it means, by heading.
         end: a closing sentence.
     """
-    width = _width()
-    lines = [*wrap(f"usage: {usage}", width, subsequent_indent="       "), "", *wrap(about, width)]
+    from textwrap import wrap
+
+    columns = width()
+    lines = [*wrap(f"usage: {usage}", columns, subsequent_indent="       "), "", *wrap(about, columns)]
     for heading, rows in sections.items():
         lines += ["", f"{heading}:"]
         for name, meaning in rows:
-            lines += _row(name, meaning, width)
-    return "\n".join((*lines, *(("", *wrap(end, width)) if end else ()), ""))
+            lines += _row(name, meaning, columns)
+    return "\n".join((*lines, *(("", *wrap(end, columns)) if end else ()), ""))
 
 
-def _row(name: str, meaning: str, width: int) -> list[str]:
-    text = wrap(meaning, width - _LEFT) or [""]
+def _row(name: str, meaning: str, columns: int) -> list[str]:
+    from textwrap import wrap
+
+    text = wrap(meaning, columns - _LEFT) or [""]
     if len(name) + 4 > _LEFT:
         return [f"  {name}", *(" " * _LEFT + line for line in text)]
     return [f"  {name:<{_LEFT - 2}}{text[0]}".rstrip(), *(" " * _LEFT + line for line in text[1:])]
 
 
-def _width() -> int:
+def width() -> int:
+    """Columns of a help text in this terminal."""
     try:
         columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
     except (OSError, ValueError):

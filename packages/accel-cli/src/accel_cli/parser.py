@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Callable
 
+from accel_cli.manual import width
 from accel_state.errors import SettingError
 
 __all__ = ("Parser",)
@@ -22,6 +23,7 @@ class Parser(ArgumentParser):
     def __init__(
         self, prog: str, about: str = "", manual: Callable[[str], str] | None = None, **kwargs: object
     ) -> None:
+        kwargs.setdefault("formatter_class", _formatter)
         super().__init__(prog, description=about, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
         self._manual = manual
 
@@ -47,6 +49,11 @@ class Parser(ArgumentParser):
             if near is not None and near != flag:
                 return f"Did you mean {near}? `{self.prog} --help` lists all options."
         return f"`{self.prog} --help` shows what it takes."
+
+
+def _formatter(prog: str) -> HelpFormatter:
+    # Each option that is declared makes one, and without a width it imports a library to ask for it.
+    return HelpFormatter(prog, width=width())
 
 
 def _sentence(message: str) -> str:

@@ -92,7 +92,8 @@ def _compose(text: str, asked: str, path: str) -> Any:
 
     try:
         # An alias can stand for a table of any size, or for the table it stands in.
-        alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
+        events = yaml.parse(text) if "*" in text else ()
+        alias = next((event for event in events if isinstance(event, yaml.AliasEvent)), None)
         if alias is None:
             return yaml.compose(text, Loader=yaml.SafeLoader)
         line = "?" if alias.start_mark is None else alias.start_mark.line + 1

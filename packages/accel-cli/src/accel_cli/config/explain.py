@@ -60,8 +60,8 @@ def difference_table(one: Effective, other: Effective, names: tuple[str, str]) -
 
 
 def shown(effect: Effect, value: Any) -> str:
-    """A value as a file or a command line would have it; `-` stands for none."""
-    return "-" if value is None else effect.setting.kind.format(value)
+    """A value as a file or a command line would have it; `-` stands for none of it."""
+    return "-" if value in (None, ()) else effect.setting.kind.format(value)
 
 
 def _with_origin(effect: Effect) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -139,6 +136,9 @@ def _text_of(path: str) -> str:
 
 
 def _decoded(text: str) -> str:
+    import base64
+    import binascii
+
     try:
         return base64.urlsafe_b64decode(text).decode("utf-8")
     except (binascii.Error, ValueError):
@@ -150,6 +150,8 @@ def _decoded(text: str) -> str:
 
 
 def _parsed(text: str, asked: str) -> dict[str, Any]:
+    import json
+
     try:
         table = json.loads(text, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
