@@ -25,12 +25,15 @@ from accel_plugins.precision.fp8_config import (
     TERecipeKwargs,
 )
 from accel_plugins.precision.fp8_library import FP8BackendType
+from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_plugins.resolve import build
 from accel_plugins.single.manifest import MANIFEST
 from accel_plugins.testing import fresh
 from accel_state import PartialState, current
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.gradient import GradientState
+from accel_state.settings.environ import Given, to_environment
+from accel_state.settings.schema import settings_of
 
 ENGINE = """
 import contextlib
@@ -154,6 +157,25 @@ def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.Monkey
     assert AORecipeKwargs().pad_inner_dim is False
     assert both.to_dict()["backend"] == "TE"
     assert TERecipeKwargs(fp8_format="e5m2").to_kwargs()["fp8_format"] == "E5M2"  # type: ignore[arg-type]
+
+
+def test_what_a_launcher_passes_on_is_what_a_recipe_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"backend": "msamp", "margin": 4, "format": "E5M2", "use_autocast_during_eval": True, "opt_level": "O1"}
+    three = {"override_linear_precision": Given((True, False, True), "argument")}
+    for name, value in {**to_environment(FP8Settings(**said)), **FP8Settings.further_variables(three)}.items():
+        monkeypatch.setenv(name, value)
+    both = FP8RecipeKwargs()
+
+    assert (both.backend, both.margin, both.fp8_format, both.opt_level) == ("MSAMP", 4, "E5M2", "O1")
+    assert both.use_autocast_during_eval is True
+    assert both.override_linear_precision == (True, False, True)
+
+
+def test_every_setting_of_a_launcher_belongs_to_a_recipe() -> None:
+    recipes = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
+    read = {known.variable for recipe in recipes for known in settings_of(recipe).values()}
+
+    assert {known.variable for known in settings_of(FP8Settings).values()} - read == {"ACCELERATE_FP8_BACKEND", None}
 
 
 def test_a_library_in_the_first_place_is_the_backend() -> None:

@@ -1,20 +1,20 @@
 """Settings of training in 8 bits, one class for each library that computes so; plain data, without torch."""
 
-# ruff: noqa: RUF009 - `setting` makes the fields of every settings class
+# ruff: noqa: RUF009 - `taken` makes the fields of every settings class
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import Any, Final, Literal
 
 from accel_plugins.precision.fp8_library import FP8BackendType
+from accel_plugins.precision.fp8_settings import FP8Settings, overridden_of_environment
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import fill, read
-from accel_state.settings.schema import BOOLEAN, INTEGER, Setting, choice, setting, settings_of, whole
+from accel_state.settings.schema import settings_of, taken
 
 __all__ = (
     "AORecipeKwargs",
@@ -37,19 +37,13 @@ OptLevel = Literal["O1", "O2"]
 """Levels of MS-AMP."""
 
 
-_BACKEND: Final = Setting(
-    "backend", choice(*(member.value for member in FP8BackendType), fold=str.upper), variable="ACCELERATE_FP8_BACKEND"
-)
+_SETTINGS: Final = settings_of(FP8Settings)
 
 
 def backend_of_environment() -> FP8BackendType | None:
     """The library that `ACCELERATE_FP8_BACKEND` names, or None."""
-    found = read(_BACKEND)
-    return None if found is None or found.value == "NO" else FP8BackendType(found.value)
-
-
-def _fp8(name: str, kind: Any, unset: Any = None) -> Any:
-    return setting(None, kind=kind, variable=f"ACCELERATE_FP8_{name.upper()}", unset=unset)
+    found = read(_SETTINGS["backend"])
+    return None if found is None else FP8BackendType(found.value.upper())
 
 
 class _Filled(KwargsHandler):
@@ -86,8 +80,8 @@ class AORecipeKwargs(_Filled):
 
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
-    pad_inner_dim: bool | None = _fp8("pad_inner_dim", BOOLEAN, True)
-    enable_fsdp_float8_all_gather: bool | None = _fp8("enable_fsdp_float8_all_gather", BOOLEAN, True)
+    pad_inner_dim: bool | None = taken(_SETTINGS["pad_inner_dim"])
+    enable_fsdp_float8_all_gather: bool | None = taken(_SETTINGS["enable_fsdp_float8_all_gather"])
 
     def __post_init__(self) -> None:
         self._fill()
@@ -112,21 +106,19 @@ class TERecipeKwargs(_Filled):
         SettingError: a value cannot be used.
     """
 
-    use_autocast_during_eval: bool | None = _fp8("use_autocast_during_eval", BOOLEAN, False)
-    margin: int | None = _fp8("margin", INTEGER, 0)
-    interval: int | None = _fp8("interval", whole(1), 1)
-    fp8_format: FP8Format | None = _fp8("format", choice("HYBRID", "E4M3", "E5M2", fold=str.upper), "HYBRID")
-    amax_history_len: int | None = _fp8("amax_history_len", whole(1), 1024)
-    amax_compute_algo: AmaxComputeAlgorithm | None = _fp8(
-        "amax_compute_algo", choice("max", "most_recent", fold=str.lower), "most_recent"
-    )
+    use_autocast_during_eval: bool | None = taken(_SETTINGS["use_autocast_during_eval"])
+    margin: int | None = taken(_SETTINGS["margin"])
+    interval: int | None = taken(_SETTINGS["interval"])
+    fp8_format: FP8Format | None = taken(_SETTINGS["format"])
+    amax_history_len: int | None = taken(_SETTINGS["amax_history_len"])
+    amax_compute_algo: AmaxComputeAlgorithm | None = taken(_SETTINGS["amax_compute_algo"])
     override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = _fp8("use_mxfp8_block_scaling", BOOLEAN, False)
+    use_mxfp8_block_scaling: bool | None = taken(_SETTINGS["use_mxfp8_block_scaling"])
 
     def __post_init__(self) -> None:
         self._fill()
         if self.override_linear_precision is None:
-            self.override_linear_precision = (_overridden("FPROP"), _overridden("DGRAD"), _overridden("WGRAD"))
+            self.override_linear_precision = overridden_of_environment()
         three = tuple(self.override_linear_precision)
         if len(three) != 3 or not all(isinstance(one, bool) for one in three):
             raise SettingError(
@@ -134,12 +126,6 @@ class TERecipeKwargs(_Filled):
                 "It holds one truth value each for forward, the gradient of the input and that of the weights.",
                 "Give a tuple such as (False, False, True).",
             )
-
-
-def _overridden(name: str) -> bool:
-    known = Setting(name, BOOLEAN, False, variable=f"ACCELERATE_FP8_OVERRIDE_{name}")
-    found = read(known, os.environ)
-    return bool(found and found.value)
 
 
 @dataclass
@@ -153,7 +139,7 @@ class MSAMPRecipeKwargs(_Filled):
         SettingError: there is no such level.
     """
 
-    opt_level: OptLevel | None = _fp8("opt_level", choice("O1", "O2", fold=str.upper), "O2")
+    opt_level: OptLevel | None = taken(_SETTINGS["opt_level"])
 
     def __post_init__(self) -> None:
         self._fill()

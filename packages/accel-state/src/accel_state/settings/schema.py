@@ -34,6 +34,7 @@ __all__ = (
     "setting",
     "settings_of",
     "table",
+    "taken",
     "whole",
 )
 
@@ -198,8 +199,12 @@ def setting(
     unset: Any = None,
 ) -> Any:
     """Dataclass field that is also a setting; see `Setting` for the arguments."""
-    known = Setting("", kind, default, variable, aliases, flag, key, question, help, group, unset)
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: known})
+    return taken(Setting("", kind, default, variable, aliases, flag, key, question, help, group, unset))
+
+
+def taken(known: Setting) -> Any:
+    """Dataclass field for a setting whose definition stands in another class."""
+    return dataclasses.field(default=known.default, metadata={_METADATA_KEY: known})
 
 
 _known: dict[type, Mapping[str, Setting]] = {}
