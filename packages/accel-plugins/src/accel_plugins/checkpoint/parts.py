@@ -20,6 +20,7 @@ from accel_plugins.checkpoint.files import (
     shards_name,
     weights_name,
 )
+from accel_plugins.checkpoint.in_place import MappedState, read_weights
 from accel_plugins.checkpoint.optimizer_names import by_position, names_parameters
 from accel_plugins.manifest import Part
 from accel_state.errors import CheckpointError
@@ -63,6 +64,9 @@ def read_part(
 ) -> None:
     """Read a file of `checkpoint.files` into an object; also one that a backend wrote which shards.
 
+    On a CPU the file is read into the memory that parameters and the state of an optimizer have, so whoever still holds
+    a state of that optimizer, uncopied, sees it change.
+
     Args:
         part: kind of the object.
         item: the object; of a model, the user's.
@@ -77,7 +81,7 @@ def read_part(
         CheckpointError: the file is missing or damaged, or it is that of another object.
     """
     if part is Part.MODEL:
-        weights = _weights(folder, index, map_location or "cpu")
+        weights = _weights(item, folder, index, map_location or "cpu", in_place=not options.get("assign", False))
         load_into_model(item, weights, strict=strict, where=str(folder), **options)
         return
     path = folder / _NAMES[part](index)
@@ -95,9 +99,13 @@ def read_part(
         ) from error
 
 
-def _weights(folder: Path, index: int, map_location: Any) -> dict[str, Any]:
+def _weights(model: Module, folder: Path, index: int, map_location: Any, *, in_place: bool) -> dict[str, Any]:
     """All weights of a model, from whichever file or folder holds them."""
     candidates = [folder / weights_name(safe, index) for safe in (True, False)]
+    safe = candidates[0]
+    if safe.is_file() and in_place and map_location == "cpu":
+        own = model.state_dict(keep_vars=True)
+        return read_weights(safe, {_uncompiled(name): value for name, value in own.items()})
     found = next((path for path in candidates if path.is_file()), None)
     if found is not None:
         return weight_files.load_weights_file(found, map_location)
@@ -122,12 +130,26 @@ def _optimizer_state(optimizer: Any, folder: Path, index: int, map_location: Any
     if sharded.is_dir() and not (folder / optimizer_name(index)).is_file():
         from accel_plugins.checkpoint.shards import read_whole
 
-        state = read_whole(sharded)["optimizer"]
-    else:
-        state = pickled.read(folder / optimizer_name(index), map_location)
+        return _positioned(read_whole(sharded)["optimizer"], optimizer, models)
+    path = folder / optimizer_name(index)
+    if map_location != "cpu":
+        return _positioned(pickled.read(path, map_location), optimizer, models)
+    mapped = MappedState(path)
+    state, own = _positioned(mapped.state, optimizer, models), optimizer.state_dict()
+    return mapped.read(state, own if _group_sizes(own) == _group_sizes(state) else None)
+
+
+def _positioned(state: Any, optimizer: Any, models: Sequence[Module]) -> Any:
+    """The state with its parameters by position."""
     if isinstance(state, Mapping) and "param_groups" in state and names_parameters(state):
         return by_position(state, getattr(optimizer, "optimizer", optimizer), models)
     return state
+
+
+def _group_sizes(state: Any) -> list[int] | None:
+    """Numbers of parameters in the groups, which differ between optimizers that are not the same."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    return None if groups is None else [len(group["params"]) for group in groups]
 
 
 def load_into_model(
