@@ -7,9 +7,11 @@ is on its way while the loop works on this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from accel_data.dispatched import DispatchedSource
+from accel_data.feed import fed
 from accel_data.loader import source_of
 from accel_data.mesh import coordinates
 from accel_data.postal import Arrival, alone, receive, send
@@ -113,6 +115,14 @@ class DataLoaderDispatcher(PreparedLoader):
             )
 
     def _open(self, at: Position | None) -> Iterator[Any]:
+        arrivals, feed = self._arrivals(at), self.feed
+        if feed is None:
+            return arrivals
+        return fed(
+            arrivals, feed, False, lambda arrival: arrival.part, lambda arrival, part: replace(arrival, part=part)
+        )
+
+    def _arrivals(self, at: Position | None) -> Iterator[Any]:
         process, source = current.process_or_start(), self.source
         transport = process.transport
         if transport.world_size == 1:

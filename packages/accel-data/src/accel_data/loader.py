@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel_data.feed import fed
 from accel_data.indexed import MapSource
 from accel_data.padding import Marked
 from accel_data.prepared import END, PreparedLoader
-from accel_data.progress import Progress
+from accel_data.progress import Position, Progress
 from accel_data.samplers import BatchSamplerShard
 from accel_data.sources import Source
 from accel_data.streamed import StreamSource
@@ -77,6 +78,14 @@ class DataLoaderShard(PreparedLoader):
             _non_blocking=_non_blocking,
         )
 
+    def _open(self, at: Position | None) -> Iterator[Any]:
+        batches, feed = super()._open(at), self.feed
+        if feed is None:
+            return batches
+        # What another thread reads ahead must not draw from this process's generators, nor tell torchdata's position.
+        ahead = self.base_dataloader.num_workers > 0 and self.source.base_state() is None
+        return fed(batches, feed, ahead, _batch_of, _replaced)
+
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
         progress, source = self.progress, self.source
         padded, has_state = source.padded, source.base_state() is not None
@@ -101,6 +110,14 @@ class DataLoaderShard(PreparedLoader):
                     progress.remainder = padding.total
             yield batch
         return number
+
+
+def _batch_of(item: Any) -> Any:
+    return item.batch if type(item) is Marked else item
+
+
+def _replaced(item: Any, batch: Any) -> Any:
+    return Marked(batch, item.padding) if type(item) is Marked else batch
 
 
 def lies_on(batch: Any, device: torch.device) -> bool:

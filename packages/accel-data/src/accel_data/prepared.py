@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from accel_data.adapter import DataLoaderAdapter
+from accel_data.feed import Feed
 from accel_data.foreign import is_foreign, position_in
 from accel_data.order import Draw
 from accel_data.progress import Outlook, Position, Progress
@@ -87,6 +88,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         restores: whether `load_state_dict` restores the position.
         torch_device_mesh: kept for readers.
         between_batches: called whenever the loop is done with a batch, before the next one is given out.
+        feed: brings batches to the device in its own way; None copies each when its turn comes.
     """
 
     source: Source
@@ -98,6 +100,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     restores: bool
     torch_device_mesh: Any
     between_batches: Callable[[], None] | None = None
+    feed: Feed | None = None
     _non_blocking: bool
 
     @classmethod
@@ -130,6 +133,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         _drop_last: bool = False,
         _non_blocking: bool = False,
         between_batches: Callable[[], None] | None = None,
+        feed: Feed | None = None,
     ) -> None:
         vars(self).update(
             source=source,
@@ -145,6 +149,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
             between_batches=between_batches,
+            feed=feed,
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -299,7 +304,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
         """A loader over names of samples, with a progress and a gradient state of its own; see `audit`."""
         options = {name: value for name, value in vars(self).items() if name in _OPTIONS}
-        own = {"progress": progress, "gradient_state": gradient, "device": None, "between_batches": None}
+        own = {"progress": progress, "gradient_state": gradient, "device": None, "between_batches": None, "feed": None}
         return type(self).around(self.source.named(), **options | own)
 
     def _standing(self) -> dict[str, Any]:
@@ -389,6 +394,7 @@ _OPTIONS: Final = frozenset(
         "_non_blocking",
         "between_batches",
         "device",
+        "feed",
         "gradient_state",
         "progress",
         "restores",
