@@ -10,7 +10,7 @@ from typing import Final
 from accel_cli.config.effective import Effective
 from accel_cli.engines.deepspeed import LAUNCHERS, DeepSpeedLaunchSettings
 from accel_cli.launch.arguments import MachineSettings
-from accel_cli.launch.hostfile import read_hostfile
+from accel_cli.launch.hostfile import Host, read_hostfile
 from accel_cli.launch.torchrun import PORT_OF_MACHINES
 from accel_state.errors import Conflict, SettingError
 
@@ -20,6 +20,7 @@ ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
 """Variable that names the file with the variables which DeepSpeed's launcher hands to the machines."""
 
 _BY_MACHINE: Final = "standard"
+_WITHOUT_SSH: Final = "nossh"
 _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 
@@ -49,15 +50,20 @@ def check_deepspeed(effective: Effective) -> None:
         )
     chosen = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
     if settings.deepspeed_hostfile is None:
-        if chosen in ("nossh", "slurm"):
-            return
         raise SettingError(
             f"deepspeed_multinode_launcher={chosen} was asked for.",
             "No hostfile names the machines.",
             "Give --deepspeed_hostfile, or --deepspeed_multinode_launcher standard to start each machine by itself.",
         )
+    if chosen == _WITHOUT_SSH and not effective["main_process_ip"].value:
+        raise SettingError(
+            f"deepspeed_multinode_launcher={chosen} was asked for.",
+            "Each machine starts its own processes, and is not told where the first one is.",
+            "Give --main_process_ip and --machine_rank on each machine.",
+        )
     effect = effective["deepspeed_config.deepspeed_hostfile"]
     hosts = read_hostfile(settings.deepspeed_hostfile, effect.origin)
+    _check_hosts(hosts, settings, effect.origin)
     filtered = settings.deepspeed_inclusion_filter or settings.deepspeed_exclusion_filter
     if machines.given and machines.value > len(hosts) and not filtered:
         raise Conflict(
@@ -65,6 +71,34 @@ def check_deepspeed(effective: Effective) -> None:
             f"{settings.deepspeed_hostfile} names {len(hosts)} machine(s).",
             "Correct one of the two.",
         )
+
+
+def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origin: str) -> None:
+    """Refuse machines of which DeepSpeed does not learn how many processes they take, and filters that fit none."""
+    unknown = [host.name for host in hosts if host.slots is None]
+    if unknown:
+        raise SettingError(
+            f"The hostfile {settings.deepspeed_hostfile} was to be read ({origin}).",
+            f"It does not say how many processes {', '.join(unknown)} may have.",
+            f"Write it as: {unknown[0]} slots=4",
+        )
+    slots = {host.name: host.slots or 0 for host in hosts}
+    for name in ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
+        text = getattr(settings, name)
+        wrong = [part for part in (text or "").split("@") if text and not _fits(part, slots)]
+        if wrong:
+            raise SettingError(
+                f"{name}={text!r} was asked for.",
+                f"{wrong[0]!r} is no machine of {settings.deepspeed_hostfile}, or it does not have these slots.",
+                "Write it as host1@host2:0,2, with machines of the hostfile and their slots, counted from 0.",
+            )
+
+
+def _fits(part: str, slots: Mapping[str, int]) -> bool:
+    """Whether one machine of a filter, with its slots if they are told, is among those that there are."""
+    name, colon, chosen = part.strip().partition(":")
+    numbers = chosen.split(",") if colon else ["0"]
+    return name in slots and all(number.strip().isdecimal() and int(number) < slots[name] for number in numbers)
 
 
 def deepspeed_argv(effective: Effective, processes: int | None, program: Sequence[str]) -> tuple[str, ...]:
@@ -83,12 +117,17 @@ def deepspeed_argv(effective: Effective, processes: int | None, program: Sequenc
         "deepspeed",
         "--no_local_rank",
         *hosts,
-        f"--launcher={settings.deepspeed_multinode_launcher or LAUNCHERS[0]}",
+        *_way(settings.deepspeed_multinode_launcher or LAUNCHERS[0], machines.machine_rank),
         *(_chosen(settings) or (*count, *((f"--num_gpus={processes}",) if processes is not None else ()))),
         *((f"--master_addr={machines.main_process_ip}",) if machines.main_process_ip else ()),
         f"--master_port={machines.main_process_port or PORT_OF_MACHINES}",
         *program,
     )
+
+
+def _way(launcher: str, rank: int) -> tuple[str, ...]:
+    """How the machines are reached; not at all where each starts its own processes."""
+    return ("--no_ssh", f"--node_rank={rank}") if launcher == _WITHOUT_SSH else (f"--launcher={launcher}",)
 
 
 def _chosen(settings: DeepSpeedLaunchSettings) -> tuple[str, ...]:

@@ -1,0 +1,123 @@
+"""Command lines of DeepSpeed's launcher for each way of reaching machines, and what is wrong with hostfiles, as data."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_cli.config.effective import effective, label
+from accel_cli.engines.deepspeed import LAUNCHERS
+from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.plan import RUNNER, Machine, Script, make_plan
+from accel_state.errors import Conflict, SettingError
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import settings_of
+
+KNOWN = {label(known): known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()}
+PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
+
+
+def plan(**flags):
+    names = {name if name in KNOWN else f"deepspeed_config.{name}": value for name, value in flags.items()}
+    given = {name: Given(value, KNOWN[name].flag) for name, value in names.items()}
+    settings = effective(LAUNCH_CLASSES, {**given, "use_deepspeed": Given(True, "--use_deepspeed")}, {}, {})
+    machine = Machine("python", 8, lambda: 1, {}, lambda: "Open MPI")
+    return make_plan(settings, Script("script", "job.py", ("--lr", "1")), machine, CARRIED)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("node1 slots=4\nnode2 slots=4\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("launcher", sorted(set(LAUNCHERS) - {"standard", "nossh"}))
+def test_machines_that_deepspeed_reaches(hosts, launcher):
+    made = plan(
+        num_machines=2,
+        num_processes=8,
+        deepspeed_hostfile=hosts,
+        deepspeed_multinode_launcher=launcher,
+        main_process_ip="10.0.0.1",
+        main_process_port=1234,
+    )
+    assert made.argv == (
+        "deepspeed",
+        "--no_local_rank",
+        f"--hostfile={hosts}",
+        f"--launcher={launcher}",
+        "--num_nodes=2",
+        "--num_gpus=4",
+        "--master_addr=10.0.0.1",
+        "--master_port=1234",
+        *PROGRAM,
+    )
+
+
+def test_machines_that_start_their_processes_themselves(hosts):
+    made = plan(
+        num_machines=2,
+        num_processes=8,
+        machine_rank=1,
+        deepspeed_hostfile=hosts,
+        deepspeed_multinode_launcher="nossh",
+        main_process_ip="10.0.0.1",
+    )
+    assert made.argv[:6] == (
+        "deepspeed",
+        "--no_local_rank",
+        f"--hostfile={hosts}",
+        "--no_ssh",
+        "--node_rank=1",
+        "--num_nodes=2",
+    )
+
+
+@pytest.mark.parametrize("launcher", sorted(set(LAUNCHERS) - {"standard"}))
+def test_no_way_goes_without_a_hostfile(launcher):
+    with pytest.raises(SettingError, match="No hostfile"):
+        plan(num_machines=2, deepspeed_multinode_launcher=launcher, main_process_ip="10.0.0.1")
+
+
+def test_machines_by_themselves_are_told_where_the_first_one_is(hosts):
+    with pytest.raises(SettingError, match="main_process_ip"):
+        plan(num_machines=2, deepspeed_hostfile=hosts, deepspeed_multinode_launcher="nossh")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("node1 slots=4\nnode2 slots=4\nnode1 slots=2\n", "hosts:3 names node1 again"),
+        ("node1 slots=4\nnode2\n", "how many processes node2 may have"),
+        ("node1 slots=four\n", "hosts:1 is no machine"),
+        ("# nobody\n", "names no machine"),
+    ],
+)
+def test_hostfiles_that_deepspeed_would_misread(tmp_path, text, said):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(SettingError) as caught:
+        plan(num_machines=2, deepspeed_hostfile=str(path))
+    assert said in str(caught.value)
+    assert "--deepspeed_hostfile" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["deepspeed_inclusion_filter", "deepspeed_exclusion_filter"])
+@pytest.mark.parametrize("text", ["node1", "node1:0,3", "node1@node2:1"])
+def test_filters_of_machines_and_slots(hosts, name, text):
+    made = plan(num_machines=2, deepspeed_hostfile=hosts, **{name: text})
+    option = "--include" if name == "deepspeed_inclusion_filter" else "--exclude"
+    assert f"{option}={text}" in made.argv
+    assert not any(word.startswith(("--num_nodes", "--num_gpus")) for word in made.argv)
+
+
+@pytest.mark.parametrize("text", ["node3", "node1:4", "node1:x", "node1@", "node1:"])
+def test_filters_that_fit_no_machine(hosts, text):
+    with pytest.raises(SettingError, match="no machine of"):
+        plan(num_machines=2, deepspeed_hostfile=hosts, deepspeed_exclusion_filter=text)
+
+
+def test_filters_exclude_each_other(hosts):
+    filters = {"deepspeed_inclusion_filter": "node1", "deepspeed_exclusion_filter": "node2"}
+    with pytest.raises(Conflict, match="were both asked for"):
+        plan(num_machines=2, deepspeed_hostfile=hosts, **filters)
