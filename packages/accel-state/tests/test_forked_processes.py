@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from accel_state import PartialState, current, get_logger
 from accel_state.devices.select import family_of
 from accel_state.errors import NotReady
-from accel_state.testing.processes import Processes
+from accel_state.forked_garbage import keep_garbage_at_forks
+from accel_state.testing.processes import Processes, run_command
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -176,3 +179,55 @@ def garbage_left_to_a_child() -> list[int]:
 
 def test_a_child_does_not_end_what_its_parent_left_to_be_collected(one: Processes) -> None:
     assert one.run(garbage_left_to_a_child) == [[]]
+
+
+FORKED_AFTER_A_HOOK_THAT_ALLOCATES = """
+import gc, os, sys
+from accel_state.forked_garbage import keep_garbage_at_forks
+
+os.register_at_fork(after_in_child=lambda: [[] for _ in range(50_000)])
+keep_garbage_at_forks()
+ended = []
+
+class Connection:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        ended.append(os.getpid())
+
+collects = sys.argv[1] == "True"
+if not collects:
+    gc.disable()
+Connection()
+child = os.fork()
+gc.collect()
+if child == 0:
+    os._exit(0 if (ended, gc.isenabled()) == ([], collects) else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert (ended, gc.isenabled()) == ([os.getpid()], collects)
+"""
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_hook_of_a_child_collects_what_its_parent_left(collects: bool) -> None:
+    finished = run_command([sys.executable, "-c", FORKED_AFTER_A_HOOK_THAT_ALLOCATES, str(collects)])
+    assert finished.returncode == 0, finished.stderr
+
+
+def forked_by_several_threads() -> bool:
+    keep_garbage_at_forks()
+
+    def fork_often() -> None:
+        for _ in range(20):
+            in_child(lambda: None)
+
+    threads = [threading.Thread(target=fork_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return gc.isenabled()
+
+
+def test_collecting_goes_on_after_forks_of_several_threads(one: Processes) -> None:
+    assert one.run(forked_by_several_threads) == [True]

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from accel_state.forked_garbage import keep_garbage_at_forks
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.forked import ForkedTransport
 from accel_state.transport.leaving import leave_at_exit
@@ -54,6 +55,7 @@ class TorchDistTransport(Transport):
         self._rounds = Rounds(self._header)
         self._owner = owner
         leave_at_exit(self)
+        keep_garbage_at_forks()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
