@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from accel_plugins.precision.base import Precision
     from accel_state.current import Process
     from accel_state.gradient import GradientState
+    from accel_state.mesh import ParallelismConfig
 
 __all__ = ("Context",)
 
@@ -22,9 +23,11 @@ class Context(NamedTuple):
         gradient: whether gradients are synchronised at this step.
         precision: how forward and backward are computed.
         mesh: the devices of the run by axis, or None when no axes were asked for.
+        arranged: the axes that were asked for, those too that an engine arranges outside of the mesh.
     """
 
     process: Process
     gradient: GradientState
     precision: Precision
     mesh: DeviceMesh | None = None
+    arranged: ParallelismConfig | None = None

@@ -69,6 +69,9 @@ class Strategy:
     Collectives of such a `save` need a process group of their own.
     """
 
+    save_options: ClassVar[frozenset[str]] = frozenset()
+    """Further arguments that `save` takes for models, by the names under which `save_state` is given them."""
+
     gives_partial_gradients: ClassVar[bool] = True
     """Whether parameters hold the gradients of an unfinished accumulation window, for a checkpoint to hold them."""
 

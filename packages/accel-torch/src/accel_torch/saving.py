@@ -60,7 +60,13 @@ def save_state(
             _write_behind(parts, taken, folder, target, stack.pop_all(), safe_serialization)
         else:
             strategy = parts._engine.strategy
-            taken.write(folder, strategy, safe_serialization=safe_serialization, written=sealer.begin)
+            taken.write(
+                folder,
+                strategy,
+                safe_serialization=safe_serialization,
+                written=sealer.begin,
+                model_options=options,
+            )
     if not async_save:
         _retain(parts, target)
     if project.automatic_checkpoint_naming:
@@ -83,11 +89,13 @@ def _facts(parts: Parts) -> dict[str, Any]:
 
 def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
     strategy = parts._engine.strategy
-    if options:
+    unknown = sorted(options.keys() - strategy.save_options)
+    if unknown:
+        known = ", ".join(sorted(strategy.save_options))
         raise SettingError(
-            f"save_state() was given {', '.join(options)}.",
+            f"save_state() was given {', '.join(unknown)}.",
             f"The backend {parts._engine.manifest.name!r} has no such options for saving models.",
-            "Leave them out.",
+            f"Leave them out; it knows {known}." if known else "Leave them out.",
         )
     if async_save and strategy.saves_together and not strategy.saves_behind:
         raise NotOffered(

@@ -5,7 +5,7 @@ Taking and writing are apart so that training can go on in between, once the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,13 @@ class Captured:
     gradients: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def write(
-        self, folder: Path, strategy: Saver, *, safe_serialization: bool = True, written: Written | None = None
+        self,
+        folder: Path,
+        strategy: Saver,
+        *,
+        safe_serialization: bool = True,
+        written: Written | None = None,
+        model_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Write everything into a folder that exists; on every process.
 
@@ -50,14 +56,16 @@ class Captured:
             strategy: knows how models, optimizers and schedulers are written.
             safe_serialization: safetensors for weights; False writes with `torch.save`.
             written: called with each file that is complete, so that it can be flushed while the next is written.
+            model_options: further ones of the strategy for models, of its `save_options`.
 
         Raises:
             CheckpointError: something cannot be written.
         """
         before = set(folder.iterdir())
         for part, states in self.objects.items():
+            options = dict(model_options or {}) if part is Part.MODEL else {}
             for index, state in enumerate(states):
-                strategy.save(part, state, folder, index, safe_serialization=safe_serialization)
+                strategy.save(part, state, folder, index, safe_serialization=safe_serialization, **options)
                 if written is not None and not strategy.saves_together:
                     before = _tell_new(folder, before, written)
         for name, tensors in self.gradients.items():

@@ -253,6 +253,8 @@ class DeepSpeedPlugin:
         defaults = {"offload_optimizer_device": "none", "offload_param_device": "none", "zero3_save_16bit_model": False}
         for name, key in _KEYS.items():
             setattr(self, name, document.get_value(key, defaults.get(name)))
+        for what in ("optimizer", "param"):
+            self._check_disk(what)
         if self.zero3_init_flag is None:
             self.zero3_init_flag = document.is_zero3()
         if self.zero3_init_flag and not document.is_zero3():
@@ -262,6 +264,16 @@ class DeepSpeedPlugin:
                 stacklevel=4,
             )
             self.zero3_init_flag = False
+
+    def _check_disk(self, what: str) -> None:
+        """Refuse states on a disk whose folder nobody names."""
+        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+        if getattr(self, device) == "nvme" and getattr(self, path) in (None, "none"):
+            raise SettingError(
+                f"DeepSpeedPlugin({device}='nvme') was asked for.",
+                "No folder on the NVMe disk is named.",
+                f"Give {path}.",
+            )
 
     def _settle_msamp(self) -> None:
         if self.enable_msamp is None:

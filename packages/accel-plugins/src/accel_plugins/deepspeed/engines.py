@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
@@ -13,8 +14,8 @@ from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from torch.nn import Module
 
 from accel_ops import recursively_apply
-from accel_plugins.deepspeed.facts import about_batches, about_objects
-from accel_plugins.deepspeed.filling import fill, remaining
+from accel_plugins.deepspeed.facts import about_objects
+from accel_plugins.deepspeed.filling import Fact, fill, remaining
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel_plugins.wrapped.unwrap import wrapped_module
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
     from accel_plugins.deepspeed.config import DeepSpeedPlugin
+    from accel_plugins.deepspeed.ulysses import Ulysses
     from accel_plugins.precision.base import Precision
 
-__all__ = ("Started", "dtype_of", "is_engine", "start", "trains_in_fp16")
+__all__ = ("Started", "dtype_of", "is_engine", "parameters_behind", "start", "trains_in_fp16")
 
 
 class Started(NamedTuple):
@@ -53,6 +55,22 @@ def _inside(engine: Any) -> Module | None:
     return inner
 
 
+def parameters_behind(loss: torch.Tensor) -> set[int]:
+    """Ids of the parameters that a loss was computed with."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
 def trains_in_fp16() -> bool:
     """Whether DeepSpeed trains in fp16 on the devices that are here."""
     return bool(get_accelerator().is_fp16_supported())
@@ -63,23 +81,26 @@ def dtype_of(precision: Precision) -> torch.dtype | None:
     return precision.dtype
 
 
-def start(plugin: DeepSpeedPlugin, context: Context, bundle: Bundle, shards: int) -> Started:
+def start(
+    plugin: DeepSpeedPlugin, context: Context, bundle: Bundle, sizes: Iterable[Fact], division: Ulysses | None = None
+) -> Started:
     """Complete the configuration and make the engine; called on every process.
 
     Args:
         plugin: the configuration; what it left to be found out is put into it.
         context: the run's surroundings.
         bundle: one model, at most one optimizer, its schedulers, and prepared loaders.
-        shards: into how many slices a batch is cut.
+        sizes: of batches, as `about_batches` knows them.
+        division: of the sequences, where DeepSpeed divides them.
 
     Raises:
         SettingError: the configuration is incomplete.
-        Conflict: it contradicts what was prepared.
-        NotOffered: DeepSpeed has no such optimizer on the host.
+        Conflict: it contradicts what was prepared, or the model's sequences cannot be divided.
+        NotOffered: DeepSpeed has no such optimizer on the host, or divides no sequences of such a model.
     """
     (model,) = bundle.models
     document = plugin.hf_ds_config
-    fill(document, about_batches(plugin, bundle, shards, context.gradient.num_steps))
+    fill(document, sizes)
     fill(document, about_objects(bundle))
     if bundle.optimizers:
         remaining(document)
@@ -89,6 +110,8 @@ def start(plugin: DeepSpeedPlugin, context: Context, bundle: Bundle, shards: int
     if not bundle.optimizers:
         for entry in ("optimizer", "scheduler"):
             table.pop(entry, None)
+    if division is not None:
+        arguments["mpu"] = division.divide(model, int(plugin.get_value("train_micro_batch_size_per_gpu")))
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=table, **arguments)
     _cast_inputs(engine, context.precision)
     moved = [given for given in bundle.schedulers if _moves_by_engine(given)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.deepspeed.filling import AUTO, Fact
@@ -53,7 +53,9 @@ def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, stands: bool, du
         )
 
 
-def about_batches(plugin: DeepSpeedPlugin, bundle: Bundle, shards: int, steps: int) -> list[Fact]:
+def about_batches(
+    plugin: DeepSpeedPlugin, bundle: Bundle, shards: int, steps: int, together: int = 1, seen: Iterable[Any] = ()
+) -> list[Fact]:
     """Sizes of batches, from prepared loaders.
 
     Args:
@@ -61,27 +63,35 @@ def about_batches(plugin: DeepSpeedPlugin, bundle: Bundle, shards: int, steps: i
         bundle: its loaders know how many samples all processes together take.
         shards: into how many slices a batch is cut.
         steps: micro-batches per optimizer step.
+        together: processes that compute one batch, one after the other that of each of them.
+        seen: loaders that were prepared before, for a model that comes without one.
 
     Raises:
         SettingError: neither a loader nor the configuration says the size.
     """
     micro = plugin.get_value("train_micro_batch_size_per_gpu", AUTO)
     if micro == AUTO:
-        sizes = [size // shards for loader in bundle.loaders if (size := getattr(loader, "total_batch_size", None))]
-        if not sizes:
+        sizes = _sizes(bundle.loaders, shards) or _sizes(seen, shards)
+        if not sizes and bundle.optimizers:
             raise SettingError(
                 "DeepSpeed was to start.",
                 "It has to know the size of a batch, and neither a loader with a batch size was given to prepare() nor "
                 "does the configuration say it.",
                 "Prepare the training loader in the same call, or set train_micro_batch_size_per_gpu.",
             )
-        micro = min(sizes) if plugin.is_train_batch_min else max(sizes)
-    total = int(micro) * steps * shards
+        # A model that is only evaluated takes batches of any size.
+        micro = (min if plugin.is_train_batch_min else max)(sizes or [1])
+    counted = shards // together
+    total = int(micro) * steps * counted
     return [
         Fact("gradient_accumulation_steps", steps, f"gradient_accumulation_steps={steps}", True),
         Fact("train_micro_batch_size_per_gpu", int(micro), "the loaders given to prepare()", True, False),
-        Fact("train_batch_size", total, f"{micro} samples x {steps} micro-batches x {shards} processes"),
+        Fact("train_batch_size", total, f"{micro} samples x {steps} micro-batches x {counted} processes"),
     ]
+
+
+def _sizes(loaders: Iterable[Any], shards: int) -> list[int]:
+    return [size // shards for loader in loaders if (size := getattr(loader, "total_batch_size", None))]
 
 
 def about_objects(bundle: Bundle) -> Iterator[Fact]:

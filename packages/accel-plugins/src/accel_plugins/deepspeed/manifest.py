@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Ability, Duty, Manifest
+from accel_plugins.manifest import Ability, Axis, Duty, Manifest
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read
 from accel_state.settings.requirement import Requirement
@@ -30,8 +30,9 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
     label=DistributedType.DEEPSPEED,
     present="accel_plugins.deepspeed.manifest:present",
-    requires=(Requirement("deepspeed", "deepspeed", extra="accel-plugins[deepspeed]"),),
-    owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING}),
+    requires=(Requirement("deepspeed", versions=">=0.18.2", extra="accel-plugins[deepspeed]"),),
+    owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING, Duty.SEQUENCE}),
+    axes=frozenset({Axis.SHARD, Axis.SEQUENCE}),
     lacks=frozenset(
         {
             Ability.NO_SYNC,
@@ -42,6 +43,7 @@ MANIFEST: Final = Manifest(
         }
     ),
     parameter="deepspeed_plugin",
-    priority=60,
+    # Below those that divide parameters by torch: axes alone must not choose an engine.
+    priority=45,
     tier=1,
 )

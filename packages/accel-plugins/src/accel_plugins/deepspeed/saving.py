@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,14 +16,29 @@ from torch import Tensor
 from accel_ops import gather_object
 from accel_plugins.checkpoint import pickled
 from accel_state.current import Process
-from accel_state.errors import AccelError, CheckpointError, NotOffered, NotReady
+from accel_state.errors import AccelError, CheckpointError, NotOffered, NotReady, SettingError
 
-__all__ = ("load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
+__all__ = ("LOAD_OPTIONS", "SAVE_OPTIONS", "load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
+
+SAVE_OPTIONS: Final = frozenset({"client_state", "exclude_frozen_parameters", "save_latest"})
+"""Options of DeepSpeed's `save_checkpoint`."""
+
+LOAD_OPTIONS: Final = {
+    "strict": "load_module_strict",
+    "load_module_strict": "load_module_strict",
+    "load_optimizer_states": "load_optimizer_states",
+    "load_lr_scheduler_states": "load_lr_scheduler_states",
+    "load_module_only": "load_module_only",
+    "custom_load_fn": "custom_load_fn",
+}
+"""Options of DeepSpeed's `load_checkpoint`, by the names under which `load_state` is given them."""
 
 _CLASSES: Final = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 """What files of DeepSpeed hold besides tensors and plain data."""
 
-_OPTIMIZER_FILE: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+_UNIVERSAL: Final = "_universal"
+
+_PART: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
 
 
 def tag_of(index: int) -> str:
@@ -31,28 +46,75 @@ def tag_of(index: int) -> str:
     return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
 
 
-def save_engine(engine: Any, folder: Path, index: int) -> None:
-    """Let an engine write its model, optimizer and schedule; called on every process."""
-    engine.save_checkpoint(str(folder), tag_of(index))
+def save_engine(engine: Any, folder: Path, index: int, options: Mapping[str, Any]) -> None:
+    """Let an engine write its model, optimizer and schedule; called on every process.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: of the checkpoint.
+        index: of the model.
+        options: of `SAVE_OPTIONS`.
+    """
+    engine.save_checkpoint(str(folder), tag_of(index), **options)
 
 
-def load_engine(engine: Any, folder: Path, index: int, process: Process, strict: bool = True) -> None:
+def load_engine(engine: Any, folder: Path, index: int, process: Process, options: Mapping[str, Any]) -> dict[str, Any]:
     """Let an engine read what `save_engine` wrote; called on every process.
 
     DeepSpeed unpickles its files, so they are looked through before, each by one process, and nothing in them is run.
 
+    Args:
+        engine: of DeepSpeed.
+        folder: of the checkpoint.
+        index: of the model.
+        process: who this process is.
+        options: of `LOAD_OPTIONS`.
+
+    Returns:
+        What was saved as `client_state`.
+
     Raises:
+        SettingError: DeepSpeed has no such option.
         CheckpointError: files are missing, damaged, hold code, or belong to another stage or number of processes.
     """
+    unknown = sorted(options.keys() - LOAD_OPTIONS.keys())
+    if unknown:
+        raise SettingError(
+            f"load_state() was given {', '.join(unknown)}.",
+            "DeepSpeed has no such options for loading.",
+            f"Leave them out; it knows {', '.join(LOAD_OPTIONS)}.",
+        )
     place = folder / tag_of(index)
-    _agreed(process, lambda: _look_through(engine, place, process))
-    path, _ = engine.load_checkpoint(str(folder), tag_of(index), load_module_strict=strict)
+    if engine.load_universal_checkpoint():
+        place = _universal(place)
+    whole = not options.get("load_module_only") and options.get("load_optimizer_states", True)
+    _agreed(process, lambda: _look_through(engine, place, process, bool(whole)))
+    arguments = {LOAD_OPTIONS[name]: value for name, value in options.items()}
+    path, client_state = engine.load_checkpoint(str(folder), place.name, **arguments)
     if path is None:
         raise CheckpointError(
             f"The DeepSpeed checkpoint {place} was to be loaded.",
             "DeepSpeed did not find its files.",
             "Load an older checkpoint.",
         )
+    return dict(client_state or {})
+
+
+def _universal(place: Path) -> Path:
+    """The folder that DeepSpeed's converter made of another.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for folder in (place.with_name(f"{place.name}{_UNIVERSAL}"), place):
+        if (folder / "zero").is_dir():
+            return folder
+    raise CheckpointError(
+        f"The universal DeepSpeed checkpoint of {place} was to be loaded (checkpoint.load_universal).",
+        "It was not converted.",
+        f"Run: python -m deepspeed.checkpoint.ds_to_universal --input_folder {place} "
+        f"--output_folder {place}{_UNIVERSAL}",
+    )
 
 
 def _agreed(process: Process, look: Any) -> None:
@@ -67,37 +129,58 @@ def _agreed(process: Process, look: Any) -> None:
         raise failure or failures[0]
 
 
-def _look_through(engine: Any, place: Path, process: Process) -> None:
+def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -> None:
+    """Refuse files that do not fit or hold code; each is read by one process.
+
+    Args:
+        engine: reads them afterwards.
+        place: their folder.
+        process: who this process is.
+        optimizer: whether the states of the optimizer are to be read, too.
+    """
     asked = f"The DeepSpeed checkpoint {place} was to be loaded."
-    files = sorted(place.glob("*.pt")) if place.is_dir() else []
+    files = sorted(place.rglob("*.pt")) if place.is_dir() else []
     if not files:
         raise CheckpointError(asked, "There is no such folder with files of DeepSpeed.", "Name another checkpoint.")
-    parts = [file for file in files if _OPTIMIZER_FILE.search(file.name)]
-    if parts and len(parts) != process.world_size:
-        raise CheckpointError(
-            asked,
-            f"It was written by {len(parts)} processes, and these are {process.world_size}.",
-            f"Start {len(parts)} processes, or convert it with DeepSpeed's universal checkpoints.",
-        )
-    for position, file in enumerate(files):
-        if position % process.world_size != process.rank:
-            continue
+    ours = int(engine.zero_optimization_stage())
+    fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
+    if not fits:
+        _check_writers(asked, files, ours, process.world_size)
+    for file in files[process.rank :: process.world_size]:
         with torch.serialization.safe_globals(list(_CLASSES)):
             state = pickled.read(file, map_location="meta")
-        if _OPTIMIZER_FILE.search(file.name):
-            _check_stage(asked, state, engine)
+        found = _PART.search(file.name)
+        if found and found[2] == "optim" and not fits:
+            _check_stage(asked, state, ours)
 
 
-def _check_stage(asked: str, state: Any, engine: Any) -> None:
-    held = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
-    stage = held.get("zero_stage") if isinstance(held, Mapping) else None
-    ours = int(engine.zero_optimization_stage())
-    if stage is not None and int(stage) != ours:
+def _check_writers(asked: str, files: Sequence[Path], ours: int, processes: int) -> None:
+    found = [part for file in files if (part := _PART.search(file.name))]
+    writers = {part[1] for part in found}
+    if writers and len(writers) != processes:
         raise CheckpointError(
             asked,
-            f"It was written with ZeRO stage {int(stage)}, and this run has stage {ours}.",
-            f"Use zero_stage={int(stage)}, or convert it with the script zero_to_fp32.py that lies beside it.",
+            f"It was written by {len(writers)} processes, and these are {processes}.",
+            f"Start {len(writers)} processes, or convert it with DeepSpeed's universal checkpoints.",
         )
+    if ours and not any(part[2] == "optim" for part in found):
+        raise _other_stage(asked, 0, ours)
+
+
+def _check_stage(asked: str, state: Any, ours: int) -> None:
+    held = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
+    stage = held.get("zero_stage") if isinstance(held, Mapping) else None
+    if stage is not None and int(stage) != ours:
+        raise _other_stage(asked, int(stage), ours)
+
+
+def _other_stage(asked: str, theirs: int, ours: int) -> CheckpointError:
+    return CheckpointError(
+        asked,
+        f"It was written with ZeRO stage {theirs}, and this run has stage {ours}.",
+        f"Use zero_stage={theirs}, convert it with DeepSpeed's universal checkpoints, or take the weights alone with "
+        "the script zero_to_fp32.py that lies beside it.",
+    )
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.deepspeed import engines, saving
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.facts import check_stand_ins
+from accel_plugins.deepspeed.facts import about_batches, check_stand_ins
 from accel_plugins.deepspeed.filling import AUTO
 from accel_plugins.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
@@ -32,6 +32,9 @@ from accel_plugins.deepspeed.wrappers import (
 from accel_plugins.manifest import Part
 from accel_plugins.strategy import Strategy
 from accel_state.errors import Conflict, NotOffered, NotReady
+
+if TYPE_CHECKING:
+    from accel_plugins.deepspeed.ulysses import Ulysses
 
 __all__ = ("DeepSpeedStrategy",)
 
@@ -51,14 +54,17 @@ class DeepSpeedStrategy(Strategy):
     """
 
     saves_together: ClassVar[bool] = True
+    save_options: ClassVar[frozenset[str]] = saving.SAVE_OPTIONS
     gives_partial_gradients: ClassVar[bool] = False
 
     def __init__(self, context: Context, config: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
         super().__init__(context, config)
         self._plugins = tuple(config.values()) if isinstance(config, Mapping) else (config,)
-        self._engines: list[Any] = []
+        self._engines: list[DeepSpeedEngineWrapper] = []
         self._forwarded: set[int] = set()
         self._told_of_clipping = False
+        self._loaders: list[Any] = []
+        self._division: Ulysses | None = None
         self.engine: DeepSpeedEngineWrapper | None = None
         name, family = context.precision.name, context.process.family
         if name == "fp16" and not engines.trains_in_fp16():
@@ -73,6 +79,11 @@ class DeepSpeedStrategy(Strategy):
         self._plugin.select(_from_accelerator_state=True)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=_OwnStore(), rank=0, world_size=1)
+        arranged = context.arranged
+        if arranged is not None and arranged.sp_by_engine:
+            from accel_plugins.deepspeed.ulysses import Ulysses
+
+            self._division = Ulysses(arranged, context.process.device)
 
     @property
     def _plugin(self) -> DeepSpeedPlugin:
@@ -120,12 +131,14 @@ class DeepSpeedStrategy(Strategy):
         if not bundle.optimizers and not plugin.hf_ds_config.is_zero3():
             bundle.models[:] = [self._plain(model) for model in bundle.models]
             return bundle
-        made = engines.start(plugin, self.context, bundle, self.shards().count)
+        gradient, division = self.context.gradient, self._division
+        together = 1 if division is None else division.count
+        sizes = about_batches(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
+        made = engines.start(plugin, self.context, bundle, sizes, division)
         made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
-        self._engines.append(made.engine)
         self.engine = DeepSpeedEngineWrapper(made.engine)
+        self._engines.append(self.engine)
         bundle.models[:] = [made.engine]
-        gradient = self.context.gradient
         bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
         if made.scheduler is not None:
             bundle.schedulers[:] = [
@@ -137,6 +150,11 @@ class DeepSpeedStrategy(Strategy):
         """A model that is only evaluated, where nothing of it is divided."""
         return model.to(device=self.context.process.device, dtype=engines.dtype_of(self.context.precision))
 
+    def wrap_loader(self, loader: Any) -> Iterable[Any]:
+        self._loaders.append(loader)
+        wrapped: Iterable[Any] = loader if self._division is None else self._division.loader(loader)
+        return wrapped
+
     def unwrap(self, model: Module) -> Module:
         inner: Module = model.module if engines.is_engine(model) else model  # type: ignore[assignment]
         return inner
@@ -144,15 +162,26 @@ class DeepSpeedStrategy(Strategy):
     # ------------------------------------------------------------------ one step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        engine = self._engine_of_loss()
-        self._forwarded.discard(id(engine))
-        DeepSpeedEngineWrapper(engine).backward(loss, self.context.gradient.sync_gradients, **kwargs)
+        wrapped = self._engine_of(loss)
+        self._forwarded.discard(id(wrapped.engine))
+        wrapped.backward(loss, self.context.gradient.sync_gradients, **kwargs)
 
-    def _engine_of_loss(self) -> Any:
-        """The engine whose model the loss comes from: the one that trains and has been through forward."""
-        training = [engine for engine in self._engines if engine.optimizer is not None]
+    def _engine_of(self, loss: Tensor) -> DeepSpeedEngineWrapper:
+        """The engine whose model the loss comes from.
+
+        It is the one that trains; of several, the one that has been through forward; of several of these, the one whose
+        parameters the loss was computed with.
+        """
+        training = [wrapped for wrapped in self._engines if wrapped.engine.optimizer is not None]
         if len(training) > 1:
-            training = [engine for engine in training if id(engine) in self._forwarded]
+            training = [wrapped for wrapped in training if id(wrapped.engine) in self._forwarded]
+        if len(training) > 1:
+            used = engines.parameters_behind(loss)
+            training = [
+                wrapped
+                for wrapped in training
+                if any(id(parameter) in used for parameter in wrapped.engine.module.parameters())
+            ]
         if len(training) == 1:
             return training[0]
         raise NotReady(
@@ -208,9 +237,18 @@ class DeepSpeedStrategy(Strategy):
             return item
         return super().collect(part, item)
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+    def save(
+        self,
+        part: Part,
+        state: Any,
+        folder: Path,
+        index: int,
+        *,
+        safe_serialization: bool = True,
+        **options: Any,
+    ) -> None:
         if engines.is_engine(state):
-            saving.save_engine(state, folder, index)
+            saving.save_engine(state, folder, index, options)
         elif self.context.process.rank == 0 and not isinstance(
             state, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)
         ):
@@ -218,7 +256,11 @@ class DeepSpeedStrategy(Strategy):
 
     def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
         if engines.is_engine(item):
-            saving.load_engine(item, folder, index, self.context.process, strict=options.get("strict", True))
+            options.pop("map_location", None)
+            client_state = saving.load_engine(item, folder, index, self.context.process, options)
+            for wrapped in self._engines:
+                if wrapped.engine is item:
+                    wrapped.client_state = client_state
         elif not isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
             super().load(part, item, folder, index, **options)
 
@@ -235,7 +277,10 @@ class DeepSpeedStrategy(Strategy):
         return self.context.process.rank == 0
 
     def close(self) -> None:
-        for engine in self._engines:
-            engine.destroy()
+        for wrapped in self._engines:
+            wrapped.engine.destroy()
         self._engines.clear()
+        self._loaders.clear()
+        if self._division is not None:
+            self._division.close()
         self.engine = None

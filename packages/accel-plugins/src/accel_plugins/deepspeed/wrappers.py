@@ -24,10 +24,14 @@ class DeepSpeedEngineWrapper:
 
     Args:
         engine: what `deepspeed.initialize` made.
+
+    Attributes:
+        client_state: what was given to `save_state(client_state=...)`, once a checkpoint was loaded.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.client_state: dict[str, Any] = {}
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients; with `sync_gradients`, reduce and clip them, step, and move the schedule.

@@ -17,7 +17,7 @@ __all__ = ("gathered", "take_whole", "transformers_view")
 _WHILE_BUILDING: Final = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
-    "zero_optimization.reduce_bucket_size": 0,
+    "zero_optimization.reduce_bucket_size": 1,
     "zero_optimization.stage3_prefetch_bucket_size": 0,
     "zero_optimization.stage3_param_persistence_threshold": 0,
 }
