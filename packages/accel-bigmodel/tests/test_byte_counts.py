@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from accel_bigmodel.byte_counts import convert_bytes, convert_file_size_to_int
@@ -11,6 +13,7 @@ from accel_state.errors import SettingError
     [
         (5, 5),
         (0, 0),
+        (20.9, 20),
         ("0MB", 0),
         ("10GB", 10**10),
         ("10GiB", 10 * 2**30),
@@ -23,11 +26,11 @@ from accel_state.errors import SettingError
         ("10kb", 1250),
     ],
 )
-def test_sizes_as_text(text: int | str, count: int) -> None:
+def test_sizes_as_text(text: float | str, count: int) -> None:
     assert convert_file_size_to_int(text) == count
 
 
-@pytest.mark.parametrize("text", ["10", "GB", "-1GB", "ten GB", "", "10XB", -1, True, None, 1.5])
+@pytest.mark.parametrize("text", ["10", "GB", "-1GB", "ten GB", "", "10XB", -1, True, None, float("nan"), math.inf])
 def test_what_is_no_size_is_refused_with_the_value(text: object) -> None:
     with pytest.raises(SettingError) as error:
         convert_file_size_to_int(text)  # type: ignore[arg-type]

@@ -354,3 +354,24 @@ def test_freeing_forgets_what_was_prepared() -> None:
     assert accelerator.free_memory(model, optimizer) == [None, None]
     assert accelerator._registry.models == []
     assert accelerator.clear() == []
+
+
+def test_results_filled_up_to_the_batch_are_cut_to_the_samples() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(list(range(6)), batch_size=4))
+    filled = [len(accelerator.gather_for_metrics(torch.ones(4))) for _ in loader]
+    assert filled == [4, 2]
+    assert [len(accelerator.gather_for_metrics(batch)) for batch in loader] == [4, 2]
+    assert [len(accelerator.gather_for_metrics(torch.ones(3))) for _ in loader] == [3, 3]
+
+
+def test_a_library_that_counts_micro_batches_itself_says_when_to_step() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = model.weight.detach().clone()
+    for step in (False, True):
+        accelerator.gradient_state._set_sync_gradients(step)
+        accelerator.backward(model(torch.ones(1, model.in_features)).sum())
+        optimizer.step()
+        assert torch.equal(before, model.weight) is not step

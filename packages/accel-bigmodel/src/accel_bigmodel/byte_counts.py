@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from accel_state.errors import SettingError
@@ -12,20 +13,20 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", re.IGNORECASE)
 
 
-def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size such as "5GB" or "200MiB"; an integer is taken as it is.
+def convert_file_size_to_int(size: float | str) -> int:
+    """Bytes of a size such as "5GB" or "200MiB"; a number is taken as it is, rounded down.
 
     KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024. A lower-case b after K, M, G or T counts bits.
 
     Raises:
-        SettingError: the text is not a number followed by one of the units, or the integer is negative.
+        SettingError: the text is not a number followed by one of the units, or the number is negative or no number.
 
     Example:
         >>> convert_file_size_to_int("1.5GB"), convert_file_size_to_int("8Mb"), convert_file_size_to_int("1KiB")
         (1500000000, 1000000, 1024)
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    if isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < math.inf:
+        return int(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
         raise SettingError(

@@ -168,6 +168,18 @@ class GradientState:
             f"end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
         )
 
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """What transformers calls before each micro-batch, because it counts them itself."""
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Iterating) -> None:
+        """`begin`, for loaders that libraries write themselves."""
+        self.begin(dataloader)
+
+    def _remove_dataloader(self, dataloader: Iterating) -> None:
+        """`finish`, for loaders that libraries write themselves."""
+        self.finish(dataloader)
+
     @staticmethod
     def _reset_state() -> None:
         current.set_gradient(None)

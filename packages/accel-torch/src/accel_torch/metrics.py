@@ -10,6 +10,7 @@ from accel_data.mesh import coordinates
 from accel_data.padding import Padding, drop_padding
 from accel_ops import gather, gather_object, recursively_apply
 from accel_ops.tree import leaves_with_paths
+from accel_state import current
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,8 +38,20 @@ def gather_for_metrics(
     loader: Any = gradient.active_dataloader
     if loader is None:
         return gathered
-    padding = loader.progress.padding
+    padding = loader.progress.padding or _short_last_step(loader, mesh)
     return drop_padding(gathered, padding) if tensors else _real_objects(gathered, padding)
+
+
+def _short_last_step(loader: Any, mesh: DeviceMesh | None) -> Padding | None:
+    """What is too much in results that a script filled up to the full batch, where the last step has fewer samples.
+
+    A loss that is repeated for each sample of a full batch, as in transformers, counts only as often as there are samples.
+    """
+    progress, size = loader.progress, loader.source.step_size
+    if not (progress.end_of_dataloader and size and 0 < progress.remainder < size):
+        return None
+    processes = current.process().world_size if mesh is None else len(set(coordinates(mesh, mesh.size())))
+    return Padding(progress.remainder, size // processes, processes)
 
 
 def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
