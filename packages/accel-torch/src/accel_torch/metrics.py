@@ -45,7 +45,7 @@ def gather_for_metrics(
 def _short_last_step(loader: Any, mesh: DeviceMesh | None) -> Padding | None:
     """What is too much in results that a script filled up to the full batch, where the last step has fewer samples.
 
-    A loss that is repeated for each sample of a full batch, as in transformers, counts only as often as there are samples.
+    A loss repeated for each sample of a full batch, as transformers does it, counts as often as there are samples.
     """
     progress, size = loader.progress, loader.source.step_size
     if not (progress.end_of_dataloader and size and 0 < progress.remainder < size):
