@@ -50,6 +50,11 @@ class Three(nn.Module):
         self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
 
 
+def test_a_budget_as_text_is_turned_into_bytes_in_place() -> None:
+    given = {"cpu": "1KB", 0: 2.5}
+    assert get_max_memory(given) == given == {0: 2, "cpu": 1000}  # type: ignore[arg-type]
+
+
 def test_budgets_are_sorted_and_read() -> None:
     assert list(get_max_memory({"disk": 5, "cpu": "1KB", 1: 7, 0: "2KiB"}).items()) == [
         (0, 2048),

@@ -14,7 +14,7 @@ from accel_state.errors import SettingError
 
 __all__ = ("HOST", "OFFLOADED", "Budget", "get_balanced_memory", "get_max_memory")
 
-Budget: TypeAlias = "Mapping[int | str, int | str]"
+Budget: TypeAlias = "Mapping[int | str, float | str]"
 """Device (index of an accelerator, "cpu", "disk") to bytes, or text such as "10GB"."""
 
 HOST = "cpu"
@@ -24,6 +24,8 @@ OFFLOADED = (HOST, "disk")
 
 def get_max_memory(max_memory: Budget | None = None) -> dict[int | str, int]:
     """Bytes by device: what is given, in the order accelerators, cpu, disk; or what is free now when nothing is given.
+
+    Text in a dict given is replaced there by the bytes it means: transformers goes on with the dict it gave.
 
     Raises:
         SettingError: a device that is neither an index, "cpu" nor "disk", or a size that is none.
@@ -44,6 +46,8 @@ def get_max_memory(max_memory: Budget | None = None) -> dict[int | str, int]:
             "Budgets are given by the index of an accelerator, for 'cpu' and for 'disk'.",
             'Write max_memory={0: "10GB", "cpu": "30GB"}.',
         )
+    if isinstance(max_memory, dict):
+        max_memory.update(sizes)
     return {device: sizes[device] for device in sorted(sizes, key=_order)}
 
 
