@@ -162,6 +162,7 @@ def third_party(session: nox.Session) -> None:
         session.install("-q", "-c", str(WHEELS / "constraints.txt"), f"{wheel}[testing]")
         session.run("accel", "backends")
         tests = shutil.copytree(example / "tests", Path(outside) / "tests")
+        shutil.copy(ROOT / "tests-integration" / "test_third_party_backend.py", tests)
         settings = ["-c", str(PROJECT), "--rootdir", outside, "-p", "no:cacheprovider"]
         session.run("python", "-m", "pytest", *settings, str(tests), *session.posargs, env=ONE_THREAD)
 

@@ -1,7 +1,8 @@
 """A backend that somebody else wrote is installed, chosen and configured without any change to this repository.
 
 Its wheel is installed into a folder of its own, and a script that knows nothing of it is launched. `nox -s third-party`
-does the same in a fresh environment with the wheels of this repository, and runs the backend's own tests there.
+runs these tests in a fresh environment where it is installed next to the wheels of this repository, and those of the
+backend itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from accel_state.settings.probe import importable
 from accel_state.testing.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +46,9 @@ accelerator.end_training()
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables with which Python finds the example, installed from its wheel."""
+    processes = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if importable("accel_backend_example"):
+        return processes
     folder = tmp_path_factory.mktemp("third-party")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(EXAMPLE)]
@@ -53,7 +58,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     placed = run_command([*pip, "install", "-q", "--no-deps", "--target", str(folder / "site"), str(wheel)])
     assert placed.returncode == 0, placed.stderr
     paths = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**processes, "PYTHONPATH": paths}
 
 
 def accel(environment: dict[str, str], *arguments: str) -> Any:
