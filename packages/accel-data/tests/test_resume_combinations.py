@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import random
-from collections.abc import Iterator
-from itertools import combinations, product
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -119,19 +119,6 @@ def possible(case: dict[str, Any]) -> bool:
     return case["data"] == "indices" or case["sampler"] == "sequential"
 
 
-def pairs() -> list[dict[str, Any]]:
-    """Cases in which every pair of values of two options meets, as far as it is possible."""
-    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for (one, ones), (other, others) in combinations(OPTIONS.items(), 2):
-        for value, another in product(ones, others):
-            case = {name: values[0] for name, values in OPTIONS.items()} | {one: value, other: another}
-            if case["data"] != "indices" and one != "sampler" != other:
-                case["sampler"] = "sequential"
-            if possible(case):
-                cases[tuple(case.values())] = case
-    return list(cases.values())
-
-
 def prepared(case: dict[str, Any], **place: Any) -> Any:
     length, size = case["length"], case["batch_size"]
     size = size and size * (4 if case["split_batches"] else 1)
@@ -196,18 +183,18 @@ def check_all(cases: list[dict[str, Any]]) -> int:
     return sum(check(case) for case in cases)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(420)
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_every_pair_of_options_on_real_processes(two: Processes, four: Processes, count: int) -> None:
-    cases = pairs()
-    assert len(cases) > 100
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_pair_of_options_on_real_processes(
+    two: Processes, four: Processes, count: int, covering: Callable[..., list[dict[str, Any]]]
+) -> None:
+    cases = covering(OPTIONS, possible)
     if count == 1:
         with fresh():
-            assert check_all(cases) > 500
+            assert check_all(cases) > 5 * len(cases)
     else:
         group = {2: two, 4: four}[count]
-        assert min(group.run(check_all, cases, timeout=360)) > 100
+        assert min(group.run(check_all, cases, timeout=240)) > len(cases)
 
 
 @pytest.mark.slow
