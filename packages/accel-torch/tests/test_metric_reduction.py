@@ -143,3 +143,26 @@ def test_a_tracker_by_name_before_any_was_started_keeps_nothing() -> None:
         assert kept.get_tracker("kept").lines == []
         with pytest.raises(SettingError, match="tensorboard"):
             kept.get_tracker("tensorboard")
+
+
+class Full(Kept):
+    """Stands before a disk without room."""
+
+    name = "full"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+
+def test_a_tracker_that_fails_stops_a_run_only_where_that_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with fresh():
+        accelerator = Accelerator(cpu=True, log_with=Full())
+        accelerator.init_trackers("run")
+        for step in range(3):
+            accelerator.log({"loss": 1.0}, step=step)
+        assert [message.partition(";")[0] for message in caplog.messages] == ["The tracker 'full' failed in log"]
+        accelerator.end_training()
+        assert "The tracker 'full' failed 3 times in this run" in caplog.text
+        accelerator.init_trackers("run", strict=True)
+        with pytest.raises(OSError, match="no space left"):
+            accelerator.log({"loss": 1.0})

@@ -6,7 +6,7 @@ quietly means less and less; the sentinel stops it and names the first tensor th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,6 +29,10 @@ __all__ = ("ReplicasDiffer", "Sentinel", "Watched")
 
 _WORD: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by size, through which the bits of any tensor can be added up without rounding."""
+
+
+_PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None)})
+"""Types whose values a text tells wholly; the states of generators hold hundreds of such."""
 
 
 class ReplicasDiffer(AccelError, RuntimeError):
@@ -175,15 +179,26 @@ def _part(tensor: Any) -> Hashable:
 
 
 def _digest(value: Any) -> bytes:
-    return blake2b(repr(_plain(value)).encode(), digest_size=16).digest()
+    digest = blake2b(digest_size=16)
+    for piece in _pieces(value):
+        digest.update(piece)
+    return digest.digest()
 
 
-def _plain(value: Any) -> Any:
-    """The same with bytes in place of tensors and arrays, whose text leaves numbers out."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-    return array.tobytes() if hasattr(array, "tobytes") else value
+def _pieces(value: Any) -> Iterator[bytes]:
+    """All of a value: tensors and arrays as their bytes, whose text would leave numbers out, and the rest as text."""
+    if isinstance(value, torch.Tensor):
+        value = value.cpu().numpy()
+    if hasattr(value, "tobytes"):
+        yield value.tobytes()
+    elif isinstance(value, (list, tuple)) and not _PLAIN.issuperset(map(type, value)):
+        yield b"("
+        for item in value:
+            yield from _pieces(item)
+            yield b","
+        yield b")"
+    else:
+        yield repr(value).encode()
 
 
 def _agree(witnesses: Sequence[Witness], values: Sequence[Hashable]) -> bool:

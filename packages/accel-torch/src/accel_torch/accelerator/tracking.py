@@ -38,6 +38,8 @@ class TrackingPage(Parts):
         project_name: str,
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
         """Start the trackers that were asked for.
 
@@ -45,10 +47,11 @@ class TrackingPage(Parts):
             project_name: name of the project or run, as each tracker understands it.
             config: what the run was configured with; stored by every tracker.
             init_kwargs: arguments for single trackers, by their name.
+            strict: let errors of trackers end the run, in place of a warning and a count.
         """
         from accel_tracking.group import TrackerGroup
 
-        self._tracking = TrackerGroup.of(self.log_with, project_name, self.logging_dir, init_kwargs)
+        self._tracking = TrackerGroup.of(self.log_with, project_name, self.logging_dir, init_kwargs, strict)
         self._tracking.start(config)
 
     def log(
