@@ -15,7 +15,12 @@ from accel_plugins.precision import choose
 from accel_plugins.single.manifest import MANIFEST
 from accel_plugins.transform import ordered
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
-from accel_plugins.transforms.compile import Compile, compile_regions, has_compiled_regions
+from accel_plugins.transforms.compile import (
+    Compile,
+    compile_regions,
+    compile_regions_in_place,
+    has_compiled_regions,
+)
 from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_state import PartialState, current
 from accel_state.errors import SettingError
@@ -180,6 +185,24 @@ def test_compiled_regions_share_everything_with_the_module_they_were_made_from()
     torch.manual_seed(0)
     assert torch.equal(regions(torch.ones(1, 4)), expected)
     assert is_compiled_module(compile_regions(nn.Linear(1, 1), backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_regions_are_compiled_in_place_and_taken_back() -> None:
+    model = Model().eval()
+    expected, names = gradients(model), list(model.state_dict())
+
+    assert compile_regions_in_place(model, backend="eager") is model
+    assert list(model.state_dict()) == names
+    parts = [name for name, part in model.named_modules() if part._compiled_call_impl is not None]
+    assert parts == ["layers.0", "layers.1", "head"]
+    assert has_compiled_regions(model)
+    assert all(torch.allclose(a, b) for a, b in zip(gradients(model), expected, strict=True))
+    bare = extract_model_from_parallel(model, keep_torch_compile=False)
+    assert bare is model
+    assert all(part._compiled_call_impl is None for part in model.modules())
+    alone = nn.Linear(1, 1)
+    assert compile_regions_in_place(alone, backend="eager")._compiled_call_impl is not None
 
 
 def test_settings_come_from_arguments_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import CheckpointError, SettingError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
@@ -44,13 +44,13 @@ def whole(model: Any) -> dict[str, Any]:
     return {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
 
 
-def save_and_load(kind: str, folder: str) -> dict[str, Any]:
+def save_and_load(kind: str, folder: str, use_dcp: bool) -> dict[str, Any]:
     from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
     accelerator, model, optimizer = sharded(kind, 1)
     plugin = accelerator.state.fsdp_plugin or accelerator._engine.strategy.config
-    save_fsdp_model(plugin, accelerator, model, folder, 1)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, 1)
+    save_fsdp_model(plugin, accelerator, model, folder, 1, use_dcp=use_dcp)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, 1, use_dcp=use_dcp)
     accelerator.wait_for_everyone()
     saved = whole(model)
     step(accelerator, model, optimizer)
@@ -58,52 +58,149 @@ def save_and_load(kind: str, folder: str) -> dict[str, Any]:
 
     other, other_optimizer = (sharded(kind, 2))[1:]
     inside = Path(folder, "pytorch_model_fsdp_1")
-    load_fsdp_model(plugin, accelerator, other, inside if inside.is_dir() else folder, 1)
-    load_fsdp_optimizer(plugin, accelerator, other_optimizer, other, folder, 1)
+    load_fsdp_model(plugin, accelerator, other, inside if inside.is_dir() else folder, 1, use_dcp=use_dcp)
+    load_fsdp_optimizer(plugin, accelerator, other_optimizer, other, folder, 1, use_dcp=use_dcp)
     loaded = whole(other)
     step(accelerator, other, other_optimizer)
     return {"saved": saved, "loaded": loaded, "expected": expected, "resumed": whole(other)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
+    ("kind", "use_dcp", "names"),
     [
-        ("SHARDED_STATE_DICT", {"pytorch_model_fsdp_1", "optimizer_1"}),
-        ("FULL_STATE_DICT", {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+        ("SHARDED_STATE_DICT", True, {"pytorch_model_fsdp_1", "optimizer_1"}),
+        ("FULL_STATE_DICT", True, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+        ("FULL_STATE_DICT", False, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+        (
+            "SHARDED_STATE_DICT",
+            False,
+            {f"{stem}_1_rank{rank}.bin" for stem in ("pytorch_model_fsdp", "optimizer") for rank in (0, 1)},
+        ),
     ],
 )
-def test_sharded_models_and_optimizers_come_back(two: Processes, tmp_path: Path, kind: str, names: set[str]) -> None:
-    for told in two.run(save_and_load, kind, str(tmp_path / "new")):
+def test_sharded_models_and_optimizers_come_back(
+    two: Processes, tmp_path: Path, kind: str, use_dcp: bool, names: set[str]
+) -> None:
+    for told in two.run(save_and_load, kind, str(tmp_path / "new"), use_dcp):
         assert told["loaded"] == told["saved"]
         assert told["resumed"] == told["expected"]
         assert told["expected"] != told["saved"]
     assert {path.name for path in (tmp_path / "new").iterdir()} == names
 
 
-def ask_for_more(folder: str) -> list[str]:
+def load_alone(folder: str) -> str:
+    from accelerate.utils import load_fsdp_model
+
+    accelerator, model, _ = sharded("SHARDED_STATE_DICT", 2)
+    with pytest.raises(CheckpointError) as refused:
+        load_fsdp_model(accelerator._engine.strategy.config, accelerator, model, folder, 1, use_dcp=False)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("fewer", "1 processes wrote it, and there are 2"), ("none", "no such file"), ("harm", "damaged")],
+)
+def test_files_of_each_process_are_for_as_many_processes(
+    two: Processes, tmp_path: Path, change: str, said: str
+) -> None:
+    two.run(save_and_load, "SHARDED_STATE_DICT", str(tmp_path), False)
+    first, second = (tmp_path / f"pytorch_model_fsdp_1_rank{rank}.bin" for rank in (0, 1))
+    if change == "harm":
+        for path in (first, second):
+            path.write_bytes(path.read_bytes()[:100])
+    else:
+        second.unlink()
+        if change == "none":
+            first.unlink()
+    for told in two.run(load_alone, str(tmp_path)):
+        assert said in told
+
+
+def other_settings(folder: str) -> str:
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model
 
     accelerator, model, _ = sharded("SHARDED_STATE_DICT", 1)
-    own, full = (
-        accelerator._engine.strategy.config,
-        FullyShardedDataParallelPlugin(2, state_dict_type="FULL_STATE_DICT"),
-    )
-    with pytest.raises(NotOffered) as adapters:
-        save_fsdp_model(own, accelerator, model, folder, adapter_only=True)
-    with pytest.raises(NotOffered) as pickles:
-        save_fsdp_model(own, accelerator, model, folder, use_dcp=False)
+    full = FullyShardedDataParallelPlugin(2, state_dict_type="FULL_STATE_DICT")
     with pytest.raises(SettingError) as differing:
         save_fsdp_model(full, accelerator, model, folder)
-    return [str(adapters.value), str(pickles.value), str(differing.value)]
+    return str(differing.value)
 
 
-def test_what_is_not_written_is_refused(two: Processes, tmp_path: Path) -> None:
-    for adapters, pickles, differing in two.run(ask_for_more, str(tmp_path)):
-        assert "save_pretrained" in adapters
-        assert "use_dcp" in pickles
-        assert "the run does not" in differing
+def test_settings_that_are_not_those_of_the_run_are_refused(two: Processes, tmp_path: Path) -> None:
+    assert all("the run does not" in told for told in two.run(other_settings, str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------- adapters
+
+PEFT = """
+import torch
+
+class PeftModel(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.base, self.lora_A = inner, torch.nn.ModuleDict({"own": torch.nn.Linear(4, 2, bias=False)})
+        self.active_adapter = "own"
+        self.base.requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.base(inputs) + self.lora_A["own"](inputs)
+
+def get_peft_model_state_dict(model, state_dict=None, adapter_name="default"):
+    state = model.state_dict() if state_dict is None else state_dict
+    return {name.replace(f".{adapter_name}", ""): value for name, value in state.items() if "lora_" in name}
+"""
+
+
+def adapted(kind: str, folder: str, use_dcp: bool, library: str) -> dict[str, Any]:
+    """A model with an adapter, saved by its adapter and loaded into another with other weights."""
+    import importlib
+    import sys
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import load_fsdp_model, save_fsdp_model
+
+    sys.path.insert(0, library)
+    try:
+        peft = importlib.import_module("peft")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(2, state_dict_type=kind))
+        plugin = accelerator._engine.strategy.config
+
+        def model(seed: int) -> Any:
+            torch.manual_seed(seed)
+            return accelerator.prepare(peft.PeftModel(nn.Linear(4, 2)))
+
+        first, second = model(1), model(2)
+        before, wanted = whole(second), whole(first)
+        options = {"adapter_only": True, "use_dcp": use_dcp}
+        save_fsdp_model(plugin, accelerator, first, folder, **options)
+        accelerator.wait_for_everyone()
+        load_fsdp_model(plugin, accelerator, second, folder, **options)
+        return {"before": before, "after": whole(second), "wanted": wanted}
+    finally:
+        sys.path.remove(library)
+        sys.modules.pop("peft", None)
+
+
+@pytest.mark.parametrize("use_dcp", [True, False])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_an_adapter_is_saved_and_loaded_alone(two: Processes, tmp_path: Path, kind: str, use_dcp: bool) -> None:
+    library = tmp_path / "library"
+    for path, text in {
+        "peft/__init__.py": PEFT,
+        "peft-0.17.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: peft\nVersion: 0.17.0\n",
+    }.items():
+        (library / path).parent.mkdir(parents=True)
+        (library / path).write_text(text)
+    for told in two.run(adapted, kind, str(tmp_path / "saved"), use_dcp, str(library)):
+        adapter = "lora_A.own.weight"
+        assert told["after"][adapter] == told["wanted"][adapter] != told["before"][adapter]
+        assert {**told["after"], adapter: None} == {**told["before"], adapter: None}
+    if kind == "FULL_STATE_DICT":
+        saved = torch.load(tmp_path / "saved" / "pytorch_model_fsdp.bin", weights_only=True)
+        assert list(saved) == ["lora_A.weight"]
 
 
 def prepare_by_function() -> tuple[list[str], list[float], bool]:

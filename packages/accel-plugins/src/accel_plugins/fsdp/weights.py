@@ -38,7 +38,15 @@ from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
 from accel_state.errors import CheckpointError
 
-__all__ = ("load_model", "load_optimizer", "model_state", "optimizer_state", "write")
+__all__ = (
+    "load_model",
+    "load_optimizer",
+    "model_state",
+    "optimizer_state",
+    "put_model",
+    "put_optimizer",
+    "write",
+)
 
 _STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
 
@@ -102,11 +110,16 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
     if sharded.is_dir():
         state = model_state(model, full=False)
         read_into({Part.MODEL.value: state}, sharded)
-        set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+        put_model(model, state, strict=strict)
         return
     plain = next((path for safe in (True, False) if (path := folder / weights_name(safe, index)).is_file()), None)
     weights = pickled.read(whole) if plain is None else _with_ties(model, load_weights_file(plain))
     loading.put(model, weights, strict=strict)
+
+
+def put_model(model: Module, shards: dict[str, Any], *, strict: bool = True) -> None:
+    """Give a model the shards of this process."""
+    set_model_state_dict(model, shards, options=StateDictOptions(strict=strict))
 
 
 def _with_ties(model: Module, weights: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +146,11 @@ def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int
         read_into({Part.OPTIMIZER.value: state}, sharded)
     else:
         state = {"state": {}, **read_whole(sharded)[Part.OPTIMIZER.value]}
+    put_optimizer(model, optimizer, state, full=full)
+
+
+def put_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any], *, full: bool = False) -> None:
+    """Give an optimizer its state by names of parameters: whole, or the shards of this process."""
     if not state["state"]:
         restart(optimizer, state)
         return

@@ -17,7 +17,7 @@ from accel_state.labels import DynamoBackend
 if TYPE_CHECKING:
     from accel_plugins.context import Context
 
-__all__ = ("Compile", "compile_regions", "has_compiled_regions")
+__all__ = ("Compile", "compile_regions", "compile_regions_in_place", "has_compiled_regions")
 
 
 class Compile(Transform):
@@ -40,10 +40,7 @@ class Compile(Transform):
         arguments = self._config.to_kwargs()
         blocks = repeated_blocks(model) if self._config.use_regional_compilation else []
         for block in blocks:
-            if block._compiled_call_impl is None and not is_compiled_module(block):
-                # In place: names of parameters stay as they are.
-                block.compile(**arguments)
-                setattr(block, COMPILED_IN_PLACE, True)
+            _compile_in_place(block, arguments)
         return model if blocks else _compiled(model, arguments)
 
     def undo(self, model: Module) -> Module:
@@ -69,6 +66,32 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
     vars(shell)["_modules"] = {**module._modules, **parts}
     vars(shell)["_orig_mod"] = module
     return shell
+
+
+def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
+    """Compile the repeated blocks of a module one by one, and its other parts as wholes, without wrapping any.
+
+    Names of parameters stay as they are, which sharded models and engines rely on.
+
+    Args:
+        module: any module; it is changed and returned.
+        compile_kwargs: arguments of `torch.compile`.
+    """
+    if is_repeated_blocks(module):
+        for block in module.children():
+            _compile_in_place(block, compile_kwargs)
+    elif has_repeated_blocks(module):
+        for child in module.children():
+            compile_regions_in_place(child, **compile_kwargs)
+    else:
+        _compile_in_place(module, compile_kwargs)
+    return module
+
+
+def _compile_in_place(module: Module, arguments: dict[str, Any]) -> None:
+    if module._compiled_call_impl is None and not is_compiled_module(module):
+        module.compile(**arguments)
+        setattr(module, COMPILED_IN_PLACE, True)
 
 
 def _compiled(module: Module, arguments: dict[str, Any]) -> Module:

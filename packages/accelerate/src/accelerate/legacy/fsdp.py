@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +12,8 @@ from torch.optim import Optimizer
 from accel_plugins.bundle import Bundle, canonical_name
 from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
-from accel_plugins.manifest import Part
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state import current
-from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import publish
 
 __all__ = (
@@ -32,118 +28,9 @@ __all__ = (
     "fsdp2_switch_optimizer_parameters",
     "get_fsdp2_grad_scaler",
     "get_parameters_from_modules",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
 )
 
-Folder = str | os.PathLike[str]
-
 _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-
-# ------------------------------------------------------------------------------ checkpoints
-
-
-def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Module,
-    output_dir: Folder,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Write the weights of a sharded model the way the settings of the run say; called on every process.
-
-    Raises:
-        NotOffered: adapters alone, or one pickle per process, were asked for.
-        CheckpointError: they cannot be written.
-    """
-    _check(accelerator, fsdp_plugin, adapter_only, use_dcp)
-    _save(accelerator, Part.MODEL, model, output_dir, model_index)
-
-
-def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Module,
-    output_dir: Folder,
-    optimizer_index: int = 0,
-    use_dcp: bool = True,
-) -> None:
-    """Write the state of an optimizer of a sharded model; called on every process. See `save_fsdp_model`."""
-    _check(accelerator, fsdp_plugin, False, use_dcp)
-    _save(accelerator, Part.OPTIMIZER, optimizer, output_dir, optimizer_index)
-
-
-def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Module,
-    input_dir: Folder,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Read what `save_fsdp_model` wrote, from the checkpoint or from the folder of shards itself.
-
-    Raises:
-        NotOffered: adapters alone, or one pickle per process, were asked for.
-        CheckpointError: something is missing, damaged or of another model.
-    """
-    _check(accelerator, fsdp_plugin, adapter_only, use_dcp)
-    accelerator._engine.strategy.load(Part.MODEL, model, _checkpoint(input_dir), model_index)
-
-
-def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Module,
-    input_dir: Folder,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Read what `save_fsdp_optimizer` wrote. See `load_fsdp_model`."""
-    _check(accelerator, fsdp_plugin, adapter_only, use_dcp)
-    accelerator._engine.strategy.load(Part.OPTIMIZER, optimizer, _checkpoint(input_dir), optimizer_index)
-
-
-def _save(accelerator: Any, part: Part, item: Any, folder: Folder, index: int) -> None:
-    strategy = accelerator._engine.strategy
-    state = strategy.collect(part, item)
-    if accelerator.is_main_process:
-        os.makedirs(folder, exist_ok=True)
-    accelerator.wait_for_everyone()
-    strategy.save(part, state, Path(folder), index)
-
-
-def _check(accelerator: Any, plugin: Any, adapter_only: bool, use_dcp: bool) -> None:
-    asked = "A model or an optimizer of FSDP was to be saved or loaded."
-    own = getattr(accelerator._engine.strategy, "config", None)
-    if getattr(own, "state_dict_type", None) != plugin.state_dict_type:
-        raise SettingError(
-            asked,
-            f"The settings given say state_dict_type={plugin.state_dict_type!r}, the run does not.",
-            "Give accelerator.state.fsdp_plugin.",
-        )
-    if adapter_only:
-        raise NotOffered(asked, "Adapters cannot be written alone.", "Use save_pretrained() of the unwrapped model.")
-    if not use_dcp:
-        raise NotOffered(asked, "One pickle per process (use_dcp=False) is not written.", "Leave out use_dcp.")
-
-
-def _checkpoint(folder: Folder) -> Path:
-    """The checkpoint, also where its folder of shards was named."""
-    path = Path(folder)
-    return path.parent if (path / ".metadata").is_file() else path
-
-
-# -------------------------------------------------------------------------------- preparing
 
 
 def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:

@@ -292,8 +292,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.fsdp": """
             disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
             fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model
-            fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model
-            load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
+            fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_parameters_from_modules
+        """,
+        "accelerate.legacy.fsdp_checkpoints": """
+            load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
         """,
     },
     "accelerate.utils.imports": {
@@ -377,7 +379,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.byte_counts": "convert_bytes",
         "accel_plugins.blocks": "has_repeated_blocks is_repeated_blocks",
         "accel_plugins.checkpoint.objects": "load save",
-        "accel_plugins.transforms.compile": "compile_regions has_compiled_regions",
+        "accel_plugins.transforms.compile": """
+            compile_regions compile_regions_deepspeed=compile_regions_in_place
+            compile_regions_fsdp2=compile_regions_in_place has_compiled_regions
+        """,
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
         "accel_state.environment": "check_os_kernel",
         "accel_state.network": "get_free_port is_port_in_use",

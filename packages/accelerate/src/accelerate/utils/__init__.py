@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         fsdp2_prepare_model,
         fsdp2_switch_optimizer_parameters,
         get_fsdp2_grad_scaler,
+    )
+    from accelerate.legacy.fsdp_checkpoints import (
         load_fsdp_model,
         load_fsdp_optimizer,
         save_fsdp_model,
@@ -192,6 +194,8 @@ __all__ = (
     "clear_environment",
     "compare_versions",
     "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
     "compute_module_sizes",
     "compute_module_total_buffer_size",
     "concatenate",

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         fsdp2_switch_optimizer_parameters,
         get_fsdp2_grad_scaler,
         get_parameters_from_modules,
+    )
+    from accelerate.legacy.fsdp_checkpoints import (
         load_fsdp_model,
         load_fsdp_optimizer,
         save_fsdp_model,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks
     from accel_plugins.checkpoint.objects import load, save
     from accel_plugins.transforms.compile import compile_regions, has_compiled_regions
+    from accel_plugins.transforms.compile import compile_regions_in_place as compile_regions_deepspeed
+    from accel_plugins.transforms.compile import compile_regions_in_place as compile_regions_fsdp2
     from accel_plugins.wrapped.unwrap import extract_model_from_parallel, is_compiled_module
     from accel_state.availability import is_deepspeed_available as is_deepspeed_available
     from accel_state.availability import is_numpy_available as is_numpy_available
@@ -42,6 +44,8 @@ __all__ = (
     "check_os_kernel",
     "clean_state_dict_for_safetensors",
     "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
     "convert_bytes",
     "extract_model_from_parallel",
     "get_free_port",

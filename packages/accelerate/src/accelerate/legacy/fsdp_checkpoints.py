@@ -1,0 +1,175 @@
+"""The functions of `accelerate.utils.fsdp_utils` that write and read sharded models and optimizers one by one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from accel_plugins.checkpoint import pickled
+from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, shards_name
+from accel_plugins.checkpoint.shards import read_into
+from accel_plugins.fsdp import loading, rank_files, weights
+from accel_plugins.fsdp.sharded import inner_optimizer
+from accel_plugins.manifest import Part
+from accel_plugins.wrapped.unwrap import extract_model_from_parallel
+from accel_state.errors import SettingError
+from accelerate.legacy.models import is_peft_model
+
+__all__ = ("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer")
+
+Folder = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights of a sharded model the way the settings of the run say; called on every process.
+
+    Args:
+        fsdp_plugin: the settings of the run.
+        accelerator: its processes.
+        model: a prepared model.
+        output_dir: the checkpoint; it is made where it is missing.
+        model_index: its number among the models.
+        adapter_only: of a model of peft, only the adapter that is active, under the names that peft gives it.
+        use_dcp: False writes shards in one file per process, which only as many processes can read.
+
+    Raises:
+        SettingError: these are not the settings of the run.
+        CheckpointError: they cannot be written.
+    """
+    strategy = _strategy(accelerator, fsdp_plugin)
+    state = strategy.collect(Part.MODEL, model)
+    if adapter_only:
+        state = {saved: state[own] for saved, own in _adapter_names(model, state).items()}
+    _save(accelerator, Part.MODEL, state, output_dir, model_index, use_dcp)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of an optimizer of a sharded model; called on every process. See `save_fsdp_model`."""
+    state = _strategy(accelerator, fsdp_plugin).collect(Part.OPTIMIZER, optimizer)
+    _save(accelerator, Part.OPTIMIZER, state, output_dir, optimizer_index, use_dcp)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_model` wrote, from the checkpoint or from the folder of shards itself.
+
+    Raises:
+        SettingError: these are not the settings of the run.
+        CheckpointError: something is missing, damaged, of another model or of another number of processes.
+    """
+    strategy, folder = _strategy(accelerator, fsdp_plugin), _checkpoint(input_dir)
+    if adapter_only:
+        _load_adapter(model, folder, model_index, _whole(fsdp_plugin), use_dcp)
+    elif _whole(fsdp_plugin) or use_dcp:
+        strategy.load(Part.MODEL, model, folder, model_index)
+    else:
+        weights.put_model(model, rank_files.read(Part.MODEL, folder, model_index))
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_optimizer` wrote; what an optimizer holds is the same with `adapter_only`.
+
+    See `load_fsdp_model`.
+    """
+    strategy, folder = _strategy(accelerator, fsdp_plugin), _checkpoint(input_dir)
+    if _whole(fsdp_plugin) or use_dcp:
+        strategy.load(Part.OPTIMIZER, optimizer, folder, optimizer_index)
+    else:
+        state = rank_files.read(Part.OPTIMIZER, folder, optimizer_index)
+        weights.put_optimizer(model, inner_optimizer(optimizer), state)
+
+
+def _save(accelerator: Any, part: Part, state: dict[str, Any], folder: Folder, index: int, use_dcp: bool) -> None:
+    strategy = accelerator._engine.strategy
+    if accelerator.is_main_process:
+        os.makedirs(folder, exist_ok=True)
+    accelerator.wait_for_everyone()
+    if use_dcp or _whole(strategy.config):
+        strategy.save(part, state, Path(folder), index)
+    else:
+        rank_files.write(part, state, Path(folder), index)
+
+
+def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp: bool) -> None:
+    own = weights.model_state(model, full=False)
+    names = _adapter_names(model, own)
+    if whole:
+        saved = pickled.read(folder / sharded_model_name(index))
+    elif use_dcp:
+        saved = {name: own[original] for name, original in names.items()}
+        read_into({Part.MODEL.value: saved}, folder / shards_name(FSDP_MODEL_NAME, index))
+    else:
+        saved = rank_files.read(Part.MODEL, folder, index)
+    renamed = {names.get(name, name): value for name, value in saved.items()}
+    put = loading.put if whole else weights.put_model
+    put(model, renamed, strict=False)
+
+
+def _adapter_names(model: Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Names under which peft saves the active adapter, to those in the model; all names where peft has no part."""
+    if not is_peft_model(model):
+        return {name: name for name in state}
+    library: Any = importlib.import_module("peft")
+    bare: Any = extract_model_from_parallel(model)
+    kept = library.get_peft_model_state_dict(bare, state_dict=dict(state), adapter_name=bare.active_adapter)
+    originals = {id(value): name for name, value in state.items()}
+    return {saved: originals[id(value)] for saved, value in kept.items()}
+
+
+def _strategy(accelerator: Any, plugin: Any) -> Any:
+    strategy = accelerator._engine.strategy
+    own = getattr(strategy, "config", None)
+    if getattr(own, "state_dict_type", None) != plugin.state_dict_type:
+        raise SettingError(
+            "A model or an optimizer of FSDP was to be saved or loaded.",
+            f"The settings given say state_dict_type={plugin.state_dict_type!r}, the run does not.",
+            "Give accelerator.state.fsdp_plugin.",
+        )
+    return strategy
+
+
+def _whole(settings: Any) -> bool:
+    return bool(settings.state_dict_type == "FULL_STATE_DICT")
+
+
+def _checkpoint(folder: Folder) -> Path:
+    """The checkpoint, also where its folder of shards was named."""
+    path = Path(folder)
+    return path.parent if (path / ".metadata").is_file() else path
