@@ -20,6 +20,7 @@ from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
 from accel_plugins.testing import Case, Processes, Session, fresh
 from accel_plugins.testing.backend_tasks import clipped_plain
+from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, CheckpointError, Conflict, NotOffered, SettingError
@@ -55,14 +56,6 @@ def clean() -> Iterator[None]:
 
 def case(*arguments: Any, **options: Any) -> Case:
     return Case(FSDP2, Plugin(2, *arguments, **options))
-
-
-def near(expected: Any) -> Any:
-    if isinstance(expected, dict):
-        return {name: near(value) for name, value in expected.items()}
-    if isinstance(expected, list) and expected and isinstance(expected[0], list):
-        return [near(value) for value in expected]
-    return pytest.approx(expected, rel=2e-5, abs=2e-6)
 
 
 def train(given: Case) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.resolve import choose
 from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
@@ -46,14 +47,6 @@ def clean() -> Iterator[None]:
 
 def case(**options: Any) -> Case:
     return Case(FSDP1, Plugin(1, **options))
-
-
-def near(expected: Any) -> Any:
-    if isinstance(expected, dict):
-        return {name: near(value) for name, value in expected.items()}
-    if isinstance(expected, list) and expected and isinstance(expected[0], list):
-        return [near(value) for value in expected]
-    return pytest.approx(expected, rel=2e-5, abs=2e-6)
 
 
 def train(given: Case) -> dict[str, Any]:

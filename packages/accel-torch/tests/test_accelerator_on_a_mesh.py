@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_plugins.mesh_rules import PERMITTED
+from accel_plugins.testing.nearness import near as near_to
+from accel_plugins.testing.sequences import PLAN, SequenceModel, sequences
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
-from accel_state.errors import AccelError
+from accel_state.errors import AccelError, Conflict
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import (
@@ -24,8 +29,7 @@ from accel_torch import (
     TorchTensorParallelPlugin,
 )
 
-HEADS, WIDTH, LENGTH, SAMPLES = 4, 8, 8, 16
-PLAN = {"blocks.*.inwards": "colwise", "blocks.*.outwards": "rowwise"}
+SAMPLES = 16
 DIVIDED_COPIES = {"ACCELERATE_ALLOW_CP_STANDALONE": "true"}
 
 
@@ -42,37 +46,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inwards, self.outwards = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        heads = self.inwards(inputs).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        out: Tensor = inputs + self.outwards(attended.transpose(1, 2).flatten(2))
-        return out
-
-
-class Model(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = block(inputs)
-        out: Tensor = self.head(inputs)
-        return out
-
-
 def samples() -> TensorDataset:
-    torch.manual_seed(6)
-    return TensorDataset(torch.randn(SAMPLES, LENGTH, WIDTH), torch.randn(SAMPLES, LENGTH, 2), torch.arange(SAMPLES))
+    return TensorDataset(*sequences(SAMPLES), torch.arange(SAMPLES))
 
 
 def fsdp() -> FullyShardedDataParallelPlugin:
@@ -91,7 +66,7 @@ def train(sizes: dict[str, int] | None, how: str = "", **options: Any) -> dict[s
     if "planned" in how:
         given["torch_tp_plugin"] = TorchTensorParallelPlugin(parallelize_plan=PLAN)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True), **given)
-    model = Model()
+    model = SequenceModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     prepared = accelerator.prepare(model, optimizer, schedule, DataLoader(samples(), batch_size=8))
@@ -118,12 +93,7 @@ def train(sizes: dict[str, int] | None, how: str = "", **options: Any) -> dict[s
     }
 
 
-def near(expected: Any) -> Any:
-    if isinstance(expected, dict):
-        return {name: near(value) for name, value in expected.items()}
-    if expected and isinstance(expected[0], list):
-        return [near(value) for value in expected]
-    return pytest.approx(expected, rel=2e-4, abs=2e-5)
+near = partial(near_to, rel=2e-4, abs=2e-5)
 
 
 ARRANGEMENTS: list[tuple[dict[str, int] | None, str, str]] = [
@@ -207,7 +177,7 @@ def test_each_process_knows_its_place_on_every_axis(four: Processes) -> None:
 
 
 def refusal(what: str) -> str:
-    model: nn.Module = Model()
+    model: nn.Module = SequenceModel()
     options: dict[str, Any] = {
         "too few": {"parallelism_config": ParallelismConfig(tp_size=2)},
         "backend": {"parallelism_config": ParallelismConfig(dp_shard_size=4), "backend": "ddp"},
@@ -217,7 +187,7 @@ def refusal(what: str) -> str:
         },
         "engine": {"parallelism_config": ParallelismConfig(sp_size=4)},
         "no plan": {"parallelism_config": ParallelismConfig(tp_size=4)},
-        "plan": {"torch_tp_plugin": TorchTensorParallelPlugin(4, parallelize_plan={"blocks.*.inward": "colwise"})},
+        "plan": {"torch_tp_plugin": TorchTensorParallelPlugin(4, parallelize_plan={"blocks.*.query": "colwise"})},
         "style": {"torch_tp_plugin": TorchTensorParallelPlugin(4, parallelize_plan={"head": "col"})},
         "blocks": {"transforms": [ActivationCheckpoint()]},
         "transform": {"transforms": [3]},
@@ -256,6 +226,35 @@ def test_what_does_not_go_together_is_refused_at_once(four: Processes, what: str
         assert named in answer
 
 
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+OUTSIDE = [
+    pair
+    for pair in combinations(AXES, 2)
+    if set(pair) not in [{axis.value for axis in combination.axes} for combination in PERMITTED]
+]
+
+
+def refused(pairs: list[tuple[str, str]]) -> list[str]:
+    told = []
+    for pair in pairs:
+        sizes: dict[str, Any] = {f"{axis}_size": 2 for axis in pair}
+        if "sp" in pair:
+            sizes["sp_backend"] = "torch"
+        try:
+            Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+        except Conflict as error:
+            told.append(str(error))
+    return told
+
+
+def test_combinations_outside_of_the_table_are_refused_at_construction(four: Processes) -> None:
+    assert len(OUTSIDE) == 4
+    for told in four.run(refused, OUTSIDE, environment=DIVIDED_COPIES):
+        assert len(told) == len(OUTSIDE)
+        for pair, message in zip(OUTSIDE, told, strict=True):
+            assert all(axis in message for axis in pair)
+
+
 def test_pipelines_are_not_offered() -> None:
     with pytest.raises(NotImplementedError, match="prepare_pippy"):
         _ = Accelerator(cpu=True).pipeline_parallel_rank
@@ -268,7 +267,7 @@ def evaluation(sizes: dict[str, int] | None) -> dict[str, Any]:
         torch_tp_plugin=TorchTensorParallelPlugin(parallelize_plan=PLAN),
         mixed_precision="bf16",
     )
-    teacher, student = Model(), Model()
+    teacher, student = SequenceModel(), SequenceModel()
     frozen = accelerator.prepare_model(teacher, evaluation_mode=True)
     trained, _ = accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1))
     with torch.no_grad():
@@ -276,7 +275,7 @@ def evaluation(sizes: dict[str, int] | None) -> dict[str, Any]:
     return {
         "same": frozen is teacher,
         "dtype": str(outputs.dtype),
-        "wrapped": type(trained) is not Model,
+        "wrapped": type(trained) is not SequenceModel,
         "registered": len(accelerator._registry.models),
         "outputs": outputs.tolist(),
     }
@@ -285,7 +284,7 @@ def evaluation(sizes: dict[str, int] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("sizes", [None, {"dp_shard_size": 2, "tp_size": 2}])
 def test_a_model_for_evaluation_is_changed_but_not_wrapped(four: Processes, sizes: dict[str, int] | None) -> None:
     with torch.no_grad():
-        expected = Model()(samples().tensors[0][:2]).tolist()
+        expected = SequenceModel()(samples().tensors[0][:2]).tolist()
     for answer in four.run(evaluation, sizes):
         assert (answer["same"], answer["wrapped"], answer["registered"]) == (True, True, 1)
         assert answer["dtype"] == "torch.float32"
