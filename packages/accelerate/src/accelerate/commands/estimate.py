@@ -12,8 +12,28 @@ from accelerate.address import serve
 if TYPE_CHECKING:
     from accelerate.legacy.commands import estimate_command, estimate_command_parser
     from accelerate.legacy.commands import estimate_main as main
+    from accelerate.legacy.estimating import (
+        add_timm_hub_prefix,
+        check_has_model,
+        create_ascii_table,
+        create_empty_model,
+        estimate_training_usage,
+        gather_data,
+        verify_on_hub,
+    )
 
-__all__ = ("estimate_command", "estimate_command_parser", "main")
+__all__ = (
+    "add_timm_hub_prefix",
+    "check_has_model",
+    "create_ascii_table",
+    "create_empty_model",
+    "estimate_command",
+    "estimate_command_parser",
+    "estimate_training_usage",
+    "gather_data",
+    "main",
+    "verify_on_hub",
+)
 
 if __name__ == "__main__":
     from accelerate.legacy.commands import estimate_main

@@ -76,6 +76,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
     "accelerate.commands.estimate": {
         "accelerate.legacy.commands": "estimate_command estimate_command_parser main=estimate_main",
+        "accelerate.legacy.estimating": """
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_training_usage
+            gather_data verify_on_hub
+        """,
     },
     "accelerate.commands.launch": {
         "accelerate.legacy.command_parts": """

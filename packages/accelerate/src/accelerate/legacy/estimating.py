@@ -1,0 +1,173 @@
+"""The functions behind `accelerate estimate-memory` under their old names, over `accel_bigmodel.estimate`."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from accel_bigmodel.estimate import build_model
+from accel_bigmodel.sizes import calculate_maximum_sizes
+from accel_state.errors import SettingError
+from accel_state.settings.probe import importable
+from accel_state.settings.requirement import Requirement
+
+__all__ = (
+    "add_timm_hub_prefix",
+    "check_has_model",
+    "create_ascii_table",
+    "create_empty_model",
+    "estimate_training_usage",
+    "gather_data",
+    "verify_on_hub",
+)
+
+_HUB: Final = Requirement("huggingface_hub", distribution="huggingface-hub", extra="accel-bigmodel[hub]")
+_LIBRARIES: Final = ("timm", "transformers")
+
+_SMALLER: Final = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
+"""How many times fewer bytes than float32 a dtype takes."""
+
+_IN_HALF: Final = {"model": 1.0, "optimizer": 2.0, "gradients": 1.5, "step": 2.0}
+_TRAINED: Final = {
+    "float32": {"model": 1.0, "optimizer": 2.0, "gradients": 1.0, "step": 4.0},
+    "float16": _IN_HALF,
+    "bfloat16": _IN_HALF,
+}
+"""Bytes at each moment of training with Adam, by dtype, as multiples of the model's bytes in float32."""
+
+
+def verify_on_hub(repo: str, token: str | None = None) -> Any:
+    """What the Hugging Face Hub tells of a model; "gated" where it needs an access token, "repo" where it is not there.
+
+    Raises:
+        Missing: huggingface_hub is not installed.
+    """
+    _HUB.demand(f"The Hub was to be asked for {repo!r}.")
+    model_info: Any = importlib.import_module("huggingface_hub").model_info
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    try:
+        return model_info(repo, token=token)
+    except errors.GatedRepoError:
+        return "gated"
+    except errors.RepositoryNotFoundError:
+        return "repo"
+
+
+def check_has_model(error: BaseException | None) -> str:
+    """The library of whose models an error of loading says that none has that name, or "unknown"."""
+    said = str(error)
+    if isinstance(error, RuntimeError) and "Unknown model" in said and importable("timm"):
+        return "timm"
+    if isinstance(error, OSError) and "does not appear to have a file named" in said and importable("transformers"):
+        return "transformers"
+    return "unknown"
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """The name by which timm finds a model of the Hub.
+
+    Example:
+        >>> add_timm_hub_prefix("timm/resnet50"), add_timm_hub_prefix("resnet50")
+        ('hf-hub:timm/resnet50', 'resnet50')
+    """
+    return f"hf-hub:{model_name}" if "/" in model_name and not model_name.startswith("hf-hub:") else model_name
+
+
+def create_empty_model(
+    model_name: str, library_name: str, trust_remote_code: bool = False, access_token: str | None = None
+) -> nn.Module:
+    """A model without memory for its weights.
+
+    Args:
+        model_name: name on the Hub, or whatever else `accel_bigmodel.estimate.build_model` takes.
+        library_name: "transformers" or "timm"; None asks the Hub for that of a model there.
+        trust_remote_code: let transformers run code that comes with a model.
+        access_token: for models of the Hub that need one.
+
+    Raises:
+        SettingError: there is no such model, or none of these libraries has it.
+        Missing: a library that it needs is not installed.
+    """
+    if ":" in model_name or Path(model_name).exists():
+        return build_model(model_name, library_name, trust_remote_code)
+    library = library_name or _library_on_hub(model_name, access_token)
+    name = add_timm_hub_prefix(model_name) if library == "timm" else model_name
+    arguments = {"token": access_token} if access_token is not None and library == "transformers" else {}
+    return build_model(name, library, trust_remote_code, **arguments)
+
+
+def _library_on_hub(model_name: str, access_token: str | None) -> str:
+    """The library that a model of the Hub is for."""
+    asked = f"The model {model_name!r} was to be built without its weights."
+    told = verify_on_hub(model_name, access_token)
+    if told == "gated":
+        raise SettingError(asked, "The Hub shows it to few.", "Ask for access to it, and log in with `hf auth login`.")
+    if told == "repo":
+        raise SettingError(asked, "There is no such model on the Hub.", "Check its name; private ones need a token.")
+    library = getattr(told, "library_name", None)
+    if library not in _LIBRARIES:
+        found = f"The Hub says it is for {library}." if library else "The Hub does not say which library it is for."
+        raise SettingError(asked, found, f"Give --library_name: {' or '.join(_LIBRARIES)}.")
+    return str(library)
+
+
+def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, float]:  # noqa: A002
+    """Bytes at each moment of training with Adam: of the model, the optimizer, the gradients, and in a step.
+
+    Args:
+        bytes: those of the model in float32.
+        mixed_precision: name of a dtype; one that is not trained in gives -1 for each moment.
+        msamp_config: taken as the original does, and without effect.
+    """
+    del msamp_config
+    times = _TRAINED.get(mixed_precision)
+    if times is None:
+        return dict.fromkeys(_IN_HALF, -1)
+    return {moment: int(bytes * factor) for moment, factor in times.items()}
+
+
+def gather_data(args: Namespace) -> list[list[Any]]:
+    """For each dtype its name, and bytes of the largest layer, of the whole model, and of training with Adam.
+
+    Args:
+        args: what the parser of `estimate-memory` made of a command line.
+    """
+    model = create_empty_model(
+        args.model_name, library_name=args.library_name, trust_remote_code=args.trust_remote_code
+    )
+    total, (largest, _) = calculate_maximum_sizes(model)
+    return [
+        [dtype, largest / _SMALLER[dtype], total / _SMALLER[dtype], estimate_training_usage(total, dtype)]
+        for dtype in args.dtypes
+    ]
+
+
+def create_ascii_table(headers: list[str], rows: list[Any], title: str) -> str:
+    """A table of texts in a frame, under a title.
+
+    Example:
+        >>> print(create_ascii_table(["dtype", "size"], [["int8", "4 KB"]], "model"))
+        ┌──────────┐
+        │  model   │
+        ├─────┬────┤
+        │dtype│size│
+        ├─────┼────┤
+        │ int8│4 KB│
+        └─────┴────┘
+    """
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    widths[-1] += max(len(title) - sum(widths) - len(widths) + 1, 0)
+    bars = ["─" * width for width in widths]
+    inner = sum(widths) + len(widths) - 1
+    lines = [f"┌{'─' * inner}┐", f"│{title.center(inner)}│", f"├{'┬'.join(bars)}┤", _row(headers, widths)]
+    lines += [f"├{'┼'.join(bars)}┤", *(_row(row, widths) for row in rows), f"└{'┴'.join(bars)}┘"]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return f"│{'│'.join(cell.center(width) for cell, width in zip(cells, widths, strict=True))}│"

@@ -1,0 +1,112 @@
+"""The functions behind `accelerate estimate-memory`, as libraries and tests call them at their old address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from accel_state.errors import SettingError
+from accelerate.commands.estimate import (
+    add_timm_hub_prefix,
+    check_has_model,
+    create_ascii_table,
+    create_empty_model,
+    estimate_command_parser,
+    estimate_training_usage,
+    gather_data,
+)
+
+MODEL = """
+import torch
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.Linear(512, 8))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "small_model.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return f"{path}:make"
+
+
+def test_a_row_for_each_dtype(model: str) -> None:
+    args = estimate_command_parser().parse_args([model, "--dtypes", "float32", "float16", "int8", "int4"])
+    full = {"model": 540704, "optimizer": 1081408, "gradients": 540704, "step": 2162816}
+    half = {"model": 540704, "optimizer": 1081408, "gradients": 811056, "step": 1081408}
+    untrained = {"model": -1, "optimizer": -1, "gradients": -1, "step": -1}
+    # What the original answers for the same model.
+    assert gather_data(args) == [
+        ["float32", 524288, 540704, full],
+        ["float16", 262144.0, 270352.0, half],
+        ["int8", 131072.0, 135176.0, untrained],
+        ["int4", 65536.0, 67588.0, untrained],
+    ]
+
+
+def test_a_model_without_memory(model: str) -> None:
+    made = create_empty_model(model, "transformers")
+    assert {parameter.device for parameter in made.parameters()} == {torch.device("meta")}
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("repo", "no such model on the Hub"),
+        ("gated", "hf auth login"),
+        (SimpleNamespace(library_name=None), "does not say which library"),
+        (SimpleNamespace(library_name="diffusers"), "for diffusers"),
+    ],
+)
+def test_models_that_the_hub_does_not_give(told: object, said: str) -> None:
+    with (
+        mock.patch("accelerate.commands.estimate.verify_on_hub", return_value=told) as asked,
+        pytest.raises(SettingError, match=said),
+    ):
+        create_empty_model("some/model", None, access_token="secret")  # type: ignore[arg-type]
+    asked.assert_called_once_with("some/model", "secret")
+
+
+def test_bytes_of_training() -> None:
+    assert estimate_training_usage(1000, "float32") == {
+        "model": 1000,
+        "optimizer": 2000,
+        "gradients": 1000,
+        "step": 4000,
+    }
+    assert estimate_training_usage(1000, "bfloat16", "O1")["gradients"] == 1500
+    assert set(estimate_training_usage(1000, "int8").values()) == {-1}
+
+
+def test_names_and_errors_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [add_timm_hub_prefix(name) for name in ("resnet50", "a/b", "hf-hub:a/b")] == [
+        "resnet50",
+        "hf-hub:a/b",
+        "hf-hub:a/b",
+    ]
+    unknown, lost = RuntimeError("Unknown model (x)"), OSError("x does not appear to have a file named config.json")
+    monkeypatch.setattr("accelerate.legacy.estimating.importable", lambda module: True)
+    assert [check_has_model(error) for error in (unknown, lost, ValueError("x"))] == ["timm", "transformers", "unknown"]
+    monkeypatch.setattr("accelerate.legacy.estimating.importable", lambda module: False)
+    assert [check_has_model(error) for error in (unknown, lost)] == ["unknown", "unknown"]
+
+
+def test_a_table_in_a_frame() -> None:
+    rows = [["float32", "512.0 KB", "528.03 KB", "2.06 MB"], ["int8", "128.0 KB", "132.01 KB", "N/A"]]
+    shown = create_ascii_table(["dtype", "Largest Layer", "Total Size", "Training using Adam"], rows, "Memory")
+    assert shown.splitlines()[:4] == [
+        "┌────────────────────────────────────────────────────┐",
+        "│                       Memory                       │",
+        "├───────┬─────────────┬──────────┬───────────────────┤",
+        "│ dtype │Largest Layer│Total Size│Training using Adam│",
+    ]
+    assert shown.splitlines()[5:] == [
+        "│float32│   512.0 KB  │528.03 KB │      2.06 MB      │",
+        "│  int8 │   128.0 KB  │132.01 KB │        N/A        │",
+        "└───────┴─────────────┴──────────┴───────────────────┘",
+    ]
+    assert {len(line) for line in create_ascii_table(["a"], [["b"]], "A long title").splitlines()} == {14}
