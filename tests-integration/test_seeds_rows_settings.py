@@ -19,6 +19,7 @@ from accelerate.utils import (
     BnbQuantizationConfig,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DynamoBackend,
     FP8RecipeKwargs,
@@ -76,6 +77,28 @@ def test_row_40_another_word_for_automatic_names() -> None:
 
 
 # ---------------------------------------------------------------- backends
+def test_row_42_a_policy_of_wrapping_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match="auto_wrap_policy"):
+        plugin = DeepSpeedPlugin(auto_wrap_policy=lambda module: True)
+    assert plugin.deepspeed_config == DeepSpeedPlugin().deepspeed_config
+
+
+def test_row_43_further_entries_of_the_configuration() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=1, wall_clock_breakdown=True, fp16={"enabled": False})
+    assert plugin.deepspeed_config["wall_clock_breakdown"] is True
+    assert plugin.deepspeed_config["fp16"] == {"enabled": False}
+    table = {"zero_optimization": {"stage": 1}, "wall_clock_breakdown": False}
+    with pytest.raises(Conflict, match="wall_clock_breakdown"):
+        DeepSpeedPlugin(hf_ds_config=table, wall_clock_breakdown=True)
+
+
+def test_row_44_experts_and_8_bits() -> None:
+    plugin = DeepSpeedPlugin(transformer_moe_cls_names="Experts", enable_msamp=True, msamp_opt_level="O2")
+    assert plugin.transformer_moe_cls_names == "Experts"
+    assert plugin.deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O2"}
+    assert DeepSpeedPlugin().transformer_moe_cls_names is None
+
+
 @pytest.mark.filterwarnings("ignore:.*ShardingStrategy.*:FutureWarning")
 def test_rows_45_to_48_settings_of_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
     given = FullyShardedDataParallelPlugin(ShardingStrategy.SHARD_GRAD_OP)

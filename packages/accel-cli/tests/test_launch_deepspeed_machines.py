@@ -1,4 +1,4 @@
-"""Command lines of DeepSpeed's launcher for each way of reaching machines, and what is wrong with hostfiles, as data."""
+"""Command lines of DeepSpeed's launcher for each way of reaching machines, and faults of hostfiles, as data."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def hosts(tmp_path):
     return str(path)
 
 
+MPI = ["mpich", "mvapich", "openmpi"]
+
+
 @pytest.mark.parametrize("launcher", sorted(set(LAUNCHERS) - {"standard", "nossh"}))
 def test_machines_that_deepspeed_reaches(hosts, launcher):
     made = plan(
@@ -46,12 +49,20 @@ def test_machines_that_deepspeed_reaches(hosts, launcher):
         "--no_local_rank",
         f"--hostfile={hosts}",
         f"--launcher={launcher}",
-        "--num_nodes=2",
-        "--num_gpus=4",
+        *(() if launcher in MPI else ("--num_nodes=2", "--num_gpus=4")),
         "--master_addr=10.0.0.1",
         "--master_port=1234",
         *PROGRAM,
     )
+
+
+@pytest.mark.parametrize("launcher", MPI)
+@pytest.mark.parametrize(
+    "other", [{"num_machines": 3}, {"num_processes": 4}, {"num_machines": 2, "deepspeed_inclusion_filter": "node1"}]
+)
+def test_mpi_takes_every_slot(hosts, launcher, other):
+    with pytest.raises(Conflict, match="every slot"):
+        plan(**{"num_machines": 2, **other}, deepspeed_hostfile=hosts, deepspeed_multinode_launcher=launcher)
 
 
 def test_machines_that_start_their_processes_themselves(hosts):

@@ -80,11 +80,11 @@ def test_deepspeed_with_a_choice_of_machines(hosts, filters, words):
         use_deepspeed=True,
         num_machines=2,
         deepspeed_hostfile=hosts,
-        deepspeed_multinode_launcher="openmpi",
+        deepspeed_multinode_launcher="slurm",
         main_process_port=1234,
         **filters,
     )
-    assert made.argv[2:6] == (f"--hostfile={hosts}", "--launcher=openmpi", *words, "--master_port=1234")
+    assert made.argv[2:6] == (f"--hostfile={hosts}", "--launcher=slurm", *words, "--master_port=1234")
 
 
 def test_deepspeed_on_one_machine_and_machine_by_machine_is_started_as_anything_else():

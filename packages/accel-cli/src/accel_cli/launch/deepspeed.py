@@ -21,6 +21,8 @@ ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
 
 _BY_MACHINE: Final = "standard"
 _WITHOUT_SSH: Final = "nossh"
+_BY_MPI: Final = ("openmpi", "mvapich", "mpich")
+"""Ways in which DeepSpeed takes every slot of the hostfile, and no choice of them."""
 _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 
@@ -64,6 +66,8 @@ def check_deepspeed(effective: Effective) -> None:
     effect = effective["deepspeed_config.deepspeed_hostfile"]
     hosts = read_hostfile(settings.deepspeed_hostfile, effect.origin)
     _check_hosts(hosts, settings, effect.origin)
+    if chosen in _BY_MPI:
+        _check_all_taken(effective, hosts, settings)
     filtered = settings.deepspeed_inclusion_filter or settings.deepspeed_exclusion_filter
     if machines.given and machines.value > len(hosts) and not filtered:
         raise Conflict(
@@ -94,6 +98,23 @@ def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origi
             )
 
 
+def _check_all_taken(effective: Effective, hosts: Sequence[Host], settings: DeepSpeedLaunchSettings) -> None:
+    """Refuse to take fewer machines or processes than the hostfile names."""
+    asked = f"deepspeed_multinode_launcher={settings.deepspeed_multinode_launcher} was asked for"
+    every = "DeepSpeed starts a process on every slot of the hostfile through MPI"
+    if _chosen(settings):
+        raise Conflict(f"{asked}, with a filter of machines.", f"{every}.", "Leave out lines of the hostfile.")
+    there = {"num_machines": len(hosts), "num_processes": sum(host.slots or 0 for host in hosts)}
+    for name, count in there.items():
+        given = effective[name]
+        if given.given and given.value != count:
+            raise Conflict(
+                f"{asked}, with {name}={given.value} ({given.origin}).",
+                f"{every}, and {settings.deepspeed_hostfile} has {count}.",
+                "Correct one of the two.",
+            )
+
+
 def _fits(part: str, slots: Mapping[str, int]) -> bool:
     """Whether one machine of a filter, with its slots if they are told, is among those that there are."""
     name, colon, chosen = part.strip().partition(":")
@@ -111,14 +132,15 @@ def deepspeed_argv(effective: Effective, processes: int | None, program: Sequenc
     """
     machines = effective.instance(MachineSettings)
     settings = effective.instance(DeepSpeedLaunchSettings)
-    hosts = (f"--hostfile={settings.deepspeed_hostfile}",) if settings.deepspeed_hostfile else ()
-    count = (f"--num_nodes={machines.num_machines}",) if effective["num_machines"].given else ()
+    launcher = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
+    counts = (f"--num_nodes={machines.num_machines}",) if effective["num_machines"].given else ()
+    counts += (f"--num_gpus={processes}",) if processes is not None else ()
     return (
         "deepspeed",
         "--no_local_rank",
-        *hosts,
-        *_way(settings.deepspeed_multinode_launcher or LAUNCHERS[0], machines.machine_rank),
-        *(_chosen(settings) or (*count, *((f"--num_gpus={processes}",) if processes is not None else ()))),
+        f"--hostfile={settings.deepspeed_hostfile}",
+        *_way(launcher, machines.machine_rank),
+        *(_chosen(settings) or (() if launcher in _BY_MPI else counts)),
         *((f"--master_addr={machines.main_process_ip}",) if machines.main_process_ip else ()),
         f"--master_port={machines.main_process_port or PORT_OF_MACHINES}",
         *program,
