@@ -375,3 +375,13 @@ def test_a_library_that_counts_micro_batches_itself_says_when_to_step() -> None:
         accelerator.backward(model(torch.ones(1, model.in_features)).sum())
         optimizer.step()
         assert torch.equal(before, model.weight) is not step
+
+
+def test_the_last_batch_is_known_until_another_iteration_begins() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(list(range(3)), batch_size=4))
+    next(iter(loader))
+    assert len(accelerator.gather_for_metrics(torch.ones(4))) == 3
+    assert not accelerator.gradient_state.in_dataloader
+    assert [len(batch) for batch in loader] == [3]
+    assert len(accelerator.gather_for_metrics(torch.ones(4))) == 4

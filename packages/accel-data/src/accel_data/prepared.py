@@ -178,6 +178,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.progress.finish()
             if broken is not None:
                 raise broken
+        except GeneratorExit:
+            if self.progress.end_of_dataloader:
+                self.gradient_state.left = self
+            raise
         finally:
             self.end()
 

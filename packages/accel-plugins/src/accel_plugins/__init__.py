@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accel_plugins.context import Context
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
+    from accel_plugins.deepspeed.config import DeepSpeedPlugin
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
     from accel_plugins.manifest import Ability, Axis, Duty, Job, Manifest, Part, Phase
     from accel_plugins.precision.base import Precision
@@ -41,6 +42,7 @@ __all__ = (
     "Bundle",
     "Context",
     "DDPCommunicationHookType",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "Duty",
     "FP8BackendType",
@@ -73,6 +75,7 @@ __getattr__, __dir__ = lazy_names(
         "accel_plugins.context": ("Context",),
         "accel_plugins.ddp.config": ("DistributedDataParallelKwargs",),
         "accel_plugins.ddp.hook_types": ("DDPCommunicationHookType",),
+        "accel_plugins.deepspeed.config": ("DeepSpeedPlugin",),
         "accel_plugins.fsdp.config": ("FullyShardedDataParallelPlugin",),
         "accel_plugins.manifest": (
             "Ability",

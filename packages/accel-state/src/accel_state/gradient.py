@@ -59,13 +59,19 @@ class Iterating(Protocol):
 
 
 class GradientState:
-    """Whether gradients are synchronised at this step, and which loaders are in iteration."""
+    """Whether gradients are synchronised at this step, and which loaders are in iteration.
 
-    __slots__ = ("__weakref__", "is_xla_gradients_synced", "loaders", "plugin", "sync_gradients")
+    Attributes:
+        left: the loader whose iteration was left at its last batch, as `next(iter(loader))` may do, until the next one
+            begins: results of that batch can still be collected.
+    """
+
+    __slots__ = ("__weakref__", "is_xla_gradients_synced", "left", "loaders", "plugin", "sync_gradients")
 
     sync_gradients: bool
     plugin: GradientAccumulationPlugin
     loaders: list[Iterating]
+    left: Iterating | None
     is_xla_gradients_synced: bool
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
@@ -83,6 +89,7 @@ class GradientState:
         state.sync_gradients = True
         state.plugin = plugin
         state.loaders = []
+        state.left = None
         state.is_xla_gradients_synced = False
         current.set_gradient(state)
         return state
@@ -120,6 +127,7 @@ class GradientState:
     def begin(self, loader: Iterating) -> None:
         """A loader enters iteration and is the innermost one from now on."""
         self.loaders.append(loader)
+        self.left = None
 
     def finish(self, loader: Iterating) -> None:
         """A loader leaves iteration.

@@ -26,7 +26,7 @@ def gather_for_metrics(
     """What all processes computed for the batch given out last, without the samples that were added for evenness.
 
     Args:
-        gradient: knows the loader in iteration.
+        gradient: knows the loader in iteration, or that was left at its last batch.
         input_data: tensors in any nesting, or objects.
         use_gather_object: gather as objects even if there are tensors; for tensors of different shapes.
         mesh: where processes that differ in no data axis read the same samples, of which one is kept.
@@ -35,7 +35,7 @@ def gather_for_metrics(
     gathered = gather(input_data) if tensors else gather_object(input_data)
     if mesh is not None:
         gathered = _one_of_each(gathered, mesh, tensors)
-    loader: Any = gradient.active_dataloader
+    loader: Any = gradient.left if gradient.active_dataloader is None else gradient.active_dataloader
     if loader is None:
         return gathered
     padding = loader.progress.padding or _short_last_step(loader, mesh)
