@@ -75,6 +75,24 @@ def test_questions_follow_from_answers():
     assert not any("rank of this machine" in question for question in on_cpu.asked)
 
 
+def test_how_to_compile_is_asked_of_those_who_compile(tmp_path):
+    asked = Answers(dynamo_backend="INDUCTOR", mode_of="max-autotune", repeats="yes")
+    answers = questions(asked, ASKED, {})
+    path = tmp_path / "run.yaml"
+    write_config(str(path), answers)
+    values = {name: given.value for name, given in read_config(str(path), LAUNCH_CLASSES).values.items()}
+    assert {name: value for name, value in values.items() if name.startswith("dynamo")} == {
+        "dynamo_config.dynamo_backend": "INDUCTOR",
+        "dynamo_config.dynamo_mode": "max-autotune",
+        "dynamo_config.dynamo_use_fullgraph": False,
+        "dynamo_config.dynamo_use_dynamic": False,
+        "dynamo_config.dynamo_use_regional_compilation": True,
+    }
+    others = Answers()
+    assert not any(key.startswith("dynamo") for key in questions(others, ASKED, {}))
+    assert sum("compile" in question for question in others.asked) == 0
+
+
 def test_questions_of_a_strangers_backend():
     prompter = Answers(own_the_run="rocket", come_back="yes")
     answers = questions(prompter, (), {"rocket": Rocket, "plain": None})

@@ -275,5 +275,5 @@ LAUNCH_CLASSES: Final = (
 )
 """Every settings class that `accel launch` knows, apart from those of backends."""
 
-ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings, TorchDynamoPlugin)
 """Those whose questions the wizard asks everybody; those of a backend are asked when it is chosen."""

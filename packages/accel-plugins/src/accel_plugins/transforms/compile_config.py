@@ -56,6 +56,7 @@ class TorchDynamoPlugin(KwargsHandler):
         variable="ACCELERATE_DYNAMO_MODE",
         flag="--dynamo_mode",
         key="dynamo_config.dynamo_mode",
+        question="Which mode of torch.compile would you like to use?",
         help="What torch.compile optimises for.",
         group="Resources",
     )
@@ -65,6 +66,7 @@ class TorchDynamoPlugin(KwargsHandler):
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         flag="--dynamo_use_fullgraph",
         key="dynamo_config.dynamo_use_fullgraph",
+        question="Should a model that does not compile as one graph be refused?",
         help="Refuse models that do not compile as one graph.",
         group="Resources",
     )
@@ -74,6 +76,7 @@ class TorchDynamoPlugin(KwargsHandler):
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
         flag="--dynamo_use_dynamic",
         key="dynamo_config.dynamo_use_dynamic",
+        question="Should models be compiled for sizes that change?",
         help="Compile for sizes that change.",
         group="Resources",
     )
@@ -85,6 +88,7 @@ class TorchDynamoPlugin(KwargsHandler):
         variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         flag="--dynamo_use_regional_compilation",
         key="dynamo_config.dynamo_use_regional_compilation",
+        question="Should the blocks that a model repeats be compiled instead of the whole model?",
         help="Compile the blocks that a model repeats instead of the whole model.",
         group="Resources",
     )
