@@ -251,6 +251,8 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 def test_a_process_that_does_not_exist_is_refused() -> None:
     with pytest.raises(SettingError, match="no such process"):
         prepare_data_loader(DataLoader(range(10)), num_processes=2, process_index=2)
+    with pytest.raises(SettingError, match="no such process"):
+        prepare_data_loader(DataLoader(range(10)), num_processes=0)
 
 
 def test_a_prepared_loader_is_not_prepared_again() -> None:

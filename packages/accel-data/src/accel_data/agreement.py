@@ -7,7 +7,7 @@ from its beginning, all of them marked as added, until the last process has run 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ from accel_data.sources import Source, first_batches
 from accel_data.stateful import is_finished
 from accel_state import current
 from accel_state.errors import DataError
-from accel_state.transport.base import Transport, Work
+from accel_state.transport.base import Work
 
 __all__ = ("AgreedSource", "in_step")
 
@@ -39,14 +39,16 @@ class AgreedSource:
         processes: how many have such a source.
         even: let all take the same number of steps, with batches of one size in each.
         drop_last: end when the first process runs out.
+        ranks: by part of the data, a process that reads it; none where the others are not there to agree with.
     """
 
-    def __init__(self, inner: Source, processes: int, even: bool, drop_last: bool) -> None:
+    def __init__(self, inner: Source, processes: int, even: bool, drop_last: bool, ranks: Sequence[int]) -> None:
         self.inner = inner
         self.base: DataLoader[Any] = inner.base
         self.processes = processes
         self.even = even
         self.drop_last = drop_last
+        self.ranks = ranks
         self._asking: _Asking | None = None
 
     @property
@@ -81,7 +83,7 @@ class AgreedSource:
 
     def named(self, own: bool = False) -> AgreedSource:
         """See `Source`."""
-        return AgreedSource(self.inner.named(own=True), self.processes, self.even, self.drop_last)
+        return AgreedSource(self.inner.named(own=True), self.processes, self.even, self.drop_last, self.ranks)
 
     def missing_from_len(self) -> int:
         """See `Source`."""
@@ -119,17 +121,16 @@ class AgreedSource:
         size, own = inner.step_size, None
         if at is not None:
             own = dataclasses.replace(at, samples=None if size is None else at.steps * size)
-        transport = current.process_or_start().transport
         self._asking = None
-        if not self.even or self.processes == 1 or transport.world_size != self.processes:
+        if not self.even or self.processes == 1 or not self.ranks:
             return inner.open(own)
         steps = inner.skipped()[0] if at is None else at.steps
         head = next(iter(first_batches(inner, 1)), None) if steps else None
         single, base = self.base.batch_sampler is None, None if at is None else at.base
         if base is not None and is_finished(base):
-            self._asking = _Asking(iter(()), transport, single, lambda: base)
+            self._asking = _Asking(iter(()), self.ranks, single, lambda: base)
         else:
-            self._asking = _Asking(inner.open(own), transport, single, inner.base_state)
+            self._asking = _Asking(inner.open(own), self.ranks, single, inner.base_state)
         return in_step(self._asking, self.drop_last, head)
 
     @property
@@ -151,7 +152,7 @@ class AgreedSource:
 
     def skipping(self, steps: int) -> AgreedSource:
         """See `Source`."""
-        return AgreedSource(self.inner.skipping(steps), self.processes, self.even, self.drop_last)
+        return AgreedSource(self.inner.skipping(steps), self.processes, self.even, self.drop_last, self.ranks)
 
     def skipped(self) -> tuple[int, int | None]:
         """See `Source`."""
@@ -198,7 +199,7 @@ def in_step(asking: _Asking, drop_last: bool, head: Any = None) -> Iterator[Any]
             if not any(sizes) or (drop_last and not all(sizes)):
                 return
             if head is None:
-                _check_all_have(sizes)
+                _check_all_have(sizes, asking.ranks)
                 head = batch
             asking.ask()
             yield _filled(batch, head, sizes, asking.single)
@@ -211,7 +212,7 @@ class _Asking:
 
     Args:
         batches: this process's own.
-        transport: between the processes.
+        ranks: by part of the data, the process whose answer counts.
         single: what comes are samples that are not batched.
         base_state: what torchdata needs to continue after the batch that was read last.
     """
@@ -219,12 +220,13 @@ class _Asking:
     def __init__(
         self,
         batches: Iterator[Any],
-        transport: Transport,
+        ranks: Sequence[int],
         single: bool,
         base_state: Callable[[], dict[str, Any] | None],
     ) -> None:
         self.batches = batches
-        self.transport = transport
+        self.transport = current.process_or_start().transport
+        self.ranks = ranks
         self.single = single
         self.base_state = base_state
         self.base_read: dict[str, Any] | None = None
@@ -232,7 +234,7 @@ class _Asking:
         self.work: Work | None = None
         self.batch: Any = None
         self.failure: Exception | None = None
-        self.sizes = torch.empty(transport.world_size, dtype=torch.int64)
+        self.sizes = torch.empty(self.transport.world_size, dtype=torch.int64)
 
     def ask(self) -> None:
         """Read the next batch, which lets the one before count as given out, and start telling the others its size."""
@@ -252,7 +254,7 @@ class _Asking:
         return 1 if self.single else samples_in(self.batch) or 0
 
     def answers(self, fails: bool = True) -> tuple[Any, list[int]]:
-        """The batch, or what says that there is none, and the sizes of all processes' batches."""
+        """The batch, or what says that there is none, and the size that it has in each part of the data."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -265,12 +267,12 @@ class _Asking:
                 f"Process {sizes.index(_FAILED)} could not read its stream.",
                 f"Look at the error of process {sizes.index(_FAILED)}.",
             )
-        return self.batch, sizes
+        return self.batch, [sizes[rank] for rank in self.ranks]
 
 
-def _check_all_have(sizes: list[int]) -> None:
+def _check_all_have(sizes: list[int], ranks: Sequence[int]) -> None:
     if not all(sizes):
-        without = [rank for rank, size in enumerate(sizes) if not size]
+        without = [rank for rank, size in zip(ranks, sizes, strict=True) if not size]
         raise DataError(
             "An epoch of streams that the processes read each for itself was begun.",
             f"The stream of process {without[0]} has no sample, so it cannot take part in any step.",

@@ -18,7 +18,6 @@ from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.stateful import has_state
 from accel_data.streamed import StreamSource
 from accel_ops.objects import broadcast_object_list
-from accel_state import current
 
 __all__ = ("Part", "Shuffling", "divide_indexed", "divide_stream")
 
@@ -35,15 +34,23 @@ class Part:
         index: which of them this is.
         split: batches are those of all processes together.
         even: fill up the last step.
+        readers: how many processes of the run draw its order together, with those that get the same part; 1 where
+            each draws for itself.
     """
 
     processes: int
     index: int
     split: bool = False
     even: bool = True
+    readers: int = 1
 
     def __post_init__(self) -> None:
         check_process(self.processes, self.index)
+
+    @property
+    def shared(self) -> bool:
+        """Whether somebody else reads in the same order."""
+        return self.processes > 1 or self.readers > 1
 
 
 @dataclass(frozen=True)
@@ -87,20 +94,23 @@ def divide_indexed(
 def _sample_seed(part: Part, shuffling: Shuffling) -> SampleSeed | None:
     if not shuffling.seed_samples:
         return None
-    return SampleSeed(_agreed(torch.initial_seed(), part) if shuffling.seed is None else shuffling.seed)
+    return SampleSeed(_seed(part, shuffling))
+
+
+def _seed(part: Part, shuffling: Shuffling) -> int:
+    return _agreed(torch.initial_seed(), part) if shuffling.seed is None else shuffling.seed
 
 
 def _shuffled(sampler: Any, part: Part, shuffling: Shuffling) -> Any:
     # A subclass that draws its indices in its own way keeps doing so.
     if shuffling.seedable and isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
-        seed = torch.initial_seed() if shuffling.seed is None else shuffling.seed
-        seed = _agreed(seed, part) if shuffling.seed is None else seed
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
+        seed = _seed(part, shuffling)
         seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, count, data_seed=seed)
         seeded.generator = sampler.generator
         return seeded
     draws_globally = type(sampler) in _DRAWING and sampler.generator is None
-    if not draws_globally or not (part.processes > 1 or shuffling.repeatable):
+    if not draws_globally or not (part.shared or shuffling.repeatable):
         return sampler
     own = copy.copy(sampler)
     seed = _agreed(int(torch.empty((), dtype=torch.int64).random_().item()), part)
@@ -109,8 +119,8 @@ def _shuffled(sampler: Any, part: Part, shuffling: Shuffling) -> Any:
 
 
 def _agreed(seed: int, part: Part) -> int:
-    """The main process's seed, where the processes of the run are the ones that share the data."""
-    if part.processes == 1 or part.processes != current.process_or_start().world_size:
+    """The main process's seed, where the processes of the run read together."""
+    if part.readers == 1:
         return seed
     agreed: int = broadcast_object_list([seed])[0]
     return agreed

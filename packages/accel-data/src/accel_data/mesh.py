@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Final
 
-__all__ = ("coordinates", "data_coordinates")
+from accel_state.errors import SettingError
 
-_DATA_AXES = ("dp", "fsdp")
+__all__ = ("coordinates", "data_coordinates", "first_of_each")
+
+_DATA_AXES: Final = ("dp", "fsdp")
 
 
 def data_coordinates(mesh: Any) -> tuple[int, int]:
@@ -18,13 +22,12 @@ def data_coordinates(mesh: Any) -> tuple[int, int]:
 
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions.
+
+    Raises:
+        SettingError: its dimensions have no names.
     """
-    count, index = 1, 0
-    for number, name in enumerate(mesh.mesh_dim_names or ()):
-        if name.startswith(_DATA_AXES):
-            count *= mesh.size(number)
-            index = index * mesh.size(number) + mesh.get_local_rank(number)
-    return count, index
+    count = math.prod(mesh.size(axis) for axis in _data_axes(mesh))
+    return count, _part_at(mesh, [mesh.get_local_rank(axis) for axis in range(mesh.ndim)])
 
 
 def coordinates(mesh: Any, world_size: int) -> list[int]:
@@ -36,11 +39,30 @@ def coordinates(mesh: Any, world_size: int) -> list[int]:
     """
     if mesh is None:
         return list(range(world_size))
-    indices = [0] * world_size
+    parts = [0] * world_size
     for place in itertools.product(*(range(size) for size in mesh.mesh.shape)):
-        index = 0
-        for number, name in enumerate(mesh.mesh_dim_names or ()):
-            if name.startswith(_DATA_AXES):
-                index = index * mesh.size(number) + place[number]
-        indices[int(mesh.mesh[place])] = index
-    return indices
+        parts[int(mesh.mesh[place])] = _part_at(mesh, place)
+    return parts
+
+
+def first_of_each(mesh: Any, world_size: int) -> list[int]:
+    """By part of the data, the first process that gets it; arguments as those of `coordinates`."""
+    parts = coordinates(mesh, world_size)
+    return [parts.index(part) for part in range(max(parts) + 1)]
+
+
+def _data_axes(mesh: Any) -> list[int]:
+    if mesh.mesh_dim_names is None:
+        raise SettingError(
+            "A loader for the processes of a device mesh was asked for.",
+            "Its dimensions have no names, so nothing says which processes get the same data.",
+            "Make the mesh with mesh_dim_names, where the names of data axes begin with dp or fsdp.",
+        )
+    return [axis for axis, name in enumerate(mesh.mesh_dim_names) if name.startswith(_DATA_AXES)]
+
+
+def _part_at(mesh: Any, place: Sequence[int]) -> int:
+    part = 0
+    for axis in _data_axes(mesh):
+        part = part * int(mesh.size(axis)) + place[axis]
+    return part

@@ -16,7 +16,7 @@ from accel_data.dispatched import DispatchedSource
 from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.divide import Part, Shuffling, divide_indexed, divide_stream
 from accel_data.loader import DataLoaderShard
-from accel_data.mesh import data_coordinates
+from accel_data.mesh import data_coordinates, first_of_each
 from accel_data.prepared import PreparedLoader
 from accel_data.samplers import check_split, innermost_sampler
 from accel_data.sources import Source
@@ -90,10 +90,12 @@ def prepare_data_loader(
         )
     check_sharding(sharding, dispatch_batches)
     processes, index = _place(num_processes, process_index, torch_device_mesh)
-    part = Part(processes, index, split_batches, even_batches)
+    world_size = current.process_or_start().world_size
+    everyone = torch_device_mesh is not None or processes == world_size
+    part = Part(processes, index, split_batches, even_batches, world_size if everyone else 1)
     base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
     own = _own_part(base, part, sharding, dispatch_batches)
-    dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, part, torch_device_mesh)
+    dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, processes, everyone)
     seedable = use_seedable_sampler and not use_configured_sampler
     shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples)
     # A part that is this process's own already is read as it is; so is what the main process reads for all.
@@ -101,8 +103,9 @@ def prepare_data_loader(
         base if own is None else own, part if own is None and not dispatches else Part(1, 0), shuffling
     )
     if own is not None:
-        source = AgreedSource(source, processes, even_batches, _drops_last(base))
-    shared = generator if processes > 1 and own is None and not dispatches else None
+        together = first_of_each(torch_device_mesh, world_size) if everyone else ()
+        source = AgreedSource(source, processes, even_batches, _drops_last(base), together)
+    shared = generator if part.shared and own is None and not dispatches else None
     options: dict[str, Any] = {
         "device": _device(device) if put_on_device else None,
         "rng_types": _rng_types(rng_types, shared),
@@ -160,20 +163,24 @@ def _divided(loader: DataLoader[Any], part: Part, shuffling: Shuffling) -> tuple
 
 
 def _dispatches(
-    loader: DataLoader[Any], asked: bool | None, sharding: Sharding, put_on_device: bool, part: Part, mesh: Any
+    loader: DataLoader[Any],
+    asked: bool | None,
+    sharding: Sharding,
+    put_on_device: bool,
+    processes: int,
+    everyone: bool,
 ) -> bool:
     """Whether the main process reads for all."""
-    everyone = mesh is not None or part.processes == current.process_or_start().world_size
     if asked or sharding == "dispatch":
         if not everyone:
             raise Conflict(
-                f"Dispatching to {part.processes} processes was asked for.",
+                f"Dispatching to {processes} processes was asked for.",
                 f"The run has {current.process_or_start().world_size}, and the main process sends to all of them.",
                 "Leave num_processes and process_index out, or let every process read for itself.",
             )
         return True
     undecided = asked is None and sharding == "auto" and put_on_device
-    return undecided and everyone and part.processes > 1 and isinstance(loader.dataset, IterableDataset)
+    return undecided and everyone and processes > 1 and isinstance(loader.dataset, IterableDataset)
 
 
 def _drops_last(loader: DataLoader[Any]) -> bool:
@@ -181,11 +188,9 @@ def _drops_last(loader: DataLoader[Any]) -> bool:
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    if mesh is not None:
-        of_mesh = data_coordinates(mesh)
-        return num_processes or of_mesh[0], of_mesh[1] if process_index is None else process_index
     process = current.process_or_start()
-    return num_processes or process.world_size, process.rank if process_index is None else process_index
+    processes, index = (process.world_size, process.rank) if mesh is None else data_coordinates(mesh)
+    return processes if num_processes is None else num_processes, index if process_index is None else process_index
 
 
 def _device(device: torch.device | None) -> torch.device:
