@@ -133,7 +133,7 @@ def deepspeed_argv(effective: Effective, processes: int | None, program: Sequenc
     machines = effective.instance(MachineSettings)
     settings = effective.instance(DeepSpeedLaunchSettings)
     launcher = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
-    counts = (f"--num_nodes={machines.num_machines}",) if effective["num_machines"].given else ()
+    counts: tuple[str, ...] = (f"--num_nodes={machines.num_machines}",) if effective["num_machines"].given else ()
     counts += (f"--num_gpus={processes}",) if processes is not None else ()
     return (
         "deepspeed",
