@@ -150,7 +150,7 @@ def exchanged() -> dict[str, Any]:
     }
 
 
-def test_rows_10_to_13_25_and_26_between_two_processes(two: Processes) -> None:
+def test_rows_10_to_13_and_25_and_26_between_two_processes(two: Processes) -> None:
     first, second = two.run(exchanged)
     assert first["reduced"] == [3.0, 1.5, 1.0, 1.5]
     assert second["reduced"] == [3.0, 1.5, 2.0, 1.5]
