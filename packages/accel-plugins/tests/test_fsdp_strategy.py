@@ -22,8 +22,9 @@ from accel_plugins.testing import Case, Processes, Session, fresh
 from accel_plugins.testing.backend_tasks import clipped_plain
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
+from accel_plugins.testing.two_halves import first_half, second_half
 from accel_state import PartialState, current
-from accel_state.errors import AccelError, CheckpointError, Conflict, NotOffered, SettingError
+from accel_state.errors import AccelError, Conflict, NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.testing.processes import Processes as Group
 
@@ -225,33 +226,9 @@ def test_a_process_that_runs_alone_has_nobody_to_share_with() -> None:
 # ------------------------------------------------------------------------ checkpoints
 
 
-def save(given: Case, folder: str) -> dict[str, Any]:
-    from accel_plugins.checkpoint.folder import Contents, save_folder
-
-    session = Session(given)
-    session.train(list(batches(given))[:2])
-    contents = Contents([session.model], [session.optimizer])
-    save_folder(folder, contents, session.strategy, session.process)
-    session.process.transport.barrier()
-    weights = session.weights()
-    return {"weights": weights, "losses": session.train(list(batches(given))[2:])[0]}
-
-
-def resume(given: Case, folder: str) -> dict[str, Any]:
-    from accel_plugins.checkpoint.folder import Contents, load_folder
-
-    session = Session(given, make_model(9))
-    contents = Contents([session.model], [session.optimizer])
-    try:
-        load_folder(folder, contents, session.strategy, session.process, waive={"random_states"})
-    except CheckpointError as error:
-        return {"error": str(error)}
-    return {"weights": session.weights(), "losses": session.train(list(batches(given))[2:])[0]}
-
-
 @pytest.mark.parametrize("full", [True, False])
 def test_names_are_those_of_the_original_library(two: Group, tmp_path: Path, full: bool) -> None:
-    two.run(save, case(state_dict_type="FULL_STATE_DICT" if full else "SHARDED_STATE_DICT"), str(tmp_path))
+    two.run(first_half, case(state_dict_type="FULL_STATE_DICT" if full else "SHARDED_STATE_DICT"), str(tmp_path))
     names = {entry.name for entry in tmp_path.iterdir()} - {"random_states_0.pkl", "random_states_1.pkl"}
 
     if full:
@@ -268,9 +245,9 @@ def test_what_two_processes_saved_four_and_one_load(
 ) -> None:
     state_type = "FULL_STATE_DICT" if saved_full else "SHARDED_STATE_DICT"
     given = case(state_dict_type=state_type).but(adam=adam)
-    saved = two.run(save, given, str(tmp_path))
+    saved = two.run(first_half, given, str(tmp_path))
     for others in (one, four):
-        for answer in others.run(resume, given, str(tmp_path)):
+        for answer in others.run(second_half, given, str(tmp_path)):
             assert answer["losses"] == near(saved[0]["losses"])
             assert answer["weights"] in ({}, saved[0]["weights"])
 
@@ -285,7 +262,7 @@ class Evil:
 
 @pytest.mark.parametrize("harm", ["evil", "empty", "truncated", "missing", "no folder"])
 def test_metadata_that_is_damaged_or_runs_code_is_refused(two: Group, tmp_path: Path, harm: str) -> None:
-    two.run(save, case(), str(tmp_path))
+    two.run(first_half, case(), str(tmp_path))
     metadata, trace = tmp_path / "pytorch_model_fsdp_0" / ".metadata", tmp_path / "trace"
     if harm == "evil":
         metadata.write_bytes(pickle.dumps(Evil(str(trace))))
@@ -296,7 +273,7 @@ def test_metadata_that_is_damaged_or_runs_code_is_refused(two: Group, tmp_path: 
     else:
         metadata.write_bytes(metadata.read_bytes()[: 0 if harm == "empty" else 100])
 
-    for answer in two.run(resume, case(), str(tmp_path)):
+    for answer in two.run(second_half, case(), str(tmp_path)):
         assert (".bin" if harm == "no folder" else ".metadata") in answer["error"]
     assert not trace.exists()
 

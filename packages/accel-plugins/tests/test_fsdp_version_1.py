@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from accel_plugins import extract_model_from_parallel
-from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.resolve import choose
 from accel_plugins.testing import Case, Processes, Session, fresh
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
+from accel_plugins.testing.two_halves import first_half, second_half
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
 from accel_state.mesh import ParallelismConfig
@@ -219,22 +219,6 @@ def test_a_strategy_that_contradicts_the_mesh_is_refused(four: Group, sizes: dic
 # ------------------------------------------------------------------------ checkpoints
 
 
-def save(given: Case, folder: str) -> dict[str, Any]:
-    session = Session(given)
-    session.train(list(batches(given))[:2])
-    save_folder(folder, Contents([session.model], [session.optimizer]), session.strategy, session.process)
-    session.process.transport.barrier()
-    weights = session.weights()
-    return {"weights": weights, "losses": session.train(list(batches(given))[2:])[0]}
-
-
-def resume(given: Case, folder: str) -> dict[str, Any]:
-    session = Session(given, make_model(9))
-    contents = Contents([session.model], [session.optimizer])
-    load_folder(folder, contents, session.strategy, session.process, waive={"random_states"})
-    return {"weights": session.weights(), "losses": session.train(list(batches(given))[2:])[0]}
-
-
 @pytest.mark.parametrize("adam", [True, False])
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("version", [1, 2])
@@ -243,9 +227,9 @@ def test_four_processes_and_the_other_version_load_what_two_saved(
 ) -> None:
     kind = "FULL_STATE_DICT" if full else "SHARDED_STATE_DICT"
     given = case(state_dict_type=kind, **BY_SIZE).but(adam=adam)
-    saved = two.run(save, given, str(tmp_path))
+    saved = two.run(first_half, given, str(tmp_path))
     other = given.but(manifest=FSDP1 if version == 1 else FSDP2, config=Plugin(version, state_dict_type=kind))
-    for answer in four.run(resume, other, str(tmp_path)):
+    for answer in four.run(second_half, other, str(tmp_path)):
         assert answer["losses"] == near(saved[0]["losses"])
         assert answer["weights"] in ({}, near(saved[0]["weights"]))
 
