@@ -21,8 +21,14 @@ CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
+# What scripts were written for, and what is compared with.
+ORIGINAL = "accelerate==1.15.0"
+
 # Two processes that compute with all cores each are slower than two with one core each.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+# Whose interface the tests of its tracker stand in for.
+AIM = "aim==3.29.1"
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["tests", "lint", "types", "contracts", "light", "docs"]
@@ -182,7 +188,13 @@ def trackers(session: nox.Session) -> None:
     extras = "clearml,comet_ml,dvclive,mlflow,plots,swanlab,tensorboard,trackio,wandb"
     own = ["-e", "packages/accel-state", "-e", f"packages/accel-tracking[{extras}]"]
     session.install("-q", "-c", str(CONSTRAINTS), "numpy", *own)
-    session.run("python", "-m", "pytest", "packages/accel-tracking/tests", *session.posargs, env=ONE_THREAD)
+    with tempfile.TemporaryDirectory() as folder:
+        # Only its source is read, so that one wheel serves systems for which there is none.
+        system = ("--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_x86_64")
+        session.run("python", "-m", "pip", "download", "-q", "--no-deps", *system, "-d", folder, AIM)
+        (wheel,) = Path(folder).glob("aim-*.whl")
+        environment = {**ONE_THREAD, "ACCEL_AIM_WHEEL": str(wheel)}
+        session.run("python", "-m", "pytest", "packages/accel-tracking/tests", *session.posargs, env=environment)
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
@@ -218,7 +230,7 @@ def float8(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def parity(session: nox.Session) -> None:
     """Play short scripts with this library and with the original, and compare what they come to."""
-    session.install("-q", "-c", str(CONSTRAINTS), "accelerate==1.15.0", "torch", "numpy")
+    session.install("-q", "-c", str(CONSTRAINTS), ORIGINAL, "torch", "numpy")
     os.environ["ACCEL_ORIGINAL_PYTHON"] = str(Path(session.bin) / "python")
     run(session, "python", "-m", "pytest", "-n", "0", "tests-integration/parity", *session.posargs)
 
@@ -238,9 +250,91 @@ def engines_deepspeed(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=kept)
 
 
+def client(session: nox.Session, tests: str, *libraries: str) -> None:
+    """Runs scripts of a client library here and, in an environment beside it, with the original library."""
+    look_through_to_base(session)
+    own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *own, *libraries)
+    both = {**ONE_THREAD, "ACCEL_ORIGINAL_PYTHON": original_beside(session)}
+    both["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".nox" / "torch-extensions")
+    files = sorted(map(str, ROOT.glob(f"tests-integration/clients/{tests}")))
+    session.run("python", "-m", "pytest", *files, *session.posargs, env=both)
+
+
+def original_beside(session: nox.Session) -> str:
+    """The Python of an environment that has the original library, and else what a session has installed."""
+    beside = ROOT / ".nox" / f"{session.name}-original"
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(str(session.run("python", "-c", script, silent=True)).strip())
+    there = beside / own.relative_to(session.virtualenv.location)
+    python = str(beside / Path(session.bin).name / "python")
+    if not there.exists():
+        run(session, "python", "-m", "virtualenv", "-q", str(beside))
+        session.run(python, "-m", "pip", "install", "-q", "--no-deps", ORIGINAL, external=True)
+    base = ROOT / ".nox" / "base" / own.relative_to(session.virtualenv.location)
+    (there / "beside.pth").write_text(f"{own}\n{base}\n", encoding="utf-8")
+    return python
+
+
+@nox.session(name="clients-transformers", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_transformers(session: nox.Session) -> None:
+    """Train with the Trainer of transformers, and load models in pieces, here and with the original."""
+    client(session, "test_transformers_*.py", "transformers", "datasets", "deepspeed", "ninja")
+
+
+@nox.session(name="clients-peft", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_peft(session: nox.Session) -> None:
+    """Train adapters of PEFT here and with the original."""
+    client(session, "test_peft_adapters.py", "peft", "transformers")
+
+
+@nox.session(name="clients-trl", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_trl(session: nox.Session) -> None:
+    """Fine-tune with TRL here and with the original."""
+    client(session, "test_trl_fine_tuning.py", "trl", "peft", "transformers", "datasets")
+
+
+@nox.session(name="clients-diffusers", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_diffusers(session: nox.Session) -> None:
+    """Train a UNet of diffusers and make images here and with the original."""
+    client(session, "test_diffusers_unet.py", "diffusers", "transformers")
+
+
+@nox.session(
+    name="clients-sentence-transformers", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"]
+)
+def clients_sentence_transformers(session: nox.Session) -> None:
+    """Train sentence vectors with sentence-transformers here and with the original."""
+    client(session, "test_sentence_vectors.py", "sentence-transformers", "transformers", "datasets")
+
+
+@nox.session(name="engines-xla", default=False, venv_backend="virtualenv", reuse_venv=True)
+def engines_xla(session: nox.Session) -> None:
+    """Train with torch_xla, whose devices are the CPU, on the torch it was built for; the environment takes 7 GB."""
+    project = nox.project.load_toml(PROJECT)
+    tools = [*nox.project.dependency_groups(project, "test"), *nox.project.dependency_groups(project, "integration")]
+    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
+    session.install("-q", "torch==2.9.0", "torch-xla==2.9.0", *tools, *own)
+    devices = {**ONE_THREAD, "PJRT_DEVICE": "CPU"}
+    families = ("packages/accel-state/tests/test_device_families.py", "-k", "TestXLA")
+    session.run("python", "-m", "pytest", *families, env=devices)
+    contract = "packages/accel-state/tests/test_xla_transport.py"
+    session.run("python", "-m", "pytest", contract, "tests-integration/engines/xla", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="engines-megatron", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def engines_megatron(session: nox.Session) -> None:
+    """Train with Megatron-LM's released code on the processor, and compare its signatures with our calls."""
+    look_through_to_base(session)
+    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *own, "-e", "packages/accel-plugins[megatron]")
+    tests = ["tests-integration/engines/test_megatron_runs.py", "tests-integration/engines/test_megatron_contract.py"]
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, in one run, and write docs/benchmarks.md."""
-    session.install("-q", "-c", str(CONSTRAINTS), "accelerate==1.15.0", "torch", "psutil", "numpy")
+    session.install("-q", "-c", str(CONSTRAINTS), ORIGINAL, "torch", "psutil", "numpy")
     peer = str(Path(session.bin) / "python")
     run(session, "python", "tools/bench/run.py", "--peer", peer, *session.posargs)

@@ -160,6 +160,9 @@ def prepare_loader(
 ) -> Any:
     """The loader of this process's part of the data, as the strategy feeds it."""
     options, strategy = parts._options, parts._engine.strategy
+    if getattr(type(loader), "stands_for", None) is Part.LOADER:
+        # The engine makes the loader, of the part that is this process's.
+        return strategy.wrap_loader(loader)
     shards = strategy.shards()
     configuration = options.loader
     move = options.device_placement if device_placement is None else device_placement

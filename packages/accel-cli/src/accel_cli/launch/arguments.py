@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings
-from accel_cli.engines.megatron import MegatronSettings
 from accel_cli.launch.kinds import KindSettings
 from accel_cli.launch.places import MPISettings, SageMakerSettings, TPUSettings
 from accel_plugins.precision.fp8_settings import FP8Settings
@@ -17,10 +16,10 @@ from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
-    MeshSettings,
     ParallelismConfig,
     TorchContextParallelConfig,
 )
+from accel_state.mesh_settings import MeshSettings
 from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, table, whole
 
@@ -258,7 +257,6 @@ CARRIED: Final = (
     TorchContextParallelConfig,
     DeepSpeedSequenceParallelConfig,
     FP8Settings,
-    MegatronSettings,
     TPUSettings,
 )
 """Settings that the started processes read back from their environment; those of backends come in addition."""

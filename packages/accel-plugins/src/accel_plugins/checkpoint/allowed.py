@@ -30,11 +30,13 @@ _NAMES: Final = frozenset(
 
 
 class _Metadata(pickle.Unpickler):
-    """Knows the classes that describe tensors and where they lie, and no others."""
+    """Knows the classes that describe tensors and where they lie, and no others but those of `further`."""
+
+    further: frozenset[tuple[str, str]] = frozenset()
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and name in _dtype_names()
-        if (module in _MODULES and "." not in name) or (module, name) in _NAMES or is_dtype:
+        if (module in _MODULES and "." not in name) or (module, name) in _NAMES | self.further or is_dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
@@ -45,15 +47,21 @@ def _dtype_names() -> frozenset[str]:
     return frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 
 
-def check_metadata(path: Path) -> None:
+def check_metadata(path: Path, further: frozenset[tuple[str, str]] = frozenset()) -> None:
     """Refuse a `.metadata` of `torch.distributed.checkpoint` that holds more than descriptions of tensors.
+
+    Args:
+        path: the file.
+        further: (module, name) of other classes by which an engine describes its tensors.
 
     Raises:
         CheckpointError: it does, or it is missing or damaged.
     """
     try:
         with open(path, "rb") as file:
-            _Metadata(file).load()
+            reader = _Metadata(file)
+            reader.further = further
+            reader.load()
     except FileNotFoundError:
         raise CheckpointError(
             f"The shards in {path.parent} were to be loaded.",

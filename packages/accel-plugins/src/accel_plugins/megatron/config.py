@@ -1,0 +1,314 @@
+"""Settings of Megatron-LM; plain data, without torch.
+
+They end up in `megatron_lm_default_args`, a table under the names that Megatron-LM itself uses, which the objects of
+one `prepare` call complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from accel_plugins.megatron import architecture, deriving
+from accel_state.errors import Conflict, NotOffered, SettingError
+from accel_state.settings.environ import fill
+from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, Kind, choice, setting, settings_of, whole
+
+__all__ = ("MegatronLMPlugin",)
+
+_COUNT: Final = whole(1)
+_ATTENTION: Final = ("flash", "fused", "unfused", "local", "auto")
+
+
+def _attention(text: str) -> str:
+    """Name of an implementation; of truth values, which older scripts give, true leaves the choice open."""
+    word = text.strip().lower()
+    if word in _ATTENTION:
+        return word
+    return "auto" if BOOLEAN.parse(word) else "unfused"
+
+
+def _megatron(name: str, said: str, kind: Kind = TEXT, unset: Any = None, question: str | None = None) -> Any:
+    return setting(
+        None,
+        kind=kind,
+        variable=f"MEGATRON_LM_{name.upper()}",
+        flag=f"--megatron_lm_{name}",
+        key=f"megatron_lm_config.megatron_lm_{name}",
+        question=question,
+        help=said,
+        group="Megatron-LM",
+        unset=unset,
+    )
+
+
+def _switch(name: str, said: str, unset: bool | None = False) -> Any:
+    return _megatron(name, said, BOOLEAN, unset)
+
+
+def _number(name: str, said: str, unset: int | None = None, question: str | None = None) -> Any:
+    return _megatron(name, said, _COUNT, unset, question)
+
+
+@dataclass
+class MegatronLMPlugin:
+    """How Megatron-LM divides a model, trains it and optimizes it. What is None comes from the environment.
+
+    Args:
+        tp_degree: processes that divide a tensor.
+        pp_degree: stages of the pipeline.
+        use_custom_fsdp: divide parameters as Megatron's own FSDP does.
+        overlap_cpu_optimizer_d2h_h2d: copy optimizer states while the device computes.
+        no_load_optim: do not load optimizer states.
+        eod_mask_loss: leave ends of documents out of the loss.
+        no_save_optim: do not save optimizer states.
+        optimizer_cpu_offload: keep optimizer states on the host.
+        use_precision_aware_optimizer: let the optimizer keep its states in lower precision.
+        decoder_last_pipeline_num_layers: layers of the last stage, where it has another number than the others.
+        recompute_granularity: what is computed again in backward: "full" layers or "selective" parts.
+        recompute_method: with "full", which layers: "uniform" or "block".
+        recompute_num_layers: with "full", layers that are computed again at once; 1 by default.
+        attention_backend: "flash", "fused", "unfused", "local" or "auto"; True is "auto", False is "unfused".
+        expert_model_parallel_size: processes among which experts are divided.
+        context_parallel_size: processes among which the sequence is divided; 1 by default.
+        attention_dropout, hidden_dropout: 0 by default.
+        attention_softmax_in_fp32: compute the softmax of attention in 32 bits; the default.
+        expert_tensor_parallel_size: processes that divide a tensor of an expert.
+        calculate_per_token_loss: average the loss over the tokens of the whole batch; the default.
+        use_rotary_position_embeddings: rotary positions; as the model's configuration says when None.
+        num_micro_batches: micro-batches of one step; they take the place of gradient accumulation.
+        gradient_clipping: largest norm of the gradients; 1.0 by default, 0 clips nothing.
+        sequence_parallelism: divide the sequence where tensors are not divided.
+        recompute_activations: compute again what is cheap, the same as `recompute_granularity="selective"`.
+        use_distributed_optimizer: divide optimizer states over the processes that share data.
+        pipeline_model_parallel_split_rank: refused: a pipeline is no longer divided between encoder and decoder.
+        num_layers_per_virtual_pipeline_stage: layers of each of several parts of a stage (interleaved pipeline).
+        is_train_batch_min: of several loaders, the smallest batch is the size of a micro-batch; else the largest.
+        train_iters, train_samples: length of training in steps or in samples; one of the two.
+        weight_decay_incr_style: how weight decay goes from its start to its end: "constant", "linear" or "cosine".
+        start_weight_decay, end_weight_decay: that of the optimizer when None.
+        lr_decay_style: how the learning rate decays: "constant", "linear", "cosine" or "inverse-square-root".
+        lr_decay_iters, lr_decay_samples: over how many steps or samples; over the whole training when None.
+        lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction: its rise from zero, in steps, samples, or parts of the
+            decay.
+        min_lr: learning rate at the end.
+        consumed_samples: samples of training, validation and test data that were seen before.
+        no_wd_decay_cond: given a parameter's name and the parameter, whether it has no weight decay.
+        scale_lr_cond: given the same, whether its learning rate is multiplied by `lr_mult`.
+        lr_mult: that factor.
+        megatron_dataset_flag: data come from Megatron's own datasets, through `MegatronLMDummyDataLoader`.
+        seq_length: tokens of a sample; the encoder's where there are two.
+        encoder_seq_length, decoder_seq_length: tokens of a sample of models with an encoder and a decoder.
+        tensorboard_dir: folder to which losses and learning rates are written for TensorBoard.
+        set_all_logging_options: write the norm of the gradients and the scale of the loss too.
+        eval_iters: steps of each evaluation, for the size of validation data.
+        eval_interval: steps between two evaluations, for the size of validation data.
+        return_logits: let the engine's outputs have logits, where there is one pipeline stage.
+        custom_train_step_class: a train step of yours, made with `custom_train_step_kwargs`.
+        custom_model_provider_function: makes a model from `(pre_process, post_process)` in place of the model given.
+        custom_prepare_model_function: given the parts of the model on this process, wraps them in place of DDP.
+        custom_megatron_datasets_provider_function: makes the three datasets from their three lengths.
+        custom_get_batch_function: given `(accelerator, megatron_dataset_flag)`, makes the function that reads a batch.
+        custom_loss_function: given `(accelerator)`, makes the function of the loss.
+        other_megatron_args: further settings under the names of Megatron-LM.
+
+    Attributes:
+        megatron_lm_default_args: all settings by the names of Megatron-LM.
+        micro_batch_size, data_parallel_size, global_batch_size: known after `prepare`.
+
+    Raises:
+        SettingError: a value cannot be used.
+        Conflict: two settings contradict each other.
+        NotOffered: Megatron-LM does not have it any more.
+
+    Example:
+        >>> plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4, use_distributed_optimizer=True)
+        >>> accelerator = Accelerator(mixed_precision="bf16", megatron_lm_plugin=plugin)
+    """
+
+    tp_degree: int = _number("tp_degree", "Processes that divide a tensor.", 1, "How many processes divide a tensor?")
+    pp_degree: int = _number("pp_degree", "Stages of the pipeline.", 1, "How many stages does the pipeline have?")
+    use_custom_fsdp: bool = _switch("use_custom_fsdp", "Divide parameters as Megatron's own FSDP does.")
+    overlap_cpu_optimizer_d2h_h2d: bool = _switch(
+        "overlap_cpu_optimizer_d2h_h2d", "Copy optimizer states while the device computes."
+    )
+    no_load_optim: bool = _switch("no_load_optim", "Do not load optimizer states.")
+    eod_mask_loss: bool = _switch("eod_mask_loss", "Leave ends of documents out of the loss.")
+    no_save_optim: bool = _switch("no_save_optim", "Do not save optimizer states.")
+    optimizer_cpu_offload: bool = _switch("optimizer_cpu_offload", "Keep optimizer states on the host.")
+    use_precision_aware_optimizer: bool = _switch(
+        "use_precision_aware_optimizer", "Let the optimizer keep its states in lower precision."
+    )
+    decoder_last_pipeline_num_layers: int | None = _number(
+        "decoder_last_pipeline_num_layers", "Layers of the last stage of the decoder."
+    )
+    recompute_granularity: str | None = _megatron(
+        "recompute_granularity", "What is recomputed: full or selective.", choice("full", "selective")
+    )
+    recompute_method: str | None = _megatron(
+        "recompute_method", "Which layers are recomputed: uniform or block.", choice("uniform", "block")
+    )
+    recompute_num_layers: int | None = _number("recompute_num_layers", "Layers that are recomputed at once.")
+    attention_backend: str | bool = _megatron(
+        "attention_backend",
+        "Implementation of attention.",
+        Kind("one of flash, fused, unfused, local, auto, or true or false", _attention),
+        "auto",
+    )
+    expert_model_parallel_size: int = _number(
+        "expert_model_parallel_size", "Processes among which experts are divided.", 1
+    )
+    context_parallel_size: int = _number("context_parallel_size", "Processes among which the sequence is divided.", 1)
+    attention_dropout: float = _megatron("attention_dropout", "Dropout in attention.", FLOAT, 0.0)
+    hidden_dropout: float = _megatron("hidden_dropout", "Dropout in hidden states.", FLOAT, 0.0)
+    attention_softmax_in_fp32: bool = _switch("attention_softmax_in_fp32", "Compute its softmax in 32 bits.", True)
+    expert_tensor_parallel_size: int = _number(
+        "expert_tensor_parallel_size", "Processes among which tensors of experts are divided."
+    )
+    calculate_per_token_loss: bool = _switch("calculate_per_token_loss", "Average the loss over tokens.", True)
+    use_rotary_position_embeddings: bool | None = _switch(
+        "use_rotary_position_embeddings", "Use rotary positions.", None
+    )
+    num_micro_batches: int = _number("num_micro_batches", "Micro-batches in the pipeline.", 1)
+    gradient_clipping: float = _megatron("gradient_clipping", "Largest norm of the gradients.", FLOAT, 1.0)
+    sequence_parallelism: bool = _switch("sequence_parallelism", "Divide the sequence where tensors are not.")
+    recompute_activations: bool = _switch("recompute_activations", "Recompute activations in backward.")
+    use_distributed_optimizer: bool = _switch("use_distributed_optimizer", "Divide optimizer states.")
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool | str = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., bool] | None = None
+    scale_lr_cond: Callable[..., bool] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any | None = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        fill(self)
+        for name, known in settings_of(type(self)).items():
+            if getattr(self, name) is not None:
+                setattr(self, name, known.parse(str(getattr(self, name)), "argument"))
+        self.is_train_batch_min = BOOLEAN.parse(str(self.is_train_batch_min))
+        self._check()
+        self.DDP_impl = "custom" if self.custom_prepare_model_function is not None else "local"
+        self.micro_batch_size: int | None = None
+        self.data_parallel_size: int | None = None
+        self.global_batch_size: int | None = None
+        self.dataset_args: dict[str, Any] = {}
+        self.consumed_samples = list(self.consumed_samples or (0, 0, 0))
+        self.megatron_lm_default_args: dict[str, Any] = deriving.own_arguments(self)
+        if self.tensorboard_dir is not None:
+            self.set_tensorboard_logging_options()
+
+    def _check(self) -> None:
+        if self.pipeline_model_parallel_split_rank is not None:
+            raise NotOffered(
+                "MegatronLMPlugin(pipeline_model_parallel_split_rank=...) was asked for.",
+                "Megatron-LM no longer divides a pipeline between an encoder and a decoder.",
+                "Leave it out; both parts stand in one stage.",
+            )
+        if self.train_iters is not None and self.train_samples is not None:
+            raise Conflict(
+                f"train_iters={self.train_iters} and train_samples={self.train_samples} were asked for.",
+                "Both say how long training is.",
+                "Give one of them.",
+            )
+        if self.sequence_parallelism and self.tp_degree == 1:
+            raise Conflict(
+                "MegatronLMPlugin(sequence_parallelism=True) was asked for.",
+                "It divides the sequence over the processes that divide a tensor, and tp_degree is 1.",
+                "Set tp_degree, or use context_parallel_size.",
+            )
+        if self.consumed_samples is not None and len(self.consumed_samples) != 3:
+            raise SettingError(
+                f"consumed_samples={self.consumed_samples!r} was asked for.",
+                "It has to have three numbers: of training, validation and test data.",
+                "Give a list such as [1000, 0, 0].",
+            )
+
+    # ------------------------------------------------------------------ what is found out in prepare
+
+    def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
+        """Take the sizes of a model from its configuration.
+
+        Args:
+            model: has a `config` as models of transformers have.
+            batch_data: a batch, for the length of its samples.
+
+        Raises:
+            NotOffered: Megatron-LM is not known to have such a model.
+        """
+        architecture.describe(self, model, batch_data)
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Take the size of a batch.
+
+        Args:
+            micro_batch_size: samples of one micro-batch on one process.
+            dp_degree: groups of processes that see different samples.
+        """
+        self.data_parallel_size = dp_degree
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        self.megatron_lm_default_args.update(
+            data_parallel_size=dp_degree, micro_batch_size=micro_batch_size, global_batch_size=self.global_batch_size
+        )
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Take the kind of an optimizer and its numbers.
+
+        Raises:
+            NotOffered: Megatron-LM has none of this kind.
+        """
+        self.megatron_lm_default_args.update(deriving.about_optimizer(self, optimizer))
+
+    def set_scheduler_args(self, scheduler: Any) -> None:
+        """Take the length of a schedule from a `MegatronLMDummyScheduler`, which counts the steps of all processes.
+
+        Raises:
+            Conflict: the settings say the length too.
+        """
+        deriving.take_schedule(self, scheduler)
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Compute as `mixed_precision` says: "no", "fp16" or "bf16".
+
+        Raises:
+            NotOffered: another one is asked for.
+        """
+        self.megatron_lm_default_args.update(deriving.about_precision(mixed_precision))
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Write everything that is known of a step for TensorBoard."""
+        self.megatron_lm_default_args.update(
+            tensorboard_dir=self.tensorboard_dir, log_all=bool(self.set_all_logging_options)
+        )

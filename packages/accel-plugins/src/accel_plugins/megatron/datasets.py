@@ -1,0 +1,153 @@
+"""Loaders of Megatron's own datasets: indexed files of tokens, mixed by weight and cut into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from megatron.core import parallel_state
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+from torch.utils.data import DataLoader, Sampler
+
+from accel_plugins.megatron.config import MegatronLMPlugin
+from accel_state.errors import SettingError
+
+__all__ = ("iterators", "lengths", "provider")
+
+_SEED: Final = 1234
+_MASKED: Final[dict[str, Any]] = {
+    "masking_probability": 0.15,
+    "short_sequence_probability": 0.1,
+    "masking_do_full_word": True,
+    "masking_do_permutation": False,
+    "masking_use_longer_ngrams": False,
+    "masking_use_geometric_distribution": False,
+}
+
+
+def lengths(plugin: MegatronLMPlugin) -> list[int]:
+    """Samples of training, validation and test data that a training needs.
+
+    Raises:
+        SettingError: nobody said how long training is.
+    """
+    batch = plugin.global_batch_size or 1
+    training = plugin.train_samples or (plugin.train_iters or 0) * batch
+    if not training:
+        raise SettingError(
+            "Megatron's datasets were to be made.",
+            "Nobody said how many samples training takes.",
+            "Give MegatronLMPlugin(train_iters=...) or train_samples, or a MegatronLMDummyScheduler with its steps.",
+        )
+    evaluations = training // batch // plugin.eval_interval + 1
+    return [training, evaluations * plugin.eval_iters * batch, plugin.eval_iters * batch]
+
+
+def provider(plugin: MegatronLMPlugin) -> Callable[[Sequence[int]], Sequence[Any]]:
+    """The function that makes three datasets from their three lengths; that of the settings where they bring one."""
+    if plugin.custom_megatron_datasets_provider_function is not None:
+        return plugin.custom_megatron_datasets_provider_function
+
+    def made(train_val_test_num_samples: Sequence[int]) -> Sequence[Any]:
+        kind, config = _dataset(plugin)
+        builder = BlendedMegatronDatasetBuilder(kind, list(train_val_test_num_samples), _is_built_here, config)
+        datasets: Sequence[Any] = builder.build()
+        return datasets
+
+    return made
+
+
+def _is_built_here() -> bool:
+    """Every process reads: those that divide a tensor take the same samples, and need no sending of them."""
+    return True
+
+
+def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
+    """The class of a dataset and its configuration."""
+    told = plugin.megatron_lm_default_args
+    usual = {
+        "random_seed": told.get("seed", _SEED),
+        "sequence_length": told["seq_length"],
+        "blend": get_blend_from_list([str(part) for part in _listed(told)]),
+        "split": told.get("split", "969,30,1"),
+        "path_to_cache": told.get("data_cache_path"),
+        "tokenizer": told.get("tokenizer"),
+    }
+    kind = told["model_type_name"]
+    if kind == "bert":
+        more = {**_MASKED, "masking_max_ngram": 3, "classification_head": bool(told["bert_binary_head"])}
+        return BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig(**usual, **more)
+    if kind == "t5":
+        more = {**_MASKED, "masking_max_ngram": 10, "sequence_length_decoder": told["decoder_seq_length"]}
+        return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**usual, **more)
+    marks = {
+        name: bool(told.get(name, False)) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    }
+    # The train step makes masks, in the form that it needs.
+    return GPTDataset, GPTDatasetConfig(**usual, **marks, create_attention_mask=False)
+
+
+def _listed(told: dict[str, Any]) -> list[Any]:
+    path = told.get("data_path")
+    if not path:
+        raise SettingError(
+            "Megatron's datasets were to be made.",
+            "Nobody said where the data lie.",
+            'Give MegatronLMDummyDataLoader(data_path=["prefix of the files"]).',
+        )
+    return [path] if isinstance(path, str) else list(path)
+
+
+def iterators(plugin: MegatronLMPlugin) -> tuple[Any, Any, Any]:
+    """Endless iterators over training, validation and test data, each None where there are none."""
+    datasets = provider(plugin)(lengths(plugin))
+    begun = list(plugin.consumed_samples or (0, 0, 0))
+    made = [
+        None if dataset is None else _endless(dataset, plugin, consumed)
+        for dataset, consumed in zip(datasets, begun, strict=True)
+    ]
+    return made[0], made[1], made[2]
+
+
+def _endless(dataset: Any, plugin: MegatronLMPlugin, consumed: int) -> Iterator[Any]:
+    per_process = (plugin.micro_batch_size or 1) * plugin.num_micro_batches
+    sampler = _Share(len(dataset), consumed, per_process)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, pin_memory=False)
+    while True:
+        yield from loader
+
+
+class _Share(Sampler[list[int]]):
+    """Batches of one process: steps are cut one after the other from the data, and each among those that share them.
+
+    Args:
+        total: samples of the data.
+        consumed: samples that were seen before.
+        size: samples of a step on one process.
+    """
+
+    def __init__(self, total: int, consumed: int, size: int) -> None:
+        ways: int = parallel_state.get_data_parallel_world_size()
+        self._total, self._size = total, size
+        self._rank = parallel_state.get_data_parallel_rank()
+        self._step = size * ways
+        self._begin = consumed % max(total - total % self._step, 1)
+        if total < self._step:
+            raise SettingError(
+                f"A step of {self._step} samples was to be read.",
+                f"The dataset has {total}.",
+                "Take smaller batches or more data.",
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(self._begin, self._total - self._step + 1, self._step):
+            first = begin + self._rank * self._size
+            yield list(range(first, first + self._size))
+        self._begin = 0
+
+    def __len__(self) -> int:
+        return self._total // self._step

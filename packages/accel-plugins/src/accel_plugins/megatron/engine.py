@@ -1,0 +1,277 @@
+"""The engine: what stands for the model while Megatron-LM trains it. Calling it is a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from accel_plugins.megatron import saving
+from accel_plugins.megatron.parallel import from_last_stage
+from accel_plugins.megatron.recording import Recorder
+from accel_plugins.megatron.released import parallel_state, pipeline_parallel
+from accel_plugins.megatron.train_steps import StepOutput, train_step_for
+from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_plugins.wrapped.unwrap import wrapped_module
+from accel_state.errors import DataError
+
+__all__ = ("MegatronEngine",)
+
+
+class MegatronEngine(Module):
+    """A model that Megatron-LM trains. In training, a call computes gradients, steps and moves the schedule.
+
+    A call is given a batch of `micro_batch_size * num_micro_batches` samples by name, and returns its loss, averaged
+    over all processes that see different samples.
+
+    Args:
+        accelerator: has `device` and `state.megatron_lm_plugin`.
+        model: the parts of the model that this process holds.
+        optimizer: that of Megatron-LM, or what wraps it.
+        scheduler: moves when the optimizer has stepped; None where there is none.
+
+    Attributes:
+        module: the parts of the model.
+        base_model: the first of them, unwrapped.
+        iteration: steps so far.
+    """
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+        super().__init__()
+        plugin = accelerator.state.megatron_lm_plugin
+        self._plugin, self._device = plugin, accelerator.device
+        self.module = torch.nn.ModuleList(model if isinstance(model, (list, tuple)) else [model])
+        self.base_model = _innermost(self.module[0])
+        self.optimizer, self.scheduler = optimizer, scheduler
+        args = SimpleNamespace(**plugin.megatron_lm_default_args)
+        self.train_step_handler = train_step_for(accelerator, args)
+        self.module_config = self.get_module_config()
+        self.iteration = 0
+        self.num_floating_point_operations_so_far = 0
+        self.report_memory_flag = False
+        self.total_loss_dict: dict[str, float] = {}
+        self.eval_total_loss_dict: dict[str, float] = {}
+        self._evaluated = 0
+        self.grad_norm: float | None = None
+        self._recorder = Recorder(plugin)
+
+    def get_module_config(self) -> Any:
+        """Megatron-LM's configuration of the model."""
+        return self.base_model.config
+
+    def train(self, mode: bool = True) -> MegatronEngine:
+        """Let calls train; with False, let them evaluate."""
+        super().train(mode)
+        if mode:
+            self.log_eval_results()
+        return self
+
+    def eval(self) -> MegatronEngine:
+        """Let calls evaluate: they return a loss and change nothing."""
+        return self.train(False)
+
+    # ------------------------------------------------------------------ one step
+
+    def forward(self, **batch_data: Any) -> Any:
+        """A step of training or of evaluation, on a batch by name or, with Megatron's datasets, on an iterator.
+
+        Raises:
+            DataError: the batch cannot be cut into micro-batches.
+        """
+        report = self.train_step(**batch_data) if self.training else self.eval_step(**batch_data)
+        if self.training:
+            _add(self.total_loss_dict, report)
+        else:
+            self._evaluated += 1
+            _add(self.eval_total_loss_dict, report)
+        return self._output(report)
+
+    def train_step(self, **batch_data: Any) -> dict[str, Tensor]:
+        """Compute gradients, step and move the schedule; the losses by name, and logits where they are asked for."""
+        for part in self.module:
+            part.zero_grad_buffer()  # type: ignore[operator]
+        _plain(self.optimizer).zero_grad()
+        report = self._run(batch_data, forward_only=False)
+        stepped, norm, _ = _plain(self.optimizer).step()
+        self.grad_norm = None if norm is None else float(norm)
+        if isinstance(self.optimizer, MegatronLMOptimizerWrapper):
+            self.optimizer.skipped = not stepped
+        if stepped and self.scheduler is not None:
+            self._move_schedule()
+        self.iteration += 1
+        consumed = self._plugin.consumed_samples
+        consumed[0] += self._plugin.global_batch_size or 0
+        self._recorder.record(self, report, bool(stepped))
+        return report
+
+    def eval_step(self, **batch_data: Any) -> dict[str, Tensor]:
+        """The losses of a batch by name; nothing changes."""
+        with torch.no_grad():
+            return self._run(batch_data, forward_only=True)
+
+    def _move_schedule(self) -> None:
+        inner = _plain_schedule(self.scheduler)
+        if hasattr(inner, "lr_decay_steps"):
+            inner.step(increment=self._plugin.global_batch_size)
+        else:
+            for _ in range(self._plugin.data_parallel_size or 1):
+                inner.step()
+
+    def _run(self, batch_data: Mapping[str, Any], forward_only: bool) -> dict[str, Tensor]:
+        """Forward, and backward in training, over all micro-batches and stages."""
+        iterators, count = self._iterators(batch_data)
+        lengths = self._plugin.megatron_lm_default_args
+        shown = batch_data.get("input_ids")
+        reports = pipeline_parallel.get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators,
+            model=list(self.module),
+            num_microbatches=count,
+            seq_length=lengths.get("seq_length") if shown is None else shown.shape[1],
+            micro_batch_size=self._plugin.micro_batch_size,
+            decoder_seq_length=lengths.get("decoder_seq_length") if shown is None else None,
+            forward_only=forward_only,
+        )
+        return self._together(reports)
+
+    def _forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        """The train step's, with a mean loss weighted as one token where Megatron-LM wants to know their number."""
+        output, loss_func = self.train_step_handler.forward_step(data_iterator, model)
+
+        @wraps(getattr(loss_func, "func", loss_func))
+        def counted(output_tensor: Any) -> Any:
+            returned = loss_func(output_tensor)
+            if len(returned) == 2 and self.module_config.calculate_per_token_loss:
+                loss, report = returned
+                return loss, torch.ones((), dtype=torch.int, device=loss.device), report
+            return returned
+
+        return output, counted
+
+    # ------------------------------------------------------------------ data
+
+    def get_batch_data_iterator(self, batch_data: Mapping[str, Any]) -> Any:
+        """Micro-batches of a batch; one iterator for each part of the model where there are several.
+
+        Raises:
+            DataError: the batch cannot be cut into micro-batches.
+        """
+        iterators, _ = self._iterators(batch_data)
+        return iterators
+
+    def _iterators(self, batch_data: Mapping[str, Any]) -> tuple[Any, int]:
+        parts, plugin = len(self.module), self._plugin
+        if not batch_data:
+            raise DataError(
+                "The model was called without a batch.",
+                "Megatron-LM is given a batch by name.",
+                "Call model(**batch); with Megatron's datasets, the batches of the prepared loaders are like this too.",
+            )
+        chunks = _micro_batches(batch_data, plugin.micro_batch_size)
+        made: list[Iterator[Any]] = [iter(chunks) for _ in range(parts)]
+        return (made if parts > 1 else made[0]), len(chunks)
+
+    # ------------------------------------------------------------------ what comes back
+
+    def _together(self, reports: list[Any]) -> dict[str, Tensor]:
+        """Losses averaged over micro-batches, the same on all stages; logits joined, on the last stage."""
+        names = [name for name in reports[0] if name != "logits"] if reports else []
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            names = self._names_of_last_stage(names)
+        found = {
+            name: torch.stack([report[name].float() for report in reports]).mean()
+            if reports
+            else torch.zeros((), device=self._device)
+            for name in names
+        }
+        merged = {name: from_last_stage(loss.to(self._device)) for name, loss in found.items()}
+        if reports and "logits" in reports[0]:
+            merged["logits"] = torch.cat([report["logits"] for report in reports])
+        return merged
+
+    def _names_of_last_stage(self, names: list[str]) -> list[str]:
+        told = [names]
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast_object_list(told, src=source, group=group)
+        return told[0]
+
+    def _output(self, report: Mapping[str, Tensor]) -> Any:
+        losses = [loss for name, loss in report.items() if name != "logits"]
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        logits = report.get("logits")
+        size = self._plugin.megatron_lm_default_args.get("vocab_size")
+        if logits is not None and logits.dim() == 3 and size is not None:
+            logits = logits[..., :size]
+        kind = getattr(self.train_step_handler, "model_output_class", None) or StepOutput
+        return kind(loss=loss) if logits is None else kind(loss=loss, logits=logits)
+
+    def log_eval_results(self) -> None:
+        """Write the mean losses of the evaluation since the last call, where there was one, and forget them."""
+        if self._evaluated:
+            means = {name: total / self._evaluated for name, total in self.eval_total_loss_dict.items()}
+            self._recorder.evaluated(means, self.iteration)
+        self.eval_total_loss_dict, self._evaluated = {}, 0
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, output_dir: str | Path) -> None:
+        """Write model, optimizer, schedule and generators into a folder; called on every process."""
+        self.log_eval_results()
+        saving.save(self, Path(output_dir), self._plugin)
+
+    def load_checkpoint(self, input_dir: str | Path) -> None:
+        """Read what `save_checkpoint` wrote; called on every process.
+
+        Raises:
+            CheckpointError: the folder holds no such checkpoint, or one of another model.
+        """
+        saving.load(self, Path(input_dir), self._plugin)
+
+
+def _micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, Any]]:
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    samples = {name: len(value) for name, value in tensors.items()}
+    asked = f"A batch of {samples} samples was given to Megatron-LM."
+    if len(set(samples.values())) != 1:
+        raise DataError(asked, "Its tensors have different numbers of samples.", "Give one number of samples.")
+    count = next(iter(samples.values()))
+    if not size or count % size:
+        raise DataError(
+            asked,
+            f"It cannot be cut into micro-batches of {size} samples.",
+            "Use the prepared loaders, with even_batches=True (the default) or with drop_last=True.",
+        )
+    return [{name: value[start : start + size] for name, value in tensors.items()} for start in range(0, count, size)]
+
+
+def _add(totals: dict[str, float], report: Mapping[str, Tensor]) -> None:
+    for name, loss in report.items():
+        if name != "logits":
+            totals[name] = totals.get(name, 0.0) + float(loss)
+
+
+def _innermost(part: Any) -> Any:
+    while hasattr(part, "module"):
+        part = part.module
+    return part
+
+
+def _plain(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, MegatronLMOptimizerWrapper) else optimizer
+
+
+def _plain_schedule(scheduler: Any) -> Any:
+    return scheduler.scheduler if isinstance(scheduler, MegatronLMSchedulerWrapper) else scheduler
+
+
+@wrapped_module.register(MegatronEngine)
+def _inside(engine: Any) -> Module | None:
+    inner: Module = engine.base_model
+    return inner

@@ -1,0 +1,65 @@
+"""Loaders as the engine wants them: one batch holds all micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accel_ops import concatenate
+
+__all__ = ("JoinedLoader", "MegatronLoader")
+
+
+class JoinedLoader:
+    """A prepared loader whose batches are joined, as many as a step has micro-batches.
+
+    The last batch of an epoch holds those that are left. Everything else is that of the loader inside.
+
+    Args:
+        loader: gives micro-batches.
+        count: micro-batches of a step.
+    """
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.base_dataloader = loader
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting: list[Any] = []
+        for batch in self.base_dataloader:
+            waiting.append(batch)
+            if len(waiting) == self._count:
+                yield concatenate(waiting)
+                waiting = []
+        if waiting:
+            yield concatenate(waiting)
+
+    def __len__(self) -> int:
+        return -(-len(self.base_dataloader) // self._count)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step, over all processes."""
+        return int(self.base_dataloader.total_batch_size) * self._count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+
+class MegatronLoader:
+    """Batches of one of Megatron's datasets, made when they are first asked for; endless.
+
+    Args:
+        source: makes the three iterators, of training, validation and test data.
+        index: which of them this is.
+    """
+
+    def __init__(self, source: Any, index: int) -> None:
+        self._source, self._index = source, index
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._source()[self._index]
+        return iter(()) if iterator is None else iter(iterator)

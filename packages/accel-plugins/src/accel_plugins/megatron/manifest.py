@@ -1,0 +1,48 @@
+"""What the Megatron-LM backend declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from accel_plugins.manifest import Ability, Duty, Manifest, Part
+from accel_state.labels import DistributedType
+from accel_state.settings.environ import read
+from accel_state.settings.requirement import Requirement
+from accel_state.settings.schema import BOOLEAN, Setting
+
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
+__all__ = ("MANIFEST", "present")
+
+_USE: Final = Setting("use_megatron_lm", BOOLEAN, False, variable="ACCELERATE_USE_MEGATRON_LM")
+
+
+def present(process: Process) -> bool:
+    """Whether Megatron-LM was asked for by the launcher."""
+    found = read(_USE)
+    return bool(found and found.value)
+
+
+MANIFEST: Final = Manifest(
+    name="megatron",
+    config="accel_plugins.megatron.config:MegatronLMPlugin",
+    strategy="accel_plugins.megatron.strategy:MegatronStrategy",
+    label=DistributedType.MEGATRON_LM,
+    present="accel_plugins.megatron.manifest:present",
+    requires=(Requirement("megatron.core", "megatron-core", ">=0.16", extra="accel-plugins[megatron]"),),
+    owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING}),
+    together=frozenset({Part.MODEL, Part.OPTIMIZER}),
+    lacks=frozenset(
+        {
+            Ability.NO_SYNC,
+            Ability.CLIP_VALUE,
+            Ability.JOIN,
+            Ability.AVERAGE,
+            Ability.SEVERAL_MODELS,
+        }
+    ),
+    parameter="megatron_lm_plugin",
+    priority=70,
+    tier=3,
+)

@@ -1,0 +1,220 @@
+"""The strategy over Megatron-LM, which owns accumulation, precision and clipping.
+
+Megatron-LM builds the model anew in its divided form. What comes back from `prepare` in the model's place is an engine:
+calling it with a batch is a whole step, and backward, the optimizer and the schedule have nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.manifest import Part
+from accel_plugins.megatron import parallel, preparing
+from accel_plugins.megatron.config import MegatronLMPlugin
+from accel_plugins.megatron.engine import MegatronEngine
+from accel_plugins.megatron.loaders import JoinedLoader, MegatronLoader
+from accel_plugins.megatron.released import parallel_state
+from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader
+from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_plugins.strategy import Shards, Strategy
+from accel_state.errors import Conflict, NotOffered
+
+__all__ = ("MegatronStrategy",)
+
+_OwnStore: Any = torch._C._distributed_c10d.HashStore
+"""Where a process that runs alone meets itself."""
+
+
+class MegatronStrategy(Strategy):
+    """Tensors, layers, the sequence and experts divided over processes.
+
+    Args:
+        context: the run's surroundings.
+        config: the settings.
+
+    Attributes:
+        engine: the engine that was made, or None.
+
+    Raises:
+        NotOffered: there is no CUDA device, or the precision is none of Megatron-LM's.
+        Conflict: gradients are to be accumulated in another way.
+    """
+
+    saves_together: ClassVar[bool] = True
+    gives_partial_gradients: ClassVar[bool] = False
+
+    def __init__(self, context: Context, config: MegatronLMPlugin) -> None:
+        super().__init__(context, config)
+        parallel.demand_cuda()
+        self.engine: MegatronEngine | None = None
+        self._drawn: dict[int, int] = {}
+        config.set_mixed_precision(context.precision.name)
+        self._agree_on_steps()
+        if not dist.is_initialized():
+            dist.init_process_group(store=_OwnStore(), rank=0, world_size=1)
+        parallel.divide(config)
+        parallel.seed(config)
+
+    def _agree_on_steps(self) -> None:
+        steps = self.context.gradient.num_steps
+        if steps != 1:
+            raise Conflict(
+                f"gradient_accumulation_steps={steps} was asked for with Megatron-LM.",
+                "It accumulates over the micro-batches of a step by itself.",
+                f"Use MegatronLMPlugin(num_micro_batches={steps}) in its place.",
+            )
+
+    @property
+    def _surroundings(self) -> parallel.Surroundings:
+        return parallel.Surroundings(self.config, self.context.process.device)
+
+    # ------------------------------------------------------------------ preparing
+
+    def check(self, bundle: Bundle) -> None:
+        if not bundle.models and not bundle.optimizers:
+            return
+        if (len(bundle.models), len(bundle.optimizers)) != (1, 1) or len(bundle.schedulers) > 1:
+            raise Conflict(
+                f"prepare() was given {len(bundle.models)} models, {len(bundle.optimizers)} optimizers and "
+                f"{len(bundle.schedulers)} schedulers.",
+                "Megatron-LM trains one model with one optimizer and one schedule.",
+                "Give one of each, in one call.",
+            )
+        if self.engine is not None:
+            raise Conflict(
+                "prepare() was given a second model.", "Megatron-LM trains one in a run.", "Train it in another run."
+            )
+        preparing.check_batches(self.config, bundle)
+
+    def place(self, model: Module) -> Module:
+        # Only its configuration is used; its weights never need a device.
+        return model
+
+    def shards(self) -> Shards:
+        return Shards(parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank())
+
+    def part_held(self) -> Hashable:
+        return (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        if not bundle.models:
+            return bundle
+        (model,), (optimizer,) = bundle.models, bundle.optimizers
+        preparing.take_facts(self.config, bundle, self.shards().count)
+        made = preparing.start(self._surroundings, model, optimizer, next(iter(bundle.schedulers), None))
+        self.engine = MegatronEngine(self._surroundings, *made)
+        gradient = self.context.gradient
+        wrapped = MegatronLMOptimizerWrapper(made.optimizer, gradient)
+        self.engine.optimizer = wrapped
+        bundle.models[:], bundle.optimizers[:] = [self.engine], [wrapped]
+        if made.scheduler is not None and bundle.schedulers:
+            bundle.schedulers[:] = [MegatronLMSchedulerWrapper(made.scheduler, [wrapped], gradient)]
+        return bundle
+
+    def unwrap(self, model: Module) -> Module:
+        inner: Module = model.base_model if isinstance(model, MegatronEngine) else model
+        return inner
+
+    def wrap_loader(self, loader: Any) -> Iterable[Any]:
+        if isinstance(loader, MegatronLMDummyDataLoader):
+            drawn = self._drawn.get(id(loader), 0)
+            self._drawn[id(loader)] = drawn + 1
+            return MegatronLoader(preparing.source_of(self._surroundings, loader), min(drawn, 2))
+        count = self.config.num_micro_batches
+        return loader if count == 1 else JoinedLoader(loader, count)
+
+    # ------------------------------------------------------------------ one step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Nothing: the engine computed gradients when it was called."""
+
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        """Nothing: the engine has stepped."""
+        return not getattr(optimizer, "step_was_skipped", False)
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        if self.config.gradient_clipping != max_norm or norm_type != 2.0:
+            raise Conflict(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called.",
+                f"Megatron-LM clips within a step, to gradient_clipping={self.config.gradient_clipping} in the 2-norm.",
+                f"Set MegatronLMPlugin(gradient_clipping={max_norm}), or leave out the call.",
+            )
+        norm = None if self.engine is None else self.engine.grad_norm
+        return None if norm is None else torch.tensor(norm)
+
+    def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
+        raise NotOffered(
+            f"Gradients were to be cut to {value} (clip_grad_value_).",
+            "Megatron-LM clips by norm only.",
+            "Set MegatronLMPlugin(gradient_clipping=...).",
+        )
+
+    def average_parameters(self, model: Module) -> None:
+        raise NotOffered(
+            "Parameters were to be averaged over the processes (LocalSGD).",
+            "Megatron-LM keeps them equal or divided by itself.",
+            "Use the backend 'ddp' with LocalSGD.",
+        )
+
+    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        raise NotOffered(
+            "Processes were to run out of batches at different times (join_uneven_inputs).",
+            "With Megatron-LM every step needs all processes.",
+            "Use even_batches=True, or the backend 'ddp'.",
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def collect(self, part: Part, item: Any) -> Any:
+        """The object itself where the engine saves it: it writes while it collects."""
+        return item if _is_ours(item) else super().collect(part, item)
+
+    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
+        if isinstance(state, MegatronEngine):
+            state.save_checkpoint(folder)
+        elif not _is_ours(state) and self.context.process.rank == 0:
+            super().save(part, state, folder, index, safe_serialization=safe_serialization)
+
+    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+        if isinstance(item, MegatronEngine):
+            item.load_checkpoint(folder)
+        elif not _is_ours(item):
+            super().load(part, item, folder, index, **options)
+
+    def state_dict(self, model: Module) -> dict[str, Tensor]:
+        self._refuse_parts("were asked for")
+        return super().state_dict(model)
+
+    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        self._refuse_parts("were to be replaced")
+        super().load_weights(model, weights, strict)
+
+    def _refuse_parts(self, what: str) -> None:
+        held = parallel.size_of_one_model(self.config) // self.config.context_parallel_size
+        if held > 1 or self.config.num_layers_per_virtual_pipeline_stage:
+            raise NotOffered(
+                f"All weights of a model of Megatron-LM {what}.",
+                f"It is divided into {held} parts, whose names and shapes are not those of a whole model.",
+                "Use save_state() and load_state(): Megatron-LM reads its checkpoints in other divisions too.",
+            )
+
+    def writes_weights(self) -> bool:
+        return self.context.process.rank == 0
+
+    def close(self) -> None:
+        self.engine = None
+        parallel_state.destroy_model_parallel()
+
+
+def _is_ours(item: Any) -> bool:
+    return isinstance(item, (MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper))

@@ -1,0 +1,397 @@
+"""What one micro-batch is for each kind of model: reading it, computing it, and its loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from accel_plugins.megatron.parallel import avg_losses_across_data_parallel_group
+from accel_plugins.megatron.released import parallel_state, tensor_parallel, tools
+from accel_plugins.megatron.sequences import (
+    IGNORED,
+    causal_mask,
+    hidden_between,
+    hidden_later,
+    positions,
+    shifted_left,
+    shifted_right,
+)
+from accel_state.errors import DataError
+
+__all__ = ("AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "T5TrainStep", "train_step_for")
+
+Batch = Mapping[str, Tensor]
+LossFunction = Callable[..., Any]
+
+
+class AbstractTrainStep(ABC):
+    """One micro-batch of training; subclass it for a model of yours.
+
+    Args:
+        name: what it is called in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @abstractmethod
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
+        """The function that reads a micro-batch from an iterator.
+
+        Args:
+            accelerator: has `device` and `state.megatron_lm_plugin`.
+            megatron_dataset_flag: whether batches are those of Megatron's own datasets.
+        """
+
+    @abstractmethod
+    def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, LossFunction]]:
+        """The function that is given an iterator and the model, and returns the output and the function of the loss."""
+
+    @abstractmethod
+    def get_loss_func(self, accelerator: Any) -> LossFunction:
+        """The function of the loss.
+
+        It returns the sum of the losses, the number of tokens they are of, and a table of what is reported; or the mean
+        loss and that table.
+        """
+
+
+def _next(data_iterator: Iterator[Any] | None, device: torch.device) -> dict[str, Tensor]:
+    """The next micro-batch, on the device."""
+    if data_iterator is None:
+        raise DataError(
+            "Megatron-LM was to read a batch.", "This process has no data.", "Prepare the loader on every process."
+        )
+    return {name: value.to(device) for name, value in next(data_iterator).items() if isinstance(value, Tensor)}
+
+
+def _named(batch: Batch, name: str, kind: str) -> Tensor:
+    if name not in batch:
+        raise DataError(
+            f"A batch was to be given to a {kind} of Megatron-LM.",
+            f"It has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}.",
+            "Let the collating function make it.",
+        )
+    return batch[name]
+
+
+def _summed(losses: Tensor, counted: Tensor, name: str = "lm loss") -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses of tokens that count, their number, and their mean over everybody's samples for the report."""
+    weights = counted.float()
+    total, number = (losses.float() * weights).sum(), weights.sum()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        # Each process of the axis has a part of the same sequence.
+        whole = torch.stack([total.detach(), number])
+        torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        mean = whole[0] / whole[1].clamp(min=1)
+    else:
+        mean = total.detach() / number.clamp(min=1)
+    return total, number.to(torch.int), {name: avg_losses_across_data_parallel_group([mean])[0]}
+
+
+class GPTTrainStep(AbstractTrainStep):
+    """A micro-batch of a decoder: each token is predicted from those before it.
+
+    Batches have `input_ids`, and `attention_mask` and `labels` where there are any, as transformers' models take them:
+    labels stand where their tokens stand, and -100 does not count. Megatron's own have `text`, one token longer.
+
+    Args:
+        accelerator: has `device` and `state.megatron_lm_plugin`.
+        args: settings under the names of Megatron-LM.
+    """
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        super().__init__("GPTTrainStep")
+        self.eod_mask_loss: bool = getattr(args, "eod_mask_loss", False)
+        self.reset_position_ids: bool = getattr(args, "reset_position_ids", False)
+        self.reset_attention_mask: bool = getattr(args, "reset_attention_mask", False)
+        self.eod_token: int | None = getattr(getattr(args, "tokenizer", None), "eod", None)
+        self.pad_token: int | None = getattr(getattr(args, "tokenizer", None), "pad", None)
+        plugin = accelerator.state.megatron_lm_plugin
+        self.return_logits = bool(plugin.return_logits)
+        self.get_batch = _batch_function(self, accelerator, plugin)
+        self.loss_func = _loss_function(self, accelerator, plugin)
+        self.forward_step = self.get_forward_step_func()
+        self.model_output_class = StepOutput
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
+        def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor]:
+            read = _next(data_iterator, accelerator.device)
+            made = self._of_megatron(read) if megatron_dataset_flag else self._of_transformers(read)
+            if parallel_state.get_context_parallel_world_size() > 1:
+                return dict(tools.get_batch_on_this_cp_rank(made))
+            return made
+
+        return get_batch
+
+    def _of_transformers(self, batch: Batch) -> dict[str, Tensor]:
+        tokens = _named(batch, "input_ids", "GPT").long()
+        seen = batch.get("attention_mask", torch.ones_like(tokens))
+        targets = batch.get("labels", tokens.masked_fill(seen == 0, IGNORED))
+        return self._made(tokens, shifted_left(targets.long()), seen)
+
+    def _of_megatron(self, batch: Batch) -> dict[str, Tensor]:
+        if "text" in batch:
+            text = batch["text"].long()
+            return self._made(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.ones_like(text[:, :-1]))
+        made = self._made(batch["tokens"].long(), batch["labels"].long(), torch.ones_like(batch["tokens"]))
+        given = {name: batch[name] for name in ("loss_mask", "position_ids", "attention_mask") if name in batch}
+        return {**made, **given}
+
+    def _made(self, tokens: Tensor, targets: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        counted = targets != IGNORED
+        if self.eod_mask_loss and self.eod_token is not None:
+            counted &= tokens != self.eod_token
+        ends = tokens == self.eod_token if self.eod_token is not None else torch.zeros_like(tokens, dtype=torch.bool)
+        return {
+            "tokens": tokens,
+            "labels": targets.masked_fill(targets == IGNORED, 0),
+            "loss_mask": counted,
+            "position_ids": positions(tokens, ends if self.reset_position_ids else None),
+            "attention_mask": causal_mask(seen, ends if self.reset_attention_mask else None),
+        }
+
+    def get_loss_func(self, accelerator: Any) -> LossFunction:
+        def loss_func(loss_mask: Tensor, output_tensor: Any) -> Any:
+            losses, logits = output_tensor if self.return_logits else (output_tensor, None)
+            total, number, report = _summed(losses, loss_mask)
+            return total, number, report if logits is None else {**report, "logits": logits}
+
+        return loss_func
+
+    def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, LossFunction]]:
+        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, LossFunction]:
+            batch = self.get_batch(data_iterator)
+            inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+            if self.return_logits and parallel_state.is_pipeline_last_stage():
+                output = _with_logits(model, model(*inputs), batch["labels"])
+            else:
+                output = model(*inputs, labels=batch["labels"])
+            return output, partial(self.loss_func, batch["loss_mask"])
+
+        return forward_step
+
+
+def _with_logits(model: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of a decoder, and its logits whole: computing the first changes what it is given."""
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone())
+    loss_of = tools.get_attr_wrapped_model(model, "compute_language_model_loss")
+    return loss_of(labels, logits.transpose(0, 1).contiguous()), whole
+
+
+class BertTrainStep(AbstractTrainStep):
+    """A micro-batch of a BERT: hidden words and whether sentences follow each other, or the class of a text.
+
+    Batches have `input_ids`, `attention_mask`, `token_type_ids`, `labels` and, in pretraining, `next_sentence_label`.
+    Megatron's own have `text`, `padding_mask`, `types`, `labels`, `loss_mask` and `is_random`.
+
+    Args:
+        accelerator: has `device` and `state.megatron_lm_plugin`.
+        args: settings under the names of Megatron-LM.
+    """
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        super().__init__("BertTrainStep")
+        plugin = accelerator.state.megatron_lm_plugin
+        self.get_batch = _batch_function(self, accelerator, plugin)
+        custom = plugin.custom_loss_function
+        self.loss_func = (
+            self.get_loss_func(accelerator, args.pretraining_flag, args.num_labels)
+            if custom is None
+            else custom(accelerator)
+        )
+        self.forward_step = self.get_forward_step_func(args.pretraining_flag, args.bert_binary_head)
+        self.model_output_class = StepOutput
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
+        def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor]:
+            read = _next(data_iterator, accelerator.device)
+            return self._of_megatron(read) if megatron_dataset_flag else self._of_transformers(read)
+
+        return get_batch
+
+    @staticmethod
+    def _of_megatron(batch: Batch) -> dict[str, Tensor]:
+        return {
+            "tokens": batch["text"].long(),
+            "types": batch["types"].long(),
+            "seen": batch["padding_mask"].long(),
+            "labels": batch["labels"].long(),
+            "loss_mask": batch["loss_mask"].float(),
+            "sentence_order": batch["is_random"].long(),
+        }
+
+    @staticmethod
+    def _of_transformers(batch: Batch) -> dict[str, Tensor]:
+        tokens, labels = _named(batch, "input_ids", "BERT").long(), _named(batch, "labels", "BERT").long()
+        made = {
+            "tokens": tokens,
+            "types": batch.get("token_type_ids", torch.zeros_like(tokens)).long(),
+            "seen": batch.get("attention_mask", torch.ones_like(tokens)).long(),
+            "labels": labels.masked_fill(labels == IGNORED, 0),
+            "loss_mask": (labels != IGNORED).float(),
+        }
+        order = batch.get("next_sentence_label")
+        return made if order is None else {**made, "sentence_order": order.long()}
+
+    def get_loss_func(self, accelerator: Any, pretraining_flag: bool = True, num_labels: int = 2) -> LossFunction:
+        if not pretraining_flag:
+            return partial(_loss_of_class, num_labels)
+        return _loss_of_pretraining
+
+    def get_forward_step_func(
+        self, pretraining_flag: bool = True, bert_binary_head: bool = True
+    ) -> Callable[[Iterator[Any], Any], tuple[Any, LossFunction]]:
+        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, LossFunction]:
+            batch = self.get_batch(data_iterator)
+            types = batch["types"] if pretraining_flag or parallel_state.is_pipeline_first_stage() else None
+            inputs = (batch["tokens"], batch["seen"])
+            if not pretraining_flag:
+                return model(*inputs, tokentype_ids=types), partial(self.loss_func, batch["labels"])
+            order = batch.get("sentence_order") if bert_binary_head else None
+            output = model(*inputs, tokentype_ids=types, lm_labels=batch["labels"])
+            return output, partial(self.loss_func, batch["loss_mask"], order)
+
+        return forward_step
+
+
+def _loss_of_class(num_labels: int, labels: Tensor, output: Any) -> Any:
+    _, logits = output
+    if num_labels == 1:
+        losses = torch.nn.functional.mse_loss(logits.view(-1).float(), labels.view(-1).float(), reduction="none")
+    else:
+        losses = torch.nn.functional.cross_entropy(
+            logits.view(-1, num_labels).float(), labels.view(-1), reduction="none"
+        )
+    total, number, report = _summed(losses, torch.ones_like(losses), "loss")
+    return total, number, {**report, "logits": logits.detach()}
+
+
+def _loss_of_pretraining(loss_mask: Tensor, sentence_order: Tensor | None, output: Any) -> Any:
+    losses, logits = output
+    total, number, report = _summed(losses, loss_mask)
+    if logits is None or sentence_order is None:
+        return total, number, report
+    order = torch.nn.functional.cross_entropy(logits.view(-1, 2).float(), sentence_order.view(-1), ignore_index=-1)
+    mean = avg_losses_across_data_parallel_group([order])[0]
+    # Both losses are means, and the engine divides the sum by the number of words.
+    return total + order * number, number, {**report, "sop loss": mean}
+
+
+class T5TrainStep(AbstractTrainStep):
+    """A micro-batch of a model with an encoder and a decoder.
+
+    Batches have `input_ids`, `attention_mask`, `labels` and, where they are given, `decoder_input_ids`. Megatron's own
+    have `text_enc`, `text_dec`, `labels`, `loss_mask`, and masks of what may be seen.
+
+    Args:
+        accelerator: has `device` and `state.megatron_lm_plugin`.
+        args: settings under the names of Megatron-LM.
+    """
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        super().__init__("T5TrainStep")
+        plugin = accelerator.state.megatron_lm_plugin
+        self._start = int(getattr(args, "decoder_start_token_id", 0) or 0)
+        self.get_batch = _batch_function(self, accelerator, plugin)
+        self.loss_func = _loss_function(self, accelerator, plugin)
+        self.forward_step = self.get_forward_step_func()
+        self.model_output_class = StepOutput
+
+    @staticmethod
+    def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
+        """Which token does not see which, from which tokens there are: (batch, length) to (batch, length, length)."""
+        return hidden_between(attention_mask, attention_mask)
+
+    @staticmethod
+    def get_decoder_mask(seq_length: int, device: torch.device) -> Tensor:
+        """Which token does not see which in a decoder: (1, length, length)."""
+        return hidden_later(seq_length, device)
+
+    @staticmethod
+    def get_enc_dec_mask(attention_mask: Tensor, dec_seq_length: int, device: torch.device) -> Tensor:
+        """Which token of the encoder is hidden from which of the decoder: (batch, decoder's length, encoder's)."""
+        return hidden_between(attention_mask.new_ones((attention_mask.shape[0], dec_seq_length)), attention_mask)
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
+        def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor]:
+            read = _next(data_iterator, accelerator.device)
+            return self._of_megatron(read) if megatron_dataset_flag else self._of_transformers(read)
+
+        return get_batch
+
+    def _of_megatron(self, batch: Batch) -> dict[str, Tensor]:
+        seen = batch["enc_mask"]
+        made = self._made(batch["text_enc"].long(), batch["text_dec"].long(), batch["labels"].long(), seen)
+        return {**made, "loss_mask": batch["loss_mask"].float()}
+
+    def _of_transformers(self, batch: Batch) -> dict[str, Tensor]:
+        tokens, labels = _named(batch, "input_ids", "T5").long(), _named(batch, "labels", "T5").long()
+        decoder = batch.get("decoder_input_ids", shifted_right(labels, self._start)).long()
+        return self._made(tokens, decoder, labels, batch.get("attention_mask", torch.ones_like(tokens)))
+
+    def _made(self, tokens: Tensor, decoder: Tensor, labels: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        """Everything a step takes; a mask of the encoder that is square already stays as it is."""
+        per_token = seen if seen.dim() == 2 else seen.any(dim=-1)
+        return {
+            "tokens": tokens,
+            "decoder_tokens": decoder,
+            "labels": labels.masked_fill(labels == IGNORED, 0),
+            "loss_mask": (labels != IGNORED).float(),
+            "encoder_mask": self.attn_mask_postprocess(per_token),
+            "decoder_mask": self.get_decoder_mask(decoder.shape[1], decoder.device).expand(len(decoder), -1, -1),
+            "cross_mask": self.get_enc_dec_mask(per_token, decoder.shape[1], decoder.device),
+        }
+
+    def get_loss_func(self, accelerator: Any) -> LossFunction:
+        def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+            return _summed(output_tensor, loss_mask)
+
+        return loss_func
+
+    def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, LossFunction]]:
+        masks: Final = ("encoder_mask", "decoder_mask", "cross_mask")
+
+        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, LossFunction]:
+            batch = self.get_batch(data_iterator)
+            # Attention wants a mask for all heads.
+            inputs = (batch["tokens"], batch["decoder_tokens"], *(batch[name][:, None] for name in masks))
+            return model(*inputs, lm_labels=batch["labels"]), partial(self.loss_func, batch["loss_mask"])
+
+        return forward_step
+
+
+class StepOutput(dict[str, Any]):
+    """What the engine returns of a step: `loss`, and `logits` where they were asked for; also by attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _batch_function(step: AbstractTrainStep, accelerator: Any, plugin: Any) -> Callable[[Iterator[Any]], Any]:
+    custom = plugin.custom_get_batch_function
+    made: Callable[[Iterator[Any]], Any] = (custom or step.get_batch_func)(accelerator, plugin.megatron_dataset_flag)
+    return made
+
+
+def _loss_function(step: AbstractTrainStep, accelerator: Any, plugin: Any) -> LossFunction:
+    made: LossFunction = (plugin.custom_loss_function or step.get_loss_func)(accelerator)
+    return made
+
+
+def train_step_for(accelerator: Any, args: Any) -> Any:
+    """The train step for the kind of model that is trained, or the one that the settings bring."""
+    plugin = accelerator.state.megatron_lm_plugin
+    if plugin.custom_train_step_class is not None:
+        return plugin.custom_train_step_class(**(plugin.custom_train_step_kwargs or {}))
+    kinds: dict[str, Any] = {"gpt": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}
+    return kinds[args.model_type_name](accelerator, args)
