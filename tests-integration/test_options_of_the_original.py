@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from accel_cli.command import find_command
+from accel_cli.launch.flags import flag_values
+from accel_cli.launch.options import launch_classes
 from accel_cli.parser import Parser
 
 FACTS = Path(__file__).parent / "reference" / "cli.json"
@@ -39,3 +41,13 @@ def test_options_of_other_commands(command: str) -> None:
     known = parser_of(command)._option_string_actions
     flags = [flag for option in COMMANDS[command]["options"] for flag in option["flags"]]
     assert [flag for flag in flags if flag not in known] == []
+
+
+@pytest.mark.parametrize("option", [case for case in cases("launch") if case.values[0].get("type") == "bool"])
+def test_truth_values_that_the_original_takes_for_true_whatever_they_say(option: dict[str, Any]) -> None:
+    for flag in option["flags"]:
+        for text, meant in (("false", False), ("False", False), ("0", False), ("true", True)):
+            parsed = parser_of("launch").parse_args([flag, text, "job.py"])
+            (given,) = flag_values(parsed, launch_classes()).values()
+            assert given.value is meant, flag
+            assert parsed.script == ["job.py"]
