@@ -1,9 +1,16 @@
-"""Aim by its contract: a stand-in with the calls of Aim's own interface, since its wheels exist for few systems."""
+"""Aim by its contract: a stand-in with the calls of Aim's own interface, since its wheels exist for few systems.
+
+Where `ACCEL_AIM_WHEEL` names a wheel of Aim, as `nox -s trackers` has it, its source is compared with the contract.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
+import inspect
+import os
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +54,47 @@ class Run:
 
     def close(self) -> None:
         self.closed = True
+
+
+# File and class of Aim, the method, and the names of its parameters; those after * are given by name only.
+CONTRACT = [
+    (
+        "aim/sdk/run.py",
+        "Run",
+        Run.__init__,
+        "run_hash * repo read_only experiment force_resume system_tracking_interval log_system_params "
+        "capture_terminal_logs",
+    ),
+    ("aim/sdk/run.py", "BasicRun", Run.track, "value name step epoch * context"),
+    ("aim/sdk/run.py", "BasicRun", Run.__setitem__, "key val *"),
+    ("aim/sdk/run.py", "BasicRun", Run.close, "*"),
+    ("aim/sdk/objects/image.py", "Image", Picture.__init__, "image caption format quality optimize *"),
+    ("aim/sdk/objects/text.py", "Text", Words.__init__, "text *"),
+]
+
+
+@pytest.mark.parametrize(("file", "owner", "method", "parameters"), CONTRACT)
+def test_the_stand_in_takes_nothing_that_aim_does_not(file: str, owner: str, method: Any, parameters: str) -> None:
+    del file, owner
+    by_place, _, by_name = (part.split() for part in parameters.partition("*"))
+    own = list(inspect.signature(method).parameters.values())[1:]
+    kinds = inspect.Parameter
+    places = [parameter.name for parameter in own if parameter.kind is kinds.POSITIONAL_OR_KEYWORD]
+    assert len(places) <= len(by_place)
+    if method is not Run.__setitem__:
+        assert places == by_place[: len(places)]
+    assert {parameter.name for parameter in own if parameter.kind is kinds.KEYWORD_ONLY} <= set(by_name)
+
+
+@pytest.mark.skipif("ACCEL_AIM_WHEEL" not in os.environ, reason="needs a wheel of Aim: see `nox -s trackers`")
+@pytest.mark.parametrize(("file", "owner", "method", "parameters"), CONTRACT)
+def test_the_contract_is_what_the_source_of_aim_says(file: str, owner: str, method: Any, parameters: str) -> None:
+    with zipfile.ZipFile(os.environ["ACCEL_AIM_WHEEL"]) as wheel:
+        tree = ast.parse(wheel.read(file))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    (defined,) = (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method.__name__)
+    by_place, by_name = ([argument.arg for argument in kind] for kind in (defined.args.args, defined.args.kwonlyargs))
+    assert " ".join([*by_place[1:], "*", *by_name]) == parameters
 
 
 @pytest.fixture(autouse=True)
