@@ -196,6 +196,14 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
             prepare_simple_launcher_cmd_env prepare_tpu
         """,
+        "accelerate.utils.megatron_lm": """
+            AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
+            MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep
+            avg_losses_across_data_parallel_group gather_across_data_parallel_groups
+            megatron_lm_initialize=initialize megatron_lm_prepare_data_loader=prepare_data_loader
+            megatron_lm_prepare_model_optimizer_scheduler=prepare_model_optimizer_scheduler
+            megatron_lm_prepare_optimizer=prepare_optimizer megatron_lm_prepare_scheduler=prepare_scheduler
+        """,
         "accelerate.utils.memory": "*",
         "accelerate.utils.modeling": "*",
         "accelerate.utils.offload": "*",
@@ -252,6 +260,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.deepspeed.config": "DeepSpeedPlugin",
         "accel_plugins.ddp.hook_types": "DDPCommunicationHookType",
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
+        "accel_plugins.megatron.architecture": """
+            MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser parse_bert_config
+            parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
+        """,
+        "accel_plugins.megatron.config": "MegatronLMPlugin",
         "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
         "accel_plugins.precision.fp8_config": """
             AORecipeKwargs AmaxComputeAlgorithm FP8Format FP8RecipeKwargs MSAMPRecipeKwargs OptLevel TERecipeKwargs
@@ -326,6 +339,19 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
             prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu
             setup_fp8_env
+        """,
+    },
+    "accelerate.utils.megatron_lm": {
+        "accel_plugins.megatron.engine": "MegatronEngine",
+        "accel_plugins.megatron.parallel": """
+            avg_losses_across_data_parallel_group gather_across_data_parallel_groups
+        """,
+        "accel_plugins.megatron.stand_ins": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
+        "accel_plugins.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
+        "accel_plugins.megatron.wrappers": "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper",
+        "accelerate.legacy.megatron": """
+            finish_mpu_init initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler
+            prepare_optimizer prepare_scheduler
         """,
     },
     "accelerate.utils.memory": {

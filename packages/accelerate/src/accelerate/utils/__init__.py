@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from accel_bigmodel.quantize import has_4bit_bnb_layers
     from accel_bigmodel.quantize_load import load_and_quantize_model
     from accel_plugins.fsdp.merge import merge_weights as merge_fsdp_weights
+    from accel_plugins.megatron.engine import MegatronEngine
+    from accel_plugins.megatron.parallel import (
+        avg_losses_across_data_parallel_group,
+        gather_across_data_parallel_groups,
+    )
+    from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+    from accel_plugins.megatron.train_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+    from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
     from accelerate.legacy.command_parts import write_basic_config
     from accelerate.legacy.fsdp import (
         disable_fsdp_ram_efficient_loading,
@@ -40,6 +48,13 @@ if TYPE_CHECKING:
         prepare_simple_launcher_cmd_env,
         prepare_tpu,
     )
+    from accelerate.legacy.megatron import initialize as megatron_lm_initialize
+    from accelerate.legacy.megatron import prepare_data_loader as megatron_lm_prepare_data_loader
+    from accelerate.legacy.megatron import (
+        prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
+    )
+    from accelerate.legacy.megatron import prepare_optimizer as megatron_lm_prepare_optimizer
+    from accelerate.legacy.megatron import prepare_scheduler as megatron_lm_prepare_scheduler
     from accelerate.parallelism_config import *
     from accelerate.utils import ao as ao
     from accelerate.utils import bnb as bnb
@@ -50,6 +65,7 @@ if TYPE_CHECKING:
     from accelerate.utils import fsdp_utils as fsdp_utils
     from accelerate.utils import imports as imports
     from accelerate.utils import launch as launch
+    from accelerate.utils import megatron_lm as megatron_lm
     from accelerate.utils import memory as memory
     from accelerate.utils import modeling as modeling
     from accelerate.utils import offload as offload
@@ -92,6 +108,7 @@ __all__ = (
     "FSDP_SHARDING_STRATEGY",
     "FSDP_STATE_DICT_TYPE",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
     "MODEL_NAME",
     "OPTIMIZER_NAME",
     "PROFILE_PATTERN_NAME",
@@ -121,10 +138,12 @@ __all__ = (
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "AORecipeKwargs",
+    "AbstractTrainStep",
     "AmaxComputeAlgorithm",
     "AutocastKwargs",
     "Backend",
     "BaseEnum",
+    "BertTrainStep",
     "BnbQuantizationConfig",
     "CPUInformation",
     "CannotPadNestedTensorWarning",
@@ -149,6 +168,7 @@ __all__ = (
     "FP8Format",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
+    "GPTTrainStep",
     "GatheredParameters",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -157,6 +177,12 @@ __all__ = (
     "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronEngine",
+    "MegatronLMDummyDataLoader",
+    "MegatronLMDummyScheduler",
+    "MegatronLMOptimizerWrapper",
+    "MegatronLMPlugin",
+    "MegatronLMSchedulerWrapper",
     "OffloadedWeightsLoader",
     "OptLevel",
     "ParallelismConfig",
@@ -168,15 +194,18 @@ __all__ = (
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
+    "T5TrainStep",
     "TERecipeKwargs",
     "TensorInformation",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
+    "add_model_config_to_megatron_parser",
     "align_module_device",
     "apply_fp8_autowrap",
     "are_libraries_initialized",
+    "avg_losses_across_data_parallel_group",
     "broadcast",
     "broadcast_object_list",
     "calculate_maximum_sizes",
@@ -229,6 +258,7 @@ __all__ = (
     "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
     "gather",
+    "gather_across_data_parallel_groups",
     "gather_object",
     "gather_tensor_shape",
     "get_active_deepspeed_plugin",
@@ -344,6 +374,11 @@ __all__ = (
     "load_offloaded_weights",
     "load_state_dict",
     "map_pytorch_optim_to_deepspeed",
+    "megatron_lm_initialize",
+    "megatron_lm_prepare_data_loader",
+    "megatron_lm_prepare_model_optimizer_scheduler",
+    "megatron_lm_prepare_optimizer",
+    "megatron_lm_prepare_scheduler",
     "merge_dicts",
     "merge_fsdp_weights",
     "model_has_dtensor",
@@ -353,8 +388,13 @@ __all__ = (
     "override_numa_affinity",
     "pad_across_processes",
     "pad_input_tensors",
+    "parse_bert_config",
     "parse_choice_from_env",
     "parse_flag_from_env",
+    "parse_glm4_moe_config",
+    "parse_gpt2_config",
+    "parse_llama_config",
+    "parse_t5_config",
     "patch_environment",
     "prepare_deepspeed_cmd_env",
     "prepare_multi_gpu_env",

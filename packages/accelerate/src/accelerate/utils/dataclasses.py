@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
     from accel_plugins.deepspeed.config import DeepSpeedPlugin
     from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+    from accel_plugins.megatron.architecture import (
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+        add_model_config_to_megatron_parser,
+        parse_bert_config,
+        parse_glm4_moe_config,
+        parse_gpt2_config,
+        parse_llama_config,
+        parse_t5_config,
+    )
+    from accel_plugins.megatron.config import MegatronLMPlugin
     from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
     from accel_plugins.precision.fp8_config import (
         AmaxComputeAlgorithm,
@@ -75,6 +85,7 @@ if TYPE_CHECKING:
     from accel_tracking.registry import LoggerType
 
 __all__ = (
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
     "AORecipeKwargs",
     "AmaxComputeAlgorithm",
     "AutocastKwargs",
@@ -101,6 +112,7 @@ __all__ = (
     "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
     "OptLevel",
     "PrecisionType",
     "ProfileKwargs",
@@ -114,7 +126,13 @@ __all__ = (
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
+    "add_model_config_to_megatron_parser",
     "get_module_class_from_name",
+    "parse_bert_config",
+    "parse_glm4_moe_config",
+    "parse_gpt2_config",
+    "parse_llama_config",
+    "parse_t5_config",
 )
 
 serve(__name__)

@@ -1,0 +1,130 @@
+"""Functions by which existing scripts start Megatron-LM piece by piece, which `prepare` does at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accel_plugins.megatron import parallel
+from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader
+from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper
+from accel_state.run_state import AcceleratorState
+
+__all__ = (
+    "finish_mpu_init",
+    "initialize",
+    "model_provider_func",
+    "prepare_data_loader",
+    "prepare_model_optimizer_scheduler",
+    "prepare_optimizer",
+    "prepare_scheduler",
+)
+
+
+def initialize(
+    accelerator: Any,
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Take further settings, divide the processes into groups, and seed the generators.
+
+    Args:
+        accelerator: has `state.megatron_lm_plugin`.
+        extra_args_provider: adds arguments to a parser, whose defaults become settings.
+        args_defaults: settings under the names of Megatron-LM; those of the plugin go before them.
+
+    Raises:
+        NotOffered: there is no CUDA device.
+    """
+    parallel.demand_cuda()
+    plugin = accelerator.state.megatron_lm_plugin
+    further = dict(args_defaults or {})
+    if extra_args_provider is not None:
+        parser = argparse.ArgumentParser(add_help=False)
+        further.update(vars((extra_args_provider(parser) or parser).parse_args([])))
+    plugin.megatron_lm_default_args = {**further, **plugin.megatron_lm_default_args}
+    parallel.divide(plugin)
+    parallel.seed(plugin)
+
+
+def finish_mpu_init() -> None:
+    """Divide the processes of the run into groups, and seed the generators.
+
+    Raises:
+        NotOffered: there is no CUDA device.
+    """
+    parallel.demand_cuda()
+    plugin = AcceleratorState().megatron_lm_plugin
+    parallel.divide(plugin)
+    parallel.seed(plugin)
+
+
+def model_provider_func(
+    pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
+) -> Any:
+    """The part of the run's model that one stage of the pipeline holds.
+
+    Args:
+        pre_process: whether it has the embedding.
+        post_process: whether it has the head.
+        add_encoder: has no effect: encoder and decoder stand in one stage.
+        add_decoder: likewise.
+    """
+    from accel_plugins.megatron import building, models
+
+    plugin = AcceleratorState().megatron_lm_plugin
+    return models.provide(plugin, building.transformer_config(plugin), pre_process, post_process)
+
+
+def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
+    """The parts of the model on this process, its optimizer and its schedule, all by the settings.
+
+    Args:
+        accelerator: has `device` and `state.megatron_lm_plugin`.
+    """
+    from accel_plugins.megatron import building
+
+    plugin = accelerator.state.megatron_lm_plugin
+    parts = building.build_model(plugin, accelerator.device)
+    optimizer = building.build_optimizer(plugin, parts)
+    return parts, optimizer, building.build_schedule(plugin, optimizer)
+
+
+def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
+    """A loader of this process's samples, or the three iterators of a stand-in.
+
+    Args:
+        accelerator: prepares the loader.
+        dataloader: a `DataLoader`, or a `MegatronLMDummyDataLoader`.
+    """
+    if isinstance(dataloader, MegatronLMDummyDataLoader):
+        return dataloader.build_train_valid_test_data_iterators(accelerator)
+    return accelerator.prepare_data_loader(dataloader)
+
+
+def prepare_optimizer(accelerator: Any, model: Any) -> Any:
+    """Megatron-LM's optimizer for the parts of a model.
+
+    Args:
+        accelerator: has `state.megatron_lm_plugin`.
+        model: the parts, as `prepare_model_optimizer_scheduler` gives them.
+    """
+    from accel_plugins.megatron import building
+
+    parts = list(model) if isinstance(model, (list, tuple)) else [model]
+    return building.build_optimizer(accelerator.state.megatron_lm_plugin, parts)
+
+
+def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
+    """A schedule that follows Megatron-LM's optimizer.
+
+    Args:
+        accelerator: has `state.megatron_lm_plugin`.
+        optimizer: that of Megatron-LM, or what wraps it.
+        scheduler: a `MegatronLMDummyScheduler`, or a scheduler of torch.
+    """
+    from accel_plugins.megatron import preparing
+
+    inner = optimizer.optimizer if isinstance(optimizer, MegatronLMOptimizerWrapper) else optimizer
+    return preparing.prepare_schedule(accelerator.state.megatron_lm_plugin, inner, scheduler)
