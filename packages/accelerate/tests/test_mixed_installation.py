@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import accel_ops
 import accelerate
 from accel_state.errors import Missing
 from accelerate.installation import check_files, foreign_files
@@ -58,3 +59,40 @@ def test_an_import_says_so(copied: Path) -> None:
     assert str(copied) in done.stderr
     assert "test_utils/__init__.py" in done.stderr
     assert f"pip install accelerate=={accelerate.__version__}" in done.stderr
+
+
+def imported(statement: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    """What Python says to a statement, with folders in front of everything else."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, "-c", statement]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ours_over_the_original_is_found_by_what_stayed_behind(tmp_path: Path) -> None:
+    before = {
+        "__init__.py": "",
+        "state.py": "raise RuntimeError",
+        "test_utils/__init__.py": "",
+        "test_utils/testing.py": "",
+    }
+    folder = tmp_path / "accelerate"
+    for name, text in before.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    shutil.copytree(Path(str(accelerate.__file__)).parent, folder, dirs_exist_ok=True)
+    done = imported("from accelerate.state import PartialState", tmp_path)
+    assert done.returncode != 0
+    assert "files of another accelerate: test_utils/" in done.stderr
+    shutil.rmtree(folder / "test_utils")
+    shutil.copy(Path(str(accelerate.__file__)).with_name("test_utils.py"), folder)
+    assert imported("from accelerate.state import PartialState", tmp_path).returncode == 0
+
+
+def test_an_older_package_below_is_named_with_how_to_reinstall(tmp_path: Path) -> None:
+    older = Path(shutil.copytree(Path(str(accel_ops.__file__)).parent, tmp_path / "accel_ops"))
+    tree = older / "tree.py"
+    tree.write_text(tree.read_text(encoding="utf-8").replace("is_namedtuple", "is_tuple_with_names"), encoding="utf-8")
+    done = imported("from accelerate.utils import is_namedtuple", tmp_path)
+    assert done.returncode != 0
+    assert "accel_ops.tree" in done.stderr
+    assert "pip install --force-reinstall accelerate accel-ops" in done.stderr

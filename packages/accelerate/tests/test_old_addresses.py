@@ -41,6 +41,8 @@ def test_the_table_names_no_module_twice_and_borrows_for_known_ones() -> None:
 
 def test_names_that_both_have_are_the_same_objects() -> None:
     shared = {(address, name) for address in NAMES for name in owners(address) if name in accel_torch.__all__}
+    # That engine prepares loaders by a function of its own, which is called as the general one is.
+    shared -= {("accelerate.utils.megatron_lm", "prepare_data_loader")}
     assert len({name for _, name in shared}) > 50
     for address, name in shared:
         assert getattr(importlib.import_module(address), name) is getattr(accel_torch, name), (address, name)

@@ -34,7 +34,7 @@ class OldModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         owner = self._owners.get(name)
         if owner is not None:
-            value = vars(self)[name] = _read(owner, self.__name__)
+            value = vars(self)[name] = _read(owner, self.__name__, sys._getframe(1))
             return value
         inside = f"{self.__name__}.{name}"
         if inside in NAMES:
@@ -83,7 +83,7 @@ def refuse(address: str) -> NoReturn:
     raise Missing(f"{address} was imported.", *NOT_PROVIDED[address])
 
 
-def _read(owner: Owner, address: str) -> Any:
+def _read(owner: Owner, address: str, caller: FrameType) -> Any:
     module = importlib.import_module(owner.module)
     try:
         return getattr(module, owner.name)
@@ -91,7 +91,7 @@ def _read(owner: Owner, address: str) -> Any:
         from accel_state.settings.versions import installed_version
 
         distribution = owner.module.partition(".")[0].replace("_", "-")
-        raise UnknownName(
+        raise _kind_of_error(caller)(
             f"{owner.name!r} was asked for from {address}, which has it from {owner.module}.",
             f"{distribution} {installed_version(distribution)} has none, so it does not fit accelerate {VERSION}.",
             f"Install versions that belong together: pip install --force-reinstall accelerate {distribution}",
@@ -115,12 +115,15 @@ def _forget(owner: Owner) -> None:
 
 
 def _unknown(module: OldModule, name: str, caller: FrameType) -> AccelError:
+    return _kind_of_error(caller)(f"{name!r} was asked for from {module.__name__}.", *_what_instead(module, name))
+
+
+def _kind_of_error(caller: FrameType) -> type[AccelError]:
+    """`from module import name` puts a text of its own in the place of every AttributeError."""
     from dis import opmap
 
-    asked = f"{name!r} was asked for from {module.__name__}."
-    # `from module import name` puts a text of its own in the place of every AttributeError.
     imported = caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
-    return (Missing if imported else UnknownName)(asked, *_what_instead(module, name))
+    return Missing if imported else UnknownName
 
 
 def _what_instead(module: OldModule, name: str) -> tuple[str, str]:
