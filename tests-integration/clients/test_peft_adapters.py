@@ -1,0 +1,29 @@
+"""PEFT trains adapters in a loop of its own, saves them and reads them back over a base in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel_state.settings.probe import importable
+
+pytestmark = [
+    pytest.mark.skipif(not importable("peft"), reason="needs peft: nox -s clients-peft"),
+    pytest.mark.timeout(900),
+]
+
+OWN_FILES = {"checkpoint_manifest.json", "dl_state_dict.bin"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [("python", {}), ("python", {"precision": "bf16"}), ("torchrun", {"accumulation": 3})],
+    ids=["plain", "bf16", "accumulation on two processes"],
+)
+def test_adapters_are_trained_saved_and_read_back(launcher: str, told: dict[str, Any], compare: Any) -> None:
+    ours, original = compare("peft_lora.py", launcher, **told)
+    assert ours["losses"] == pytest.approx(original["losses"], rel=1e-4)
+    assert ours["logits"] == pytest.approx(original["logits"], rel=1e-3, abs=1e-3)
+    assert ours["logits"] == pytest.approx([ours["logits"][0]] * 4)
+    assert set(original["files"]) <= set(ours["files"]) <= set(original["files"]) | OWN_FILES | {"dl_state_dict_1.bin"}

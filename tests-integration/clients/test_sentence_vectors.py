@@ -1,0 +1,40 @@
+"""sentence-transformers trains a small encoder on pairs of sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_state.settings.probe import importable
+
+pytestmark = [
+    pytest.mark.skipif(
+        not importable("sentence_transformers"),
+        reason="needs sentence-transformers: nox -s clients-sentence-transformers",
+    ),
+    pytest.mark.timeout(900),
+]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("python", {"arguments": {}}),
+    "bf16": ("python", {"arguments": {"bf16": True}}),
+    "accumulation on two processes": ("torchrun", {"arguments": {"gradient_accumulation_steps": 2, "max_steps": 3}}),
+    "compared with the sentences of both processes": ("torchrun", {"arguments": {}, "gathered": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_vectors(case: str, compare: Any) -> None:
+    launcher, told = CASES[case]
+    ours, original = compare("sentences.py", launcher, any_owner=True, **told)
+    tolerance = 1e-2 if case == "bf16" else 1e-4
+    assert ours["processes"] == original["processes"] == (2 if launcher == "torchrun" else 1)
+    for name in ("losses", "norms", "vectors"):
+        assert ours[name] == pytest.approx(original[name], rel=tolerance), name
+
+
+def test_without_being_told_it_trains_with_no_accelerate_but_the_original(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="install the `accelerate` and `datasets` modules"):
+        run("sentences.py", folder=str(tmp_path), arguments={})
