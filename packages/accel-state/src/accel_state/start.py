@@ -35,11 +35,11 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     """
     settings = from_environment(ProcessSettings, cpu=True if cpu else None)
     group = InitProcessGroupKwargs(**{"backend": None, **options})
-    topology = read_topology()
-    if topology.distributed:
-        publish(topology.variables())
     family = wanted_family(settings)
     family.check_fork()
+    topology = family.placed(read_topology())
+    if topology.distributed:
+        publish(topology.variables())
     device = _device(settings, family, topology)
     family.settle(topology)
     if settings.cpu_affinity:

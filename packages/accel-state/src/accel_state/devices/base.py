@@ -56,6 +56,9 @@ class DeviceFamily(ABC):
     visible_variable: str | None = None
     """Variable that limits which of its devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
 
+    transport: str = "accel_state.transport.torch_dist:TorchDistTransport"
+    """"module:class" of the collectives between several processes; imported where there are several."""
+
     @abstractmethod
     def present(self) -> bool:
         """Whether a device of this family can be used now; must not open the device, so that a fork stays possible."""
@@ -88,6 +91,14 @@ class DeviceFamily(ABC):
             "No torch.distributed backend is known that moves its tensors.",
             "Start one process, work on the CPU with --cpu, or name a backend in InitProcessGroupKwargs.",
         )
+
+    def placed(self, topology: Topology) -> Topology:
+        """The place of this process, given the one that its launcher told; called once, before the device is taken.
+
+        Raises:
+            NotOffered: the runtime of the devices cannot work in that place.
+        """
+        return topology
 
     def settle(self, topology: Topology) -> None:  # noqa: B027 - most families have nothing to adapt
         """Adapt the process to its place on the node; called once, when its state is made."""

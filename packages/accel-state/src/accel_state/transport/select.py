@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
 from typing import Any
 
@@ -49,9 +50,7 @@ def start_transport(
     """
     limit = timeout or family.timeout
     if dist.is_available() and dist.is_initialized():
-        from accel_state.transport.torch_dist import TorchDistTransport
-
-        return TorchDistTransport(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
+        return _transport(family)(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
     nowhere = topology.master_addr is None or topology.master_port is None
     if topology.world_size == 1 and (nowhere or not dist.is_available()):
         return LocalTransport(device), None
@@ -61,7 +60,7 @@ def start_transport(
     chosen = backend_of(family, backend)
     store = meet(topology, init_method, limit)
     try:
-        return _connect(topology, device, chosen, store, limit), chosen
+        return _connect(topology, family, device, chosen, store, limit), chosen
     except RuntimeError as error:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -72,14 +71,20 @@ def start_transport(
         ) from error
 
 
-def _connect(topology: Topology, device: torch.device, backend: str, store: Any, timeout: timedelta) -> Transport:
+def _connect(
+    topology: Topology, family: DeviceFamily, device: torch.device, backend: str, store: Any, timeout: timedelta
+) -> Transport:
     """The transport over a process group that is made here; it ends the group with itself."""
-    from accel_state.transport.torch_dist import TorchDistTransport
-
     dist.init_process_group(
         backend=backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
     )
-    transport = TorchDistTransport(device, timeout, store, owner=True)
+    transport: Transport = _transport(family)(device, timeout, store, owner=True)
     # A process that ended now would cut those off that are still connecting.
     transport.barrier()
     return transport
+
+
+def _transport(family: DeviceFamily) -> Any:
+    """The class of the transport between processes on a family's devices."""
+    module, _, name = family.transport.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,95 @@
+"""The transport between processes that torch_xla's runtime connects.
+
+What lies on devices travels by the runtime's own collectives, inside of compiled graphs; headers and whatever lies on
+the CPU travel over gloo. Replicas must execute the same graphs, so each collective is a graph of its own: work that is
+pending is executed before it, since it may differ between the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accel_state.transport.base import DONE, Reduction, Work
+from accel_state.transport.torch_dist import TorchDistTransport
+
+__all__ = ("XLATransport",)
+
+
+class XLATransport(TorchDistTransport):
+    """Collectives between XLA devices, one for each process, beside a process group over gloo.
+
+    Where one process drives several devices as one (SPMD), the runtime has no collectives between processes, and
+    tensors take the way over the host.
+    """
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
+        if header or not self._on_device(tensor):
+            return super().all_gather(output, tensor, header=header)
+        if _spmd():
+            gathered = torch.empty(output.shape, dtype=output.dtype)
+            super().all_gather(gathered, tensor.cpu()).wait()
+        else:
+            gathered = _alone(lambda model: model.all_gather(tensor.reshape(-1), dim=0))
+        output.view(-1).copy_(gathered.view(-1))
+        return DONE
+
+    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+        if not self._on_device(tensor):
+            return super().all_reduce(tensor, operation, into)
+        target = tensor if into is None else into.copy_(tensor)
+        if _spmd():
+            reduced = target.cpu()
+            super().all_reduce(reduced, operation).wait()
+            target.copy_(reduced)
+        else:
+            _alone(lambda model: model.all_reduce(operation, [target]))
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        if not self._on_device(tensor):
+            return super().broadcast(tensor, source)
+        # The runtime's own broadcast multiplies by 0 elsewhere, and what is not finite would survive that.
+        gathered = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self.all_gather(gathered, tensor.contiguous())
+        tensor.copy_(gathered.view(self.world_size, -1)[source].view_as(tensor))
+        return DONE
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+        if not self._on_device(output):
+            return super().scatter(output, inputs, source)
+        every = torch.stack([part.reshape(-1) for part in inputs or [output] * self.world_size])
+        self.broadcast(every, source)
+        output.copy_(every[self.rank].view_as(output))
+        return DONE
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
+        if not self._on_device(tensor):
+            return super().gather(outputs, tensor, destination)
+        gathered = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self.all_gather(gathered, tensor.contiguous())
+        for output, part in zip(outputs or (), gathered.view(self.world_size, -1), strict=outputs is not None):
+            output.copy_(part.view_as(output))
+        return DONE
+
+    def _on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device.type
+
+
+def _spmd() -> bool:
+    import torch_xla.runtime as runtime
+
+    return bool(runtime.is_spmd())
+
+
+def _alone(collective: Any) -> Any:
+    """The result of a collective that is executed as a graph of its own."""
+    import torch_xla
+    import torch_xla.core.xla_model as xla_model
+
+    torch_xla.sync()
+    result = collective(xla_model)
+    torch_xla.sync()
+    return result
