@@ -182,7 +182,7 @@ class Session:
         init_scale: float = 256.0,
         handlers: Sequence[Any] = (),
     ) -> None:
-        PartialState(cpu=True)
+        self.start()
         self.process = current.process()
         self.case, self.manifest = case, case.manifest
         self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
@@ -196,6 +196,10 @@ class Session:
         self.model: nn.Module = prepared.models[0]
         self.optimizer: Any = prepared.optimizers[0]
         self.schedulers: list[Any] = []
+
+    def start(self) -> None:
+        """Make the state of the process: on the CPU, unless a subclass works on another device."""
+        PartialState(cpu=True)
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """The steps of `prepare`, in order."""

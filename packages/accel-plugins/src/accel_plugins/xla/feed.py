@@ -1,0 +1,113 @@
+"""How batches reach XLA devices: sent in one call each, with a step's graph cut off between them.
+
+Where loading processes make the batches, torch_xla's `MpDeviceLoader` reads and sends them ahead in threads. Otherwise
+they are read in the thread that trains: reading may draw from this process's generators, and two threads that draw
+would make runs unrepeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xla_model
+from torch import Tensor
+from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+from accel_ops.move import send_to_device
+from accel_ops.tree import recursively_apply
+
+__all__ = ("XLAFeed",)
+
+Pair = tuple[Any, Any]
+
+_CPU: Final = torch.device("cpu")
+
+
+class _Opaque:
+    """What travels with tensors past torch_xla, which looks for tensors in whatever has a `__dict__`."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class _Failed:
+    """What reading raised in another thread, on its way to the loop."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class XLAFeed:
+    """Brings batches to the device; an `accel_data.feed.Feed`.
+
+    Args:
+        device: where they go.
+        prefetch: how many `MpDeviceLoader` reads ahead, where it may; 0 never uses it.
+        sharding: says to torch_xla how a tensor is divided between devices, or None.
+    """
+
+    def __init__(self, device: torch.device, prefetch: int, sharding: Any = None) -> None:
+        self.device, self.prefetch, self.sharding = device, prefetch, sharding
+
+    def __call__(self, pairs: Iterator[Pair], ahead: bool) -> Iterator[Pair]:
+        return self._in_threads(pairs) if ahead and self.prefetch else self._one_by_one(pairs)
+
+    def _one_by_one(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for batch, rest in pairs:
+            # The loop is done with the batch before the one it is about to get: what it computed becomes one graph.
+            torch_xla.sync()
+            sent = xla_model.send_cpu_data_to_device(_tensors_of(batch), self.device, self.sharding)
+            yield self._put_together(batch, sent), rest
+        torch_xla.sync()
+
+    def _in_threads(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        sizes = {"loader_prefetch_size": self.prefetch, "device_prefetch_size": self.prefetch}
+        loader = MpDeviceLoader(_Reading(pairs), self.device, input_sharding=self.sharding, **sizes)
+        try:
+            for sent, travelling in iter(loader):
+                if isinstance(travelling.content, _Failed):
+                    raise travelling.content.error
+                batch, rest = travelling.content
+                yield self._put_together(batch, sent), rest
+        finally:
+            loader._parallel_loader.close()
+
+    def _put_together(self, batch: Any, sent: list[Tensor]) -> Any:
+        """The batch with the tensors that were sent in place of its own."""
+        places = dict(zip(map(id, _tensors_of(batch)), sent, strict=True))
+        moved = recursively_apply(lambda tensor: places.get(id(tensor), tensor), batch)
+        return send_to_device(moved, self.device)
+
+
+class _Reading:
+    """An iterable for `MpDeviceLoader`, whose thread would lose what reading raises."""
+
+    def __init__(self, pairs: Iterator[Pair]) -> None:
+        self._pairs = pairs
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        try:
+            for batch, rest in self._pairs:
+                yield [_tensors_of(batch), _Opaque((batch, rest))]
+        except Exception as error:
+            yield [[], _Opaque(_Failed(error))]
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    """The plain tensors of a batch that lie on the CPU, each once."""
+    found: dict[int, Tensor] = {}
+
+    def remember(tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and tensor.device == _CPU:
+            found[id(tensor)] = tensor
+        return tensor
+
+    recursively_apply(remember, batch)
+    return list(found.values())

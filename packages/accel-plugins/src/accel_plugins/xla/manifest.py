@@ -1,0 +1,34 @@
+"""What the XLA backend declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from accel_plugins.manifest import Ability, Manifest
+from accel_state.labels import DistributedType
+from accel_state.settings.requirement import Requirement
+
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
+__all__ = ("MANIFEST", "present")
+
+_FAMILY: Final = "xla"
+
+
+def present(process: Process) -> bool:
+    """Whether this process works on a device that torch_xla drives."""
+    return process.family.name == _FAMILY
+
+
+MANIFEST: Final = Manifest(
+    name="xla",
+    config="accel_plugins.xla.config:XLAPlugin",
+    strategy="accel_plugins.xla.strategy:XLAStrategy",
+    label=DistributedType.XLA,
+    present="accel_plugins.xla.manifest:present",
+    requires=(Requirement("torch_xla", "torch-xla", extra="accel-plugins[xla]"),),
+    lacks=frozenset({Ability.JOIN, Ability.FP16}),
+    priority=40,
+    tier=3,
+)

@@ -1,0 +1,133 @@
+"""FSDP v2 by SPMD: one process drives several devices as one, and says how parameters and batches are divided.
+
+torch_xla's `SpmdFullyShardedDataParallel` divides the parameters of a model; the compiler derives which collectives
+that takes. Modules inside are not wrapped, so that names and classes of the user's model stay what they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch_xla
+import torch_xla.distributed.spmd as spmd
+import torch_xla.runtime as runtime
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch_xla.distributed.spmd.xla_sharding import apply_backward_optimization_barrier
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+from accel_ops.tree import recursively_apply
+from accel_plugins.wrapped.unwrap import wrapped_module
+from accel_state.errors import SettingError
+
+__all__ = ("BatchSharding", "divide", "divide_parameters", "divide_state", "mesh_of_all_devices", "whole")
+
+_AXIS: Final = "fsdp"
+"""The name that torch_xla's wrapper looks for."""
+
+
+def mesh_of_all_devices() -> Any:
+    """A mesh of one axis over the devices of all processes."""
+    devices = runtime.global_runtime_device_count()
+    return spmd.Mesh(np.arange(devices), (devices,), (_AXIS,))
+
+
+class BatchSharding:
+    """Says how the tensors of a batch are divided: by their first dim, the samples.
+
+    It stands where torch_xla takes a `ShardingSpec`, which would fit tensors of one number of dims only.
+
+    Args:
+        mesh: the devices.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self.minibatch: bool = runtime.process_count() > 1
+        """Whether a batch is one of several, each process having its own."""
+
+    def xla_spec(self, tensor: Tensor) -> Any:
+        """What torch_xla asks for each tensor; None leaves it whole on every device."""
+        if tensor.ndim == 0:
+            return None
+        return spmd.ShardingSpec(self._mesh, _by_first_dim(tensor), minibatch=self.minibatch).xla_spec(tensor)
+
+
+def divide(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
+    """A model whose parameters are divided between the devices of a mesh, and the outputs of itself and its blocks.
+
+    Raises:
+        SettingError: no module is of a class that was named.
+    """
+    for block in _blocks(model, blocks):
+        block.register_forward_hook(lambda module, inputs, output: _divide_output(output, mesh))
+        apply_backward_optimization_barrier(block)
+    # torch tells of hooks that fire at inputs without gradients, as the wrapper's on the whole model does, and of those
+    # that never fire because an output is no tensor. They only keep the compiler from fusing too much.
+    for told in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
+        warnings.filterwarnings("ignore", told, UserWarning)
+    wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_divide_output)
+    return wrapped
+
+
+def whole(model: Module) -> Module | None:
+    """The model that `divide` was given, or None for one that it did not make."""
+    return _inside(model) if isinstance(model, SpmdFullyShardedDataParallel) else None
+
+
+@wrapped_module.register(SpmdFullyShardedDataParallel)
+def _inside(model: Any) -> Module:
+    inner: Module = model.module
+    return inner
+
+
+def divide_state(optimizer: Optimizer, mesh: Any) -> None:
+    """Divide the state of an optimizer as its parameters are, where it lies whole on every device."""
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
+                _divide_parameter(value, mesh)
+
+
+def divide_parameters(model: Module, mesh: Any) -> None:
+    """Divide the parameters of a model that lie whole on every device, where they were loaded for example."""
+    for parameter in model.parameters():
+        _divide_parameter(parameter, mesh)
+
+
+def _divide_parameter(tensor: Tensor, mesh: Any) -> None:
+    if tensor.ndim > 0 and not torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
+        spmd.mark_sharding(tensor, mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.ndim)))
+
+
+def _divide_output(output: Any, mesh: Any) -> None:
+    """Divide the tensors of an output, however it holds them, by their first dim."""
+
+    def mark(tensor: Tensor) -> Tensor:
+        if tensor.ndim > 0:
+            spmd.mark_sharding(tensor, mesh, _by_first_dim(tensor))
+        return tensor
+
+    recursively_apply(mark, output)
+
+
+def _by_first_dim(tensor: Tensor) -> tuple[str | None, ...]:
+    return (_AXIS, *(None for _ in range(tensor.ndim - 1)))
+
+
+def _blocks(model: Module, names: Sequence[str]) -> list[Module]:
+    found = {name: [module for module in model.modules() if type(module).__name__ == name] for name in names}
+    for name, modules in found.items():
+        if not modules:
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise SettingError(
+                f"XLAPlugin(blocks=({name!r},)) was asked for.",
+                f"{type(model).__name__} has no module of that class. It has: {', '.join(classes)}.",
+                "Name one of these classes.",
+            )
+    return [module for modules in found.values() for module in modules]

@@ -1,0 +1,243 @@
+"""The strategy on XLA devices: a step is traced and becomes one compiled graph, cut off where the optimizer stepped.
+
+Replicas add up their gradients right before somebody reads them, inside of that graph. With FSDP v2 there are none: one
+process drives all its devices, and the compiler divides what is marked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xla_model
+import torch_xla.runtime as runtime
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from accel_ops.tree import recursively_apply
+from accel_plugins.bundle import Bundle
+from accel_plugins.context import Context
+from accel_plugins.manifest import Part
+from accel_plugins.precision.base import Closure
+from accel_plugins.strategy import Strategy
+from accel_plugins.xla import spmd
+from accel_plugins.xla.config import XLAPlugin
+from accel_plugins.xla.feed import XLAFeed
+from accel_plugins.xla.moving import move, move_state
+from accel_state.errors import Conflict, NotOffered, NotReady
+from accel_state.settings.environ import publish
+
+__all__ = ("XLAStrategy",)
+
+_DOWNCAST: Final = "XLA_DOWNCAST_BF16"
+"""What torch_xla reads, once, when a device is used first."""
+
+
+class XLAStrategy(Strategy):
+    """Training on devices that torch_xla drives."""
+
+    config: XLAPlugin
+
+    def __init__(self, context: Context, config: XLAPlugin) -> None:
+        super().__init__(context, config)
+        self._reduced: set[int] = set()
+        _check_device(context)
+        if config.downcast_bf16:
+            _downcast(context)
+        self._mesh = _mesh(context, config)
+
+    # ------------------------------------------------------------------ preparing
+
+    def check(self, bundle: Bundle) -> None:
+        for model in bundle.models:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise NotOffered(
+                    f"{type(model).__name__} was given to prepare().",
+                    "Some of its parameters have no values yet (device 'meta'), and XLA devices take values alone.",
+                    "Load its weights before, on the CPU.",
+                )
+
+    def place(self, model: Module) -> Module:
+        return move(model, self.context.process.device)
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        for model in bundle.models:
+            self._make_equal(model)
+        if self._mesh is not None:
+            bundle.models[:] = [spmd.divide(model, self._mesh, self.config.blocks) for model in bundle.models]
+        for optimizer in bundle.optimizers:
+            move_state(optimizer)
+            self._divide_state(optimizer)
+        torch_xla.sync()
+        return bundle
+
+    def _make_equal(self, model: Module) -> None:
+        """Give every process the weights of the first one."""
+        if self.context.process.world_size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                self.context.process.transport.broadcast(tensor.data, 0).wait()
+
+    def unwrap(self, model: Module) -> Module:
+        inner = spmd.whole(model)
+        return model if inner is None else inner
+
+    def wrap_loader(self, loader: Any) -> Any:
+        """The loader, told to feed the device as torch_xla wants it, unless it leaves batches where they are."""
+        if getattr(loader, "device", None) is not None:
+            sharding = None if self._mesh is None else spmd.BatchSharding(self._mesh)
+            loader.feed = XLAFeed(self.context.process.device, self.config.prefetch, sharding)
+        return loader
+
+    # ------------------------------------------------------------------ one step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        self._reduced.clear()
+
+    def before_gradients_are_read(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._reduced:
+            self._reduced.add(id(optimizer))
+            if self._mesh is None:
+                xla_model.reduce_gradients(optimizer)
+            self.context.gradient.is_xla_gradients_synced = True
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        stepped = super().step(optimizer, None if closure is None else self._reducing(optimizer, closure))
+        self.context.gradient.is_xla_gradients_synced = False
+        # Here a step ends for a loop whose batches do not come from a prepared loader, too.
+        torch_xla.sync()
+        return stepped
+
+    def _reducing(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        """A closure that leaves complete gradients."""
+
+        def compute() -> Any:
+            loss = closure()
+            self.before_gradients_are_read(optimizer)
+            return loss
+
+        return compute
+
+    def average_parameters(self, model: Module) -> None:
+        process = self.context.process
+        if process.world_size > 1:
+            with torch.no_grad():
+                for parameter in self.unwrap(model).parameters():
+                    process.transport.all_reduce(parameter.data).wait()
+                    parameter.data.div_(process.world_size)
+
+    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        if self.context.process.world_size == 1:
+            return nullcontext()
+        raise NotOffered(
+            "Processes were to run out of batches at different times (join_uneven_inputs).",
+            "On XLA devices all of them execute the same graphs, as often.",
+            "Use even_batches=True.",
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def collect(self, part: Part, item: Any) -> Any:
+        return _on_host(super().collect(part, item))
+
+    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+        super().load(part, item, folder, index, **options)
+        if part is Part.MODEL:
+            self._divide_parameters(item)
+        elif part is Part.OPTIMIZER:
+            self._divide_state(getattr(item, "optimizer", item))
+
+    def state_dict(self, model: Module) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = _on_host(super().state_dict(model))
+        return state
+
+    def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        super().load_weights(model, weights, strict)
+        self._divide_parameters(model)
+
+    def writes_weights(self) -> bool:
+        return self.context.process.rank == 0
+
+    def gradients(self, model: Module) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = _on_host(super().gradients(model))
+        return gradients
+
+    def _divide_parameters(self, model: Module) -> None:
+        if self._mesh is not None:
+            spmd.divide_parameters(self.unwrap(model), self._mesh)
+        torch_xla.sync()
+
+    def _divide_state(self, optimizer: Optimizer) -> None:
+        if self._mesh is not None:
+            spmd.divide_state(optimizer, self._mesh)
+
+
+def _on_host(state: Any) -> Any:
+    """A state with its tensors on the CPU, those of one graph fetched after it was executed as a whole."""
+    torch_xla.sync()
+    return recursively_apply(lambda tensor: tensor.detach().cpu(), state)
+
+
+def _check_device(context: Context) -> None:
+    family = context.process.family
+    if not hasattr(family, "use_all_devices"):
+        raise Conflict(
+            "The backend 'xla' was asked for.",
+            f"This process works on {context.process.device}, which torch_xla does not drive.",
+            "Set PJRT_DEVICE (TPU, or CPU to try it), or leave out the backend.",
+        )
+
+
+def _mesh(context: Context, config: XLAPlugin) -> Any:
+    """The mesh of all devices where one process shall drive them together, or None."""
+    family: Any = context.process.family
+    if not config.fsdp:
+        _check_one_device(context)
+        return None
+    if runtime.world_size() > 1:
+        raise Conflict(
+            "XLAPlugin(fsdp=True) was asked for.",
+            f"torch_xla started {runtime.world_size()} replicas, each with a device of its own.",
+            "Start one process on each host: python train.py, without --tpu.",
+        )
+    if family.opened() and not runtime.is_spmd():
+        raise NotReady(
+            "XLAPlugin(fsdp=True) was asked for.",
+            "A device was used before the Accelerator was made (by set_seed(), or for a tensor).",
+            "Make the Accelerator first, or set ACCEL_XLA_FSDP=true for the script.",
+        )
+    family.use_all_devices()
+    return spmd.mesh_of_all_devices()
+
+
+def _check_one_device(context: Context) -> None:
+    if context.process.world_size > 1 and runtime.world_size() == 1:
+        raise Conflict(
+            f"{context.process.world_size} processes were started, each on a host of its own.",
+            "torch_xla has started no replicas that could add up gradients.",
+            "Give XLAPlugin(fsdp=True), by which each process drives all its devices, or use `accel launch --tpu`.",
+        )
+
+
+def _downcast(context: Context) -> None:
+    """Let torch_xla hold floats in bfloat16 and doubles in 32 bits."""
+    family: Any = context.process.family
+    if context.precision.name != "bf16":
+        raise Conflict(
+            f"downcast_bf16 and mixed_precision={context.precision.name!r} were asked for.",
+            "Downcasting is a way to train in bf16.",
+            "Use mixed_precision='bf16', or leave downcast_bf16 out.",
+        )
+    if family.opened() and os.environ.get(_DOWNCAST) != "1":
+        raise NotReady(
+            "downcast_bf16 was asked for.",
+            "A device was used before the Accelerator was made (by set_seed(), or for a tensor).",
+            f"Make the Accelerator first, or set {_DOWNCAST}=1 for the script.",
+        )
+    publish({_DOWNCAST: "1"})
