@@ -138,6 +138,7 @@ def test_restarts_go_through_torchrun():
         "--lr",
         "1e-3",
     )
+    assert made.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
 
 
 def test_several_machines():

@@ -81,22 +81,46 @@ def test_all_processes_end_at_one_step_when_one_is_asked_to(
     assert [losses(tmp_path / "run", rank) for rank in range(2)] == undisturbed[2]
 
 
-def test_the_launcher_passes_the_signal_and_the_answer_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2", SCRIPT]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def ask_to_end(folder: Path, program: list[str], number: signal.Signals) -> tuple[int, str]:
+    """Start a run of two processes that does not end, and send whoever starts them a signal once both train."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     with subprocess.Popen(
-        [*command, str(tmp_path), "1000000"], stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", *program, SCRIPT, str(folder), "1000000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         until = time.monotonic() + 60
-        while not all((tmp_path / f"losses_{rank}").exists() for rank in range(2)) and time.monotonic() < until:
+        while not all((folder / f"losses_{rank}").exists() for rank in range(2)) and time.monotonic() < until:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=110)
+    return process.returncode, told
 
-    assert process.returncode == RESUME, told
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("spawner", signal.SIGTERM), ("torchrun", signal.SIGTERM), ("torchrun", signal.SIGUSR1)],
+)
+def test_the_launcher_passes_the_signal_and_the_answer_on(
+    tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
+    launch = ["accel_cli.main", "launch", "--num_processes", "2", "--launcher", launcher, "--grace_period", "100"]
+    code, told = ask_to_end(tmp_path, launch, number)
+    assert code == RESUME, told
     assert "start it again to resume" in told
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+
+
+def test_processes_of_torchrun_itself_save_and_end(tmp_path: Path) -> None:
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, told = ask_to_end(tmp_path, launch, signal.SIGTERM)
+    # torchrun has its own exit code whenever it is asked to end.
+    assert code != 0
+    assert "SIGKILL" not in told
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    assert len(losses(tmp_path, 0)) == len(losses(tmp_path, 1))
 
 
 def kill_and_restart(folder: Path, rank: int, at: int) -> Finished:

@@ -9,9 +9,11 @@ nowhere else in this package.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,8 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from accel_cli.launch.report import report, shell_code
+    from accel_cli.launch.report import Failure, report, shell_code
     from accel_cli.launch.runner import PARENT_VARIABLE
+    from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
 
     # Inherited by the processes, which end when this one is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -35,7 +38,16 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="accel-launch-") as folder:
             # torch copies the error file of the process that failed first to here, and complains without a place.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
-            run(list(arguments))
+            os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")
+            _pass_on_usr1()
+            try:
+                run(list(arguments))
+            except SignalException:
+                # torch has waited for the processes, and keeps their exit codes to itself.
+                if not os.path.exists(notice):
+                    raise
+                report([Failure(0, RESUME)], 1)
+                return RESUME
     except ChildFailedError as error:
         failures = [_failure(rank, failed) for rank, failed in error.failures.items()]
         first_rank, _ = error.get_first_failure()
@@ -46,6 +58,18 @@ def main(arguments: Sequence[str]) -> int:
         print(f"accel launch: ended by {error.sigval.name}.", file=sys.stderr, flush=True)
         return shell_code(-int(error.sigval))
     return 0
+
+
+def _pass_on_usr1() -> None:
+    """Let SIGUSR1, by which batch systems announce the end, reach the processes as torch does it with SIGTERM."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def passed_on(number: int, frame: FrameType | None) -> None:
+        raise SignalException("A batch system announced the end.", sigval=signal.Signals(number))
+
+    usr1 = getattr(signal, "SIGUSR1", None)
+    if usr1 is not None and signal.getsignal(usr1) is signal.SIG_DFL:
+        signal.signal(usr1, passed_on)
 
 
 def _failure(rank: int, failed: Any) -> Failure:

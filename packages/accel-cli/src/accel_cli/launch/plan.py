@@ -17,7 +17,7 @@ from accel_cli.launch.kinds import check_devices_of_kind, kind_of, kind_variable
 from accel_cli.launch.mpi import mpi_argv, mpi_hosts
 from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.parts import RUNNER, LaunchPlan, Machine, Script
-from accel_cli.launch.torchrun import torchrun_argv
+from accel_cli.launch.torchrun import torchrun_argv, torchrun_environment
 from accel_cli.launch.tpu import pod_argv, tpu_argv, tpu_variables
 from accel_state.devices.rows import ROWS
 
@@ -41,12 +41,13 @@ class _Launch(NamedTuple):
         """What each process runs, after its interpreter."""
         return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
 
-    def environment(self, processes: int) -> dict[str, str]:
-        """Variables of the processes, of which `processes` run on each machine."""
+    def environment(self, processes: int, **more: str) -> dict[str, str]:
+        """Variables of the processes, of which `processes` run on each machine, and `more` of them."""
         environment = common_environment(self.effective, self.carried)
         if self.backend is not None and not self.effective["backend"].given:
             environment[str(self.effective["backend"].setting.variable)] = self.backend
         environment.update(_machine_environment(self.effective, self.machine, environment, processes))
+        environment.update(more)
         environment[WRITTEN] = written(environment, self.machine.environ)
         return environment
 
@@ -106,7 +107,8 @@ def _torchrun(launch: _Launch) -> LaunchPlan:
     local = _local_processes(launch.effective, launch.effective.instance(MachineSettings), launch.machine)
     argv = (launch.machine.python, *torchrun_argv(launch.effective, local, launch.program))
     grace = launch.effective.instance(SupervisionSettings).grace_period
-    return LaunchPlan(launch.environment(local), argv, "torchrun", local, grace_period=grace)
+    environment = launch.environment(local, **torchrun_environment(grace))
+    return LaunchPlan(environment, argv, "torchrun", local, grace_period=grace)
 
 
 def _deepspeed(launch: _Launch) -> LaunchPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings, TorchrunSettings
 
-__all__ = ("AGENT", "PORT_OF_MACHINES", "torchrun_argv")
+__all__ = ("AGENT", "PORT_OF_MACHINES", "torchrun_argv", "torchrun_environment")
 
 AGENT: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent.py")
 """The module that calls torch.distributed.run in a process of its own."""
@@ -34,6 +35,11 @@ def torchrun_argv(effective: Effective, processes: int, program: Sequence[str]) 
         *((f"--log-dir={options.log_dir}",) if options.log_dir else ()),
         *program,
     )
+
+
+def torchrun_environment(grace_period: float) -> dict[str, str]:
+    """Variables of torch's agent: how many seconds processes may take to end after a signal."""
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_period))}
 
 
 def _meeting(machines: MachineSettings, options: TorchrunSettings) -> Iterator[str]:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import CheckpointError
-from accel_state.exit_codes import RESUME
+from accel_state.exit_codes import leave_to_resume
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -79,7 +79,7 @@ class Preemption:
         """
         if self._ends_here():
             self._save()
-            raise SystemExit(RESUME)
+            leave_to_resume()
 
     def _ends_here(self) -> bool:
         if self._process.world_size == 1:
