@@ -389,7 +389,7 @@ def read_each(case: Case, processes: int) -> list[Steps]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_product_of_the_options_that_divide_the_data_on_played_processes() -> None:
     dividing = {name: values for name, values in OPTIONS.items() if name in DIVIDING}
     others = {name: values for name, values in OPTIONS.items() if name not in DIVIDING and name != "workers"}
