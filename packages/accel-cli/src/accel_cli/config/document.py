@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from accel_cli.config.plain import Entry, plain_entries
 from accel_state.errors import SettingError
 
 __all__ = ("Entry", "read_document")
@@ -17,20 +18,6 @@ __all__ = ("Entry", "read_document")
 # The YAML library takes time by the square of the depth of brackets.
 _DEEPEST: Final = 100
 _NULL: Final = "tag:yaml.org,2002:null"
-
-
-class Entry(NamedTuple):
-    """One value of a config file.
-
-    Args:
-        key: its key; keys of nested tables are joined by dots.
-        value: text of a scalar, list of such texts, or None for null and for an empty table.
-        line: line of its key, from 1.
-    """
-
-    key: str
-    value: Any
-    line: int
 
 
 def read_document(path: str) -> tuple[Entry, ...]:
@@ -49,17 +36,22 @@ def read_document(path: str) -> tuple[Entry, ...]:
         raise SettingError(asked, f"It cannot be read: {error}.", "Give a readable text file.") from None
     if _depth(text) > _DEEPEST:
         raise SettingError(asked, f"{path} is nested too deep.", "Write a flatter file.")
+    entries = None if path.endswith(".json") else plain_entries(text)
+    return tuple(_from_library(text, asked, path)) if entries is None else entries
+
+
+def _from_library(text: str, asked: str, path: str) -> Iterator[Entry]:
     if path.endswith(".json"):
         _check_json(text, asked, path)
         # Tabs are no YAML, and JSON never has them inside a text.
         text = text.replace("\t", " ")
     root = _compose(text, asked, path)
     if root is None or root.tag == _NULL:
-        return ()
+        return
     if root.id != "mapping":
         obstacle = f"{path}:{root.start_mark.line + 1} begins with something that is no table of keys."
         raise SettingError(asked, obstacle, "Write one `key: value` a line.")
-    return tuple(_entries(root, "", asked, path))
+    yield from _entries(root, "", asked, path)
 
 
 def _depth(text: str) -> int:
