@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate.utils import DataLoaderConfiguration
 
 warnings.simplefilter("ignore")
 
@@ -44,12 +46,13 @@ class Tied(nn.Module):
 
 
 def made(accelerator: Accelerator, seed: int) -> tuple[Any, ...]:
-    """Two models, two optimizers, a schedule and a counter."""
+    """Two models, two optimizers, a schedule, a loader and a counter."""
     torch.manual_seed(seed)
     models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1)), nn.Linear(4, 1)]
     optimizers = [torch.optim.AdamW(models[0].parameters(), 0.05), torch.optim.SGD(models[1].parameters(), 0.1, 0.9)]
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9)
-    prepared = accelerator.prepare(*models, *optimizers, scheduler)
+    loader = DataLoader(TensorDataset(torch.arange(48)), batch_size=4, shuffle=True)
+    prepared = accelerator.prepare(*models, *optimizers, scheduler, loader)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     return (*prepared, counter)
@@ -57,7 +60,7 @@ def made(accelerator: Accelerator, seed: int) -> tuple[Any, ...]:
 
 def train(accelerator: Accelerator, parts: tuple[Any, ...], steps: int) -> list[float]:
     """Losses; inputs and dropout draw from the generator."""
-    first, second, adam, sgd, scheduler, counter = parts
+    first, second, adam, sgd, scheduler, _, counter = parts
     losses = []
     for _ in range(steps):
         inputs = torch.randn(8, 4)
@@ -72,25 +75,36 @@ def train(accelerator: Accelerator, parts: tuple[Any, ...], steps: int) -> list[
     return losses
 
 
+def left(accelerator: Accelerator, parts: tuple[Any, ...]) -> list[list[int]]:
+    """What an epoch holds after two batches."""
+    loader = parts[-2]
+    loader.set_epoch(1)
+    return [batch.tolist() for (batch,) in accelerator.skip_first_batches(loader, 2)]
+
+
 def main(task: str, folder: str, kind: str) -> None:
     """Do one task."""
-    accelerator = Accelerator(cpu=True)
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=11)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
     safe = kind.startswith("safe")
     if task.endswith("model"):
         exchange_model(accelerator, task, folder, safe, "1KB" if kind.endswith("sharded") else "10GB")
         return
     parts = made(accelerator, seed=1 if task == "write" else 2)
     expected = Path(folder) / f"expected_{accelerator.process_index}.json"
+    batches = expected.with_name(f"batches_{accelerator.process_index}.json")
     if task == "write":
         train(accelerator, parts, 3)
         accelerator.save_state(folder, safe_serialization=safe)
         accelerator.wait_for_everyone()
         expected.write_text(json.dumps(train(accelerator, parts, 4)))
+        batches.write_text(json.dumps(left(accelerator, parts)))
     else:
         accelerator.load_state(folder)
         found = train(accelerator, parts, 4)
         assert found == json.loads(expected.read_text()), found
         assert parts[-1].seen == 7
+        assert left(accelerator, parts) == json.loads(batches.read_text())
     accelerator.end_training()
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from accel_plugins import AcceleratedOptimizer, AcceleratedScheduler, Bundle, Context, Strategy
-from accel_plugins.checkpoint.files import random_states_name
+from accel_plugins.checkpoint.files import MANIFEST_NAME, random_states_name
 from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
-from accel_plugins.checkpoint.pickled import read
+from accel_plugins.checkpoint.pickled import read, write
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
@@ -190,7 +190,7 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path, owner:
         ("scheduler.bin", "no such file"),
         ("dl_state_dict.bin", "no such file"),
         ("custom_checkpoint_0.pkl", "It holds 0"),
-        ("random_states_0.pkl", "random_states_0.pkl is not there; it holds none"),
+        ("random_states_0.pkl", "process 0 of 1 (?s:.*)holds none"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, owner: Strategy, name: str, sentence: str) -> None:
@@ -200,6 +200,37 @@ def test_what_is_missing_is_named(tmp_path: Path, owner: Strategy, name: str, se
 
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path, owner, what)
+
+
+def test_a_generator_that_was_not_saved_is_named(tmp_path: Path, owner: Strategy) -> None:
+    what = contents(owner)
+    save(tmp_path, owner, what, step=3)
+    states = read(tmp_path / "random_states_0.pkl")
+    del states["numpy_random_seed"]
+    write(states, tmp_path / "random_states_0.pkl")
+
+    with pytest.raises(CheckpointError, match="no state of numpy_random_seed"):
+        load(tmp_path, owner, what)
+    assert load(tmp_path, owner, what, waive={"random_states"}) == 3
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_the_original_saves_no_position_of_a_loader_that_does_not_restore_it(
+    tmp_path: Path, owner: Strategy, restores: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    what = contents(owner)
+    save(tmp_path, owner, what)
+    (tmp_path / "dl_state_dict.bin").unlink()
+    what.loaders[0].restores = restores
+    if restores:
+        with pytest.raises(CheckpointError, match="no such file"):
+            load(tmp_path, owner, what)
+    else:
+        load(tmp_path, owner, what)
+        assert "no position of a loader" in caplog.text
+        (tmp_path / MANIFEST_NAME).write_text("{}")
+        with pytest.raises(CheckpointError, match="no such file"):
+            load(tmp_path, owner, what)
 
 
 def test_what_is_waived_may_be_missing(tmp_path: Path, owner: Strategy) -> None:
@@ -324,10 +355,14 @@ def test_another_number_of_processes_loads_but_for_the_generators(
     two: Processes, tmp_path: Path, owner: Strategy
 ) -> None:
     two.run(save_and_go_on, str(tmp_path))
-    (tmp_path / "random_states_0.pkl").unlink()
     what = contents(owner)
+    with pytest.raises(
+        CheckpointError, match=r"of 1 were to be restored(?s:.*)random_states_0\.pkl, random_states_1\."
+    ):
+        load(tmp_path, owner, what)
+    (tmp_path / "random_states_0.pkl").unlink()
 
-    with pytest.raises(CheckpointError, match=r"it holds random_states_1\.pkl"):
+    with pytest.raises(CheckpointError, match=r"It holds random_states_1\.pkl, so other processes saved it"):
         load(tmp_path, owner, what)
     assert load(tmp_path, owner, what, waive={"random_states"}) == 2
     assert what.loaders[0].at == 2

@@ -5,21 +5,34 @@ This module knows nothing of commits: it fills a folder that exists and reads on
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from accel_ops import rng
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.capture import capture
 from accel_plugins.checkpoint.contents import Contents, LoadHook, SaveHook, Saver, Stateful
-from accel_plugins.checkpoint.files import SCALER_NAME, custom_name, loader_name, random_states_name
+from accel_plugins.checkpoint.files import (
+    MANIFEST_NAME,
+    RNG_STATE_NAME,
+    SCALER_NAME,
+    custom_name,
+    loader_name,
+    random_states_name,
+)
 from accel_plugins.manifest import Part
 from accel_state.current import Process
 from accel_state.errors import CheckpointError
 
 __all__ = ("Contents", "load_folder", "save_folder")
+
+logger = logging.getLogger(__name__)
+
+_RANDOM_STATES: Final = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 
 
 def save_folder(
@@ -113,12 +126,21 @@ def load_folder(
 def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, waived: bool) -> None:
     for index, loader in enumerate(loaders):
         path = folder / loader_name(index)
-        if waived and not path.is_file():
+        if not path.is_file() and (waived or _never_saved(folder, loader)):
             continue
         ranks_saved = 1 + len(list(folder.glob(loader_name(index, 1).replace("_rank1", "_rank*"))))
         same_world = ranks_saved == process.world_size
         own = folder / loader_name(index, process.rank if same_world else 0)
         loader.load_state_dict(pickled.read(own))
+
+
+def _never_saved(folder: Path, loader: Any) -> bool:
+    """Whether a missing position is no loss: the original library saves one only of a loader that restores it."""
+    foreign = not (folder / MANIFEST_NAME).is_file()
+    if not foreign or getattr(loader, "restores", True):
+        return False
+    logger.warning("%s holds no position of a loader; an epoch of random order begins with a new one.", folder)
+    return True
 
 
 def _load_scaler(folder: Path, scaler: Stateful | None, waived: bool) -> None:
@@ -143,16 +165,22 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, waived: boo
 
 def _load_random_states(folder: Path, process: Process, waived: bool) -> int:
     path = folder / random_states_name(process.rank)
-    if not path.is_file():
-        others = sorted(file.name for file in folder.glob(random_states_name(0).replace("_0", "_*")))
-        if waived:
-            return int(pickled.read(folder / others[0])["step"]) if others else 0
+    ranks = sorted(int(found[1]) for file in folder.iterdir() if (found := _RANDOM_STATES.fullmatch(file.name)))
+    if not waived and (process.rank not in ranks or ranks[-1] >= process.world_size):
         raise CheckpointError(
-            f"The random generators of process {process.rank} were to be restored from {folder}.",
-            f"{path.name} is not there; it holds {', '.join(others) or 'none'}.",
+            f"The generators of process {process.rank} of {process.world_size} were to be restored from {folder}.",
+            f"It holds {', '.join(map(random_states_name, ranks)) or 'none'}, so other processes saved it.",
             "Resume with as many processes as saved it, or waive 'random_states' to go on with other random numbers.",
         )
+    if process.rank not in ranks:
+        return int(pickled.read(folder / random_states_name(ranks[0]))["step"]) if ranks else 0
     states = dict(pickled.read(path))
     step = int(states.pop("step", 0))
-    rng.restore(states)
+    missing = rng.restore(states)
+    if missing and not waived:
+        raise CheckpointError(
+            f"The random generators of process {process.rank} were to be restored from {path}.",
+            f"It has no state of {', '.join(missing)}.",
+            "Resume on the kind of device that saved it, or waive 'random_states' to go on with other random numbers.",
+        )
     return step

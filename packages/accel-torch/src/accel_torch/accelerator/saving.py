@@ -83,7 +83,8 @@ class SavingPage(Parts):
     ) -> str | None:
         """Restore what `save_state` saved, so that the training goes on as if it had not been interrupted.
 
-        Called on every process, after `prepare`.
+        Called on every process, after `prepare`. On a CPU the files are read into the memory that parameters and the
+        states of optimizers have, so whoever holds an uncopied `state_dict` of them sees it change.
 
         Args:
             input_dir: the folder; with automatic naming the newest good one is taken when None, and the next automatic
