@@ -118,8 +118,8 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
         """
         import json, os
         from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-        from accel_state.mesh import ParallelismConfig
-        mesh, dynamo = ParallelismConfig.of_environment(), TorchDynamoPlugin()
+        from accel_state.mesh_settings import arrangement_of_environment
+        mesh, dynamo = arrangement_of_environment(), TorchDynamoPlugin()
         print(json.dumps([mesh.tp_size, mesh.dp_shard_size, dynamo.to_dict(), os.environ["FSDP_VERSION"]]))
         """
     )
@@ -142,7 +142,7 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--use_megatron_lm"], "MEGATRON_LM"),
+        (["--megatron_lm_tp_degree", "0"], "tp_degree='0'"),
         (["--multi_gpu", "--cpu"], "--multi_gpu"),
         (["--fsdp_offload_params", "job.py"], "cpu_offload='job.py'"),
         (["--fp8_override_linear_precision", "true,maybe,false"], "three truth values"),
