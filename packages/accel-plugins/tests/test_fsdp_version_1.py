@@ -197,14 +197,31 @@ def test_what_cannot_work_is_refused(two: Group, options: dict[str, Any], what: 
         assert named in answer
 
 
-def test_a_state_dict_config_that_would_end_the_process_is_refused(two: Group) -> None:
-    assert set(two.run(offloading)) == {"NotOffered"}
+@pytest.mark.parametrize("field", ["state_dict_config", "optim_state_dict_config"])
+def test_settings_of_states_that_would_end_the_process_are_refused(two: Group, field: str) -> None:
+    for told in two.run(offloading, field):
+        assert told.startswith(f"NotOffered: {field} with")
 
 
-def offloading() -> str:
-    from torch.distributed.fsdp import FullStateDictConfig
+def offloading(field: str) -> str:
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
-    return refusal(case(state_dict_config=FullStateDictConfig(offload_to_cpu=True)), "").partition(":")[0]
+    kind: Any = FullStateDictConfig if field == "state_dict_config" else FullOptimStateDictConfig
+    return refusal(case(**{field: kind(offload_to_cpu=True)}), "")
+
+
+@pytest.mark.parametrize("field", ["state_dict_config", "optim_state_dict_config"])
+def test_settings_of_states_that_work_are_taken(two: Group, tmp_path: Path, field: str) -> None:
+    saved = two.run(staying, field, str(tmp_path))
+    assert saved[0]["losses"] == near(saved[1]["losses"])
+    assert (tmp_path / "optimizer.bin").is_file()
+
+
+def staying(field: str, folder: str) -> dict[str, Any]:
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
+
+    kind: Any = FullStateDictConfig if field == "state_dict_config" else FullOptimStateDictConfig
+    return first_half(case(state_dict_type="FULL_STATE_DICT", **{field: kind(offload_to_cpu=False)}), folder)
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,7 @@ class FSDP1Strategy(ShardedStrategy):
                 "The parameters are on the CPU already, and torch refuses to move them there.",
                 "Leave cpu_offload out, or use fsdp_version=2.",
             )
-        if self._on_cpu and self.whole_to_host:
-            raise NotOffered(
-                "A state_dict_config with offload_to_cpu=True was asked for.",
-                "On a CPU torch ends the process while it puts the state together.",
-                "Leave state_dict_config out.",
-            )
+        self._check_states()
         if name == "NO_SHARD" and self.config.state_dict_type != "FULL_STATE_DICT":
             raise Conflict(
                 f"{asked[:-1]} and state_dict_type={self.config.state_dict_type!r}.",
@@ -80,6 +75,16 @@ class FSDP1Strategy(ShardedStrategy):
             )
         self._check_mesh(asked, name)
         self._check_groups(bundle)
+
+    def _check_states(self) -> None:
+        to_host = {"state_dict_config": self.whole_to_host, "optim_state_dict_config": self.optimizer_to_host}
+        for field, asked_for in to_host.items():
+            if self._on_cpu and asked_for:
+                raise NotOffered(
+                    f"{field} with offload_to_cpu=True was asked for.",
+                    "On a CPU torch ends the process while it puts the state together.",
+                    f"Leave {field} out.",
+                )
 
     def _check_mesh(self, asked: str, name: str) -> None:
         copies = part(self.context.mesh, Axis.REPLICATE) is not None
@@ -109,6 +114,10 @@ class FSDP1Strategy(ShardedStrategy):
     def whole_to_host(self) -> bool:
         # torch 2.13 ends the process when it gathers to the first process only, on a CPU.
         return bool(getattr(self.config.state_dict_config, "offload_to_cpu", not self._on_cpu))
+
+    @property
+    def optimizer_to_host(self) -> bool:
+        return bool(getattr(self.config.optim_state_dict_config, "offload_to_cpu", self.whole_to_host))
 
     @property
     def _strategy_name(self) -> str:

@@ -157,6 +157,11 @@ class ShardedStrategy(Strategy):
         return True
 
     @property
+    def optimizer_to_host(self) -> bool:
+        """The same for whole states of optimizers."""
+        return self.whole_to_host
+
+    @property
     def _full(self) -> bool:
         return bool(self.config.state_dict_type == "FULL_STATE_DICT")
 
@@ -167,7 +172,8 @@ class ShardedStrategy(Strategy):
             return weights.model_state(item, full=self._full, to_host=self.whole_to_host)
         if part is Part.OPTIMIZER:
             inner = inner_optimizer(item)
-            return weights.optimizer_state(self._owners[id(inner)], inner, full=self._full, to_host=self.whole_to_host)
+            model = self._owners[id(inner)]
+            return weights.optimizer_state(model, inner, full=self._full, to_host=self.optimizer_to_host)
         return super().collect(part, item)
 
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
