@@ -337,6 +337,16 @@ def test_saving_and_loading_without_a_place(tmp_path: Path) -> None:
         accelerator.register_for_checkpointing(3)
 
 
+def test_a_script_started_without_the_launcher_reads_no_config_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "accelerate" / "default_config.yaml"
+    path.parent.mkdir()
+    path.write_text("mixed_precision: bf16\n", encoding="utf-8")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert Accelerator(cpu=True).mixed_precision == "no"
+
+
 def test_what_is_logged_can_be_read_back(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("run", config={"rate": 0.1})
