@@ -112,7 +112,7 @@ def _universal(place: Path) -> Path:
     raise CheckpointError(
         f"The universal DeepSpeed checkpoint of {place} was to be loaded (checkpoint.load_universal).",
         "It was not converted.",
-        f"Run: python -m deepspeed.checkpoint.ds_to_universal --input_folder {place} "
+        f"Run: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
         f"--output_folder {place}{_UNIVERSAL}",
     )
 

@@ -1,0 +1,285 @@
+"""Scenes of training with DeepSpeed, played on every process: a name and its arguments as JSON; prints what came of it.
+
+Several scenes make one run after another in the same processes, because starting processes takes longest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor
+from torch.nn import Linear, Module, ReLU, Sequential
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_ops import set_seed
+from accel_plugins.deepspeed.config import DeepSpeedPlugin
+from accel_plugins.deepspeed.zero_init import gathered
+from accel_state.errors import AccelError
+from accel_state.run_state import AcceleratorState
+from accel_torch import Accelerator, DataLoaderConfiguration
+
+
+def started(plugin: dict[str, Any] | None = None, **told: Any) -> Accelerator:
+    """An Accelerator of a new run in these processes."""
+    AcceleratorState._reset_state()
+    plugins = None if plugin is None else DeepSpeedPlugin(**plugin)
+    return Accelerator(cpu=True, deepspeed_plugin=plugins, **told)
+
+
+def parts(stage: int = 3, **entries: Any) -> dict[str, Any]:
+    """Settings under which DeepSpeed divides small models as well."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **entries}
+    return {"hf_ds_config": {"zero_optimization": zero, "gradient_clipping": 1.0}}
+
+
+def layers(width: int = 16, dropout: float = 0.0) -> Module:
+    torch.manual_seed(0)
+    return Sequential(Linear(8, width), ReLU(), torch.nn.Dropout(dropout), Linear(width, 2))
+
+
+def digits(samples: int = 32, shuffle: bool = False) -> DataLoader[Any]:
+    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=4, shuffle=shuffle)
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def steps(accelerator: Accelerator, model: Module, optimizer: Any, batches: Iterable[Any]) -> Iterator[float]:
+    """The loss of each batch, which is trained with before the next is read."""
+    for inputs, targets in batches:
+        with accelerator.accumulate(model):
+            loss = cross_entropy(model(inputs).float(), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        yield accelerator.reduce(loss.detach(), "mean").item()
+
+
+def several_models(plain: bool = False) -> dict[str, Any]:
+    """A student that a teacher in parts tells what to do, and a second model, trained at the same time."""
+    AcceleratorState._reset_state()
+    plugins = {
+        "student": DeepSpeedPlugin(zero_stage=2, gradient_clipping=1e6),
+        "teacher": DeepSpeedPlugin(**parts()),
+    }
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=None if plain else plugins)
+    student, teacher, other = layers(16), layers(32), layers(24)
+    first, second = adamw(student.parameters()), adamw(other.parameters())
+    student, first, loader = accelerator.prepare(student, first, digits())
+    names = [_selected(plugins)]
+    if not plain:
+        accelerator.state.select_deepspeed_plugin("teacher")
+        names.append(_selected(plugins))
+    teacher = accelerator.prepare(teacher.eval())
+    if not plain:
+        accelerator.state.select_deepspeed_plugin("student")
+    beside = Accelerator() if not plain else accelerator
+    other, second = beside.prepare(other, second)
+    losses = []
+    for inputs, targets in loader:
+        with torch.no_grad():
+            told = teacher(inputs).softmax(1)
+        one = cross_entropy(student(inputs), told)
+        two = cross_entropy(other(inputs), targets)
+        accelerator.backward(one)
+        beside.backward(two)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append([accelerator.reduce(loss.detach(), "mean").item() for loss in (one, two)])
+    divided = [type(model).__name__ for model in (student, teacher, other)]
+    stage = None if plain else teacher.zero_optimization_stage()
+    return {"losses": losses, "types": divided, "selected": names, "stage of the teacher": stage}
+
+
+def _selected(plugins: dict[str, DeepSpeedPlugin]) -> list[str]:
+    return [name for name, plugin in plugins.items() if plugin.selected]
+
+
+def options_of_checkpoints(folder: str) -> dict[str, Any]:
+    """What is saved and loaded by DeepSpeed's own options."""
+    accelerator = started({"zero_stage": 1, "gradient_clipping": 1.0})
+    model = layers()
+    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    model, optimizer, loader = accelerator.prepare(
+        model, adamw(p for p in model.parameters() if p.requires_grad), digits()
+    )
+    list(steps(accelerator, model, optimizer, loader))
+    accelerator.save_state(folder, client_state={"seen": 8}, exclude_frozen_parameters=True)
+    weights = torch.load(f"{folder}/pytorch_model/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    refusals = [
+        _refusal(lambda: accelerator.save_state(folder, nonsense=1)),
+        _refusal(lambda: accelerator.load_state(folder, nonsense=1)),
+        _refusal(lambda: accelerator.save_state(folder, async_save=True)),
+    ]
+    rates = []
+    for options in ({}, {"load_optimizer_states": False}):
+        optimizer.param_groups[0]["lr"] = 0.5
+        accelerator.load_state(folder, strict=False, **options)
+        rates.append(optimizer.param_groups[0]["lr"])
+    seen = accelerator.deepspeed_engine_wrapped.client_state["seen"]
+    return {"weights": sorted(weights), "seen": seen, "rates": rates, "refusals": refusals}
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except AccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def other_stages(folder: str) -> dict[str, str]:
+    """What is said to whoever loads a checkpoint of another stage."""
+
+    def prepared(stage: int) -> tuple[Accelerator, Any, Any, Any]:
+        accelerator = started(parts(stage), mixed_precision="bf16")
+        model = layers()
+        return (accelerator, *accelerator.prepare(model, adamw(model.parameters()), digits()))
+
+    for stage in range(4):
+        accelerator, model, optimizer, loader = prepared(stage)
+        list(steps(accelerator, model, optimizer, loader))
+        accelerator.save_state(f"{folder}/{stage}")
+    said = {}
+    for ours in range(4):
+        accelerator = prepared(ours)[0]
+        for theirs in set(range(4)) - {ours}:
+            said[f"{theirs} -> {ours}"] = _refusal(partial(accelerator.load_state, f"{folder}/{theirs}"))
+        accelerator.load_state(f"{folder}/{ours}")
+    return said
+
+
+def middle_of_an_epoch(folder: str, stage: int) -> dict[str, Any]:
+    """An epoch with shuffling and dropout, and its second half once more, in both ways of going on."""
+
+    def prepared(restore: bool = False) -> tuple[Accelerator, Any, Any, Any]:
+        set_seed(5)
+        accelerator = started(
+            parts(stage),
+            dataloader_config=DataLoaderConfiguration(restore_position=restore, use_seedable_sampler=True),
+        )
+        model = layers(dropout=0.3)
+        return (accelerator, *accelerator.prepare(model, adamw(model.parameters()), digits(64, shuffle=True)))
+
+    accelerator, model, optimizer, loader = prepared()
+    losses = []
+    for number, loss in enumerate(steps(accelerator, model, optimizer, loader), 1):
+        losses.append(loss)
+        if number == 3:
+            accelerator.save_state(folder)
+    again = []
+    for restore in (False, True):
+        accelerator, model, optimizer, loader = prepared(restore)
+        accelerator.load_state(folder)
+        rest = loader if restore else accelerator.skip_first_batches(loader, 3)
+        again.append(list(steps(accelerator, model, optimizer, rest)))
+    return {"whole": losses, "again": again}
+
+
+def weights(folder: str) -> dict[str, Any]:
+    """The weights of a model in parts: gathered in 16 bits, from a checkpoint in 32, and where gathering is off."""
+    gathers = parts(stage3_gather_16bit_weights_on_model_save=True)
+    accelerator = started(gathers, mixed_precision="bf16")
+    plain = layers()
+    model, optimizer, loader = accelerator.prepare(plain, adamw(plain.parameters()), digits())
+    list(steps(accelerator, model, optimizer, loader))
+    divided = [parameter.data.numel() for parameter in model.parameters()]
+    held = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in model.module.named_parameters()}
+    with gathered(model.parameters()):
+        whole = {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
+    with gathered(model.module[0].bias, modifier_rank=0):
+        if accelerator.is_main_process:
+            model.module[0].bias.data.fill_(2.0)
+    with gathered(model.module[0].bias, modifier_rank=0):
+        changed = model.module[0].bias.unique().tolist()
+        if accelerator.is_main_process:
+            model.module[0].bias.data.copy_(whole["0.bias"])
+    accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.wait_for_everyone()
+    told: dict[str, Any] = {"divided": divided, "changed": changed}
+    if accelerator.is_main_process:
+        told |= _compared(folder, held, whole)
+    off = started(parts(), mixed_precision="bf16")
+    other = layers()
+    other, _, _ = off.prepare(other, adamw(other.parameters()), digits())
+    told["refusal"] = _refusal(lambda: off.get_state_dict(other))
+    return told
+
+
+def _compared(folder: str, held: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from accel_bigmodel import load_checkpoint_in_model
+
+    single = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/state", "pytorch_model")
+    fresh = layers().to(torch.bfloat16)
+    load_checkpoint_in_model(fresh, f"{folder}/model")
+    read = fresh.state_dict()
+    return {
+        "fp32": {name: str(value.dtype) for name, value in single.items()},
+        "fp32 equal": all(torch.equal(single[name], held[name]) for name in held),
+        "bf16 equal": all(torch.equal(read[name], whole[name]) for name in whole),
+    }
+
+
+def universal(folder: str, load: bool = False) -> list[float]:
+    """The losses after a checkpoint that another number of processes wrote with another stage."""
+    table = {"zero_optimization": {"stage": 2 if load else 1}, "gradient_clipping": 1.0}
+    accelerator = started({"hf_ds_config": {**table, "checkpoint": {"load_universal": load}}})
+    model = layers()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(16))
+    if load:
+        accelerator.load_state(folder, waive=("random_states",))
+        return list(steps(accelerator, model, optimizer, loader))
+    list(steps(accelerator, model, optimizer, loader))
+    accelerator.save_state(folder)
+    return list(steps(accelerator, model, optimizer, loader))
+
+
+class Experts(Module):
+    """A layer that sends inputs through one of two others, another one on each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([Linear(8, 8), Linear(8, 8)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen: Tensor = self.experts[torch.distributed.get_rank()](inputs)
+        return chosen
+
+
+def experts() -> dict[str, Any]:
+    """A mixture of experts in parts, which are gathered as one piece whichever expert is asked."""
+    torch.manual_seed(0)
+    accelerator = started({**parts(), "transformer_moe_cls_names": "Experts"})
+    model = Sequential(Linear(8, 8), Experts(), ReLU(), Linear(8, 2))
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits())
+    losses = list(steps(accelerator, model, optimizer, loader))
+    pieces = [type(module).__name__ for module in deepspeed.utils.get_z3_leaf_modules(model)]
+    wrong = started({**parts(), "transformer_moe_cls_names": "Specialists"})
+    other = layers()
+    refusal = _refusal(lambda: wrong.prepare(other, adamw(other.parameters()), digits()))
+    return {"losses": losses, "pieces": pieces, "refusal": refusal}
+
+
+def main() -> None:
+    name, told = sys.argv[1], json.loads(sys.argv[2])
+    came = globals()[name](**told)
+    if int(torch.distributed.get_rank()) == 0:
+        print("RESULT " + json.dumps(came), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""DeepSpeed for real, on two processes: several engines, checkpoints and their options, weights, experts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_state.settings.probe import importable
+from accel_state.testing.processes import run_command
+
+pytestmark = [
+    pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
+    pytest.mark.timeout(600),
+]
+
+SCENES = "deepspeed_scenes.py"
+NAMES = ["0.bias", "0.weight", "3.bias", "3.weight"]
+Play = Callable[..., Any]
+
+
+def test_several_engines_train_as_their_models_would_alone(play: Play) -> None:
+    done, expected = play(SCENES, "several_models"), play(SCENES, "several_models", plain=True)
+    assert done["types"] == ["DeepSpeedEngine"] * 3
+    assert done["selected"] == [["student"], ["teacher"]]
+    assert done["stage of the teacher"] == 3
+    for mine, others in zip(done["losses"], expected["losses"], strict=True):
+        assert mine == pytest.approx(others, abs=1e-4)
+
+
+def test_checkpoints_take_deepspeeds_own_options(play: Play, tmp_path: Path) -> None:
+    done = play(SCENES, "options_of_checkpoints", folder=str(tmp_path / "state"))
+    assert done["weights"] == sorted({*NAMES} - {"0.weight"})  # the one that is frozen is left out
+    assert done["seen"] == 8
+    assert done["rates"] == [0.01, 0.5]  # the second time the optimizer kept its own
+    saving, loading, behind = done["refusals"]
+    assert "it knows client_state, exclude_frozen_parameters" in saving
+    assert "it knows strict" in loading
+    assert behind.startswith("NotOffered")
+
+
+def test_a_checkpoint_of_another_stage_is_refused(play: Play, tmp_path: Path) -> None:
+    said = play(SCENES, "other_stages", folder=str(tmp_path))
+    assert len(said) == 12
+    for pair, text in said.items():
+        theirs, ours = pair.split(" -> ")
+        assert text.startswith("CheckpointError: "), pair
+        assert f"written with ZeRO stage {theirs}, and this run has stage {ours}" in text
+        assert f"Use zero_stage={theirs}" in text
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_epoch_goes_on_in_its_middle(play: Play, tmp_path: Path, stage: int) -> None:
+    done = play(SCENES, "middle_of_an_epoch", folder=str(tmp_path / "state"), stage=stage)
+    assert len(done["whole"]) == 8
+    assert done["again"] == [done["whole"][3:]] * 2
+
+
+def test_weights_in_16_and_in_32_bits(play: Play, tmp_path: Path) -> None:
+    done = play(SCENES, "weights", folder=str(tmp_path))
+    assert done["divided"] == [0, 0, 0, 0]
+    assert done["changed"] == [2.0]
+    assert done["fp32"] == dict.fromkeys(NAMES, "torch.float32")
+    assert done["fp32 equal"]
+    assert done["bf16 equal"]
+    assert done["refusal"].startswith("NotReady")
+    assert "zero3_save_16bit_model=True" in done["refusal"]
+
+
+def test_a_universal_checkpoint_is_read_by_other_processes_in_another_stage(play: Play, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    losses = play(SCENES, "universal", folder=folder)
+    with pytest.raises(AssertionError, match="ds_to_universal --inject_missing_state --input_folder"):
+        play(SCENES, "universal", processes=1, folder=folder, load=True)
+    place = os.path.join(folder, "pytorch_model")
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    done = run_command([*convert, "--input_folder", place, "--output_folder", f"{place}_universal"], timeout=200)
+    assert done.returncode == 0, done.stderr
+    alone = play(SCENES, "universal", processes=1, folder=folder, load=True)
+    # Two processes read two batches at once; the mean over both is what one process sees one after the other.
+    assert alone[0] == pytest.approx(losses[0], abs=0.2)
+    assert len(alone) == 2 * len(losses)
+
+
+def test_a_mixture_of_experts_is_taken_whole(play: Play) -> None:
+    done = play(SCENES, "experts")
+    assert done["pieces"] == ["Experts"]
+    assert done["losses"][-1] < done["losses"][0]
+    assert done["refusal"].startswith("SettingError")
+    assert "no layer of the class Specialists" in done["refusal"]
