@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,6 +19,7 @@ from accelerate.commands.estimate import (
     estimate_command_parser,
     estimate_training_usage,
     gather_data,
+    verify_on_hub,
 )
 
 MODEL = """
@@ -69,6 +71,21 @@ def test_models_that_the_hub_does_not_give(told: object, said: str) -> None:
     ):
         create_empty_model("some/model", None, access_token="secret")  # type: ignore[arg-type]
     asked.assert_called_once_with("some/model", "secret")
+
+
+@pytest.mark.parametrize(("error", "told"), [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "repo")])
+def test_what_the_hub_refuses(error: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    kind = getattr(importlib.import_module("huggingface_hub.errors"), error)
+
+    def refuse(repo: str, token: str | None = None) -> None:
+        # Made without its constructor, which wants an answer of the Hub.
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(hub, "model_info", refuse)
+    assert verify_on_hub("some/model") == told
+    monkeypatch.setattr(hub, "model_info", lambda repo, token=None: (repo, token))
+    assert verify_on_hub("some/model", "secret") == ("some/model", "secret")
 
 
 def test_bytes_of_training() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from accel_state.errors import SettingError
 from accel_state.settings.requirement import Requirement
 
-__all__ = ("local_checkpoint",)
+__all__ = ("local_checkpoint", "told_of_model")
 
 _HUB = Requirement("huggingface_hub", distribution="huggingface-hub", extra="accel-bigmodel[hub]")
 _IDENTIFIER = re.compile(r"[\w.-]+/[\w.-]+")
@@ -47,3 +47,22 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
             "Check name and connection.",
         ) from error
     return folder
+
+
+def told_of_model(repo: str, token: str | None = None) -> Any:
+    """What the Hub tells of a model; "gated" where it needs an access token, "repo" where there is no such model.
+
+    Raises:
+        Missing: huggingface_hub is not installed.
+    """
+    _HUB.demand(f"The Hub was to be asked for {repo!r}.")
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    ask: Any = huggingface_hub.model_info
+    try:
+        return ask(repo, token=token)
+    except errors.GatedRepoError:
+        return "gated"
+    except errors.RepositoryNotFoundError:
+        return "repo"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any, Final
 from torch import nn
 
 from accel_bigmodel.estimate import build_model
+from accel_bigmodel.hub import told_of_model
 from accel_bigmodel.sizes import calculate_maximum_sizes
 from accel_state.errors import SettingError
 from accel_state.settings.probe import importable
-from accel_state.settings.requirement import Requirement
 
 __all__ = (
     "add_timm_hub_prefix",
@@ -26,7 +25,6 @@ __all__ = (
     "verify_on_hub",
 )
 
-_HUB: Final = Requirement("huggingface_hub", distribution="huggingface-hub", extra="accel-bigmodel[hub]")
 _LIBRARIES: Final = ("timm", "transformers")
 
 _SMALLER: Final = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
@@ -47,15 +45,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     Raises:
         Missing: huggingface_hub is not installed.
     """
-    _HUB.demand(f"The Hub was to be asked for {repo!r}.")
-    model_info: Any = importlib.import_module("huggingface_hub").model_info
-    errors: Any = importlib.import_module("huggingface_hub.errors")
-    try:
-        return model_info(repo, token=token)
-    except errors.GatedRepoError:
-        return "gated"
-    except errors.RepositoryNotFoundError:
-        return "repo"
+    return told_of_model(repo, token)
 
 
 def check_has_model(error: BaseException | None) -> str:
