@@ -24,7 +24,8 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
 @pytest.mark.parametrize("name", reliability.SWEEPS)
 def test_nothing_is_lost(forking: ProcessPoolExecutor, name: str) -> None:
-    tally = forking.submit(reliability.sweep, name, every=9).result(timeout=110)
+    every = 27 if name.startswith("shards") else 9
+    tally = forking.submit(reliability.sweep, name, every=every).result(timeout=110)
 
     assert tally.lost == []
     assert tally.injected == tally.survived > 0

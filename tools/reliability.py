@@ -1,6 +1,6 @@
 """Sweep faults over saving checkpoints and write what was found to docs/reliability.md.
 
-    python tools/reliability.py             run every sweep in full (about three minutes) and write the document
+    python tools/reliability.py             run every sweep in full (ten minutes or more) and write the document
     python tools/reliability.py --check     exit 1 when the document has a fault that lost something, or lacks a sweep
 
 A tenth of the same sweeps is run by the tests (tests-integration/test_saving_survives_faults.py).
@@ -65,8 +65,11 @@ def _power(job: faults.Job, every: int) -> faults.Tally:
     return faults.lose_power(job, every=every)
 
 
-def _together(hit: int) -> Sweep:
-    return lambda folder, every: faults.kill_everywhere(runs.Together(folder / "project", hit).job(), every=every)
+def _together(hit: int, *, sharded: bool = False) -> Sweep:
+    def sweep(folder: Path, every: int) -> faults.Tally:
+        return faults.kill_everywhere(runs.Together(folder / "project", hit, sharded=sharded).job(), every=every)
+
+    return sweep
 
 
 def _told(kind: str, ask: Callable[[runs.Together], str | None]) -> Sweep:
@@ -95,6 +98,12 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "while training goes on: disk full": _job(_full, behind=True),
     "two processes, the first hit: SIGKILL": _together(0),
     "two processes, the second hit: SIGKILL": _together(1),
+    "shards of FSDP: SIGKILL": _job(_kill, sharded=True),
+    "shards of FSDP: disk full": _job(_full, sharded=True),
+    "shards of FSDP: EIO": _job(_broken, sharded=True),
+    "shards of FSDP: loss of power": _job(_power, sharded=True),
+    "shards of FSDP on two processes, the first hit: SIGKILL": _together(0, sharded=True),
+    "shards of FSDP on two processes, the second hit: SIGKILL": _together(1, sharded=True),
     "two processes, one past the deadline": _told("slow process", lambda run: run.slow()),
     "two processes, one with other keys": _told("other keys", lambda run: run.other_keys()),
     "damage afterwards": lambda folder, every: runs.harm(runs.Run(folder / "project")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from accel_state import current
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import free_port
-from accel_torch import Accelerator, ProjectConfiguration
+from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 __all__ = ("Run", "Together")
 
@@ -36,12 +37,13 @@ class Run:
         project: folder of the project; made here.
         overwrite: save over the newest checkpoint by name, in place of a new one with a number.
         behind: save while training goes on.
+        sharded: train with FSDP and save shards.
     """
 
-    def __init__(self, project: Path, *, overwrite: bool = False, behind: bool = False) -> None:
+    def __init__(self, project: Path, *, overwrite: bool = False, behind: bool = False, sharded: bool = False) -> None:
         logging.getLogger("accel_plugins").setLevel(logging.ERROR)
         torch.set_num_threads(1)
-        self.project, self.overwrite, self.behind = project, overwrite, behind
+        self.project, self.overwrite, self.behind, self.sharded = project, overwrite, behind, sharded
         self.losses: list[float] = []
         self.saved: dict[int, str] = {}
         self._begin()
@@ -61,7 +63,9 @@ class Run:
 
     def session(self, folder: Path | None = None) -> Session:
         """A fresh start of the training script."""
-        return Session(folder or self.project, overwrite=self.overwrite, behind=self.behind)
+        if self.sharded:
+            _place(0, 1, free_port())
+        return Session(folder or self.project, overwrite=self.overwrite, behind=self.behind, sharded=self.sharded)
 
     def save(self) -> None:
         """What a process does that is hit by a fault: resume, train one step, save."""
@@ -107,7 +111,15 @@ class _Step:
 class Session:
     """One start of a training script."""
 
-    def __init__(self, project: Path, *, overwrite: bool, behind: bool, deadline: float = 60.0) -> None:
+    def __init__(
+        self,
+        project: Path,
+        *,
+        overwrite: bool = False,
+        behind: bool = False,
+        sharded: bool = False,
+        deadline: float = 60.0,
+    ) -> None:
         torch.manual_seed(0)
         self.overwrite, self.behind = overwrite, behind
         self.folder = project / "checkpoints" / "latest"
@@ -118,7 +130,8 @@ class Session:
             verify="hashes",
             deadline=deadline,
         )
-        self.accelerator = Accelerator(cpu=True, project_config=configuration)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+        self.accelerator = Accelerator(cpu=True, project_config=configuration, fsdp_plugin=plugin)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.05))
         self.step = _Step()
@@ -145,18 +158,36 @@ class Session:
         self.accelerator.load_state(str(self.folder) if self.overwrite else None)
 
 
+def _place(rank: int, processes: int, port: int) -> None:
+    """Say which process of a run this one is."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(processes),
+        LOCAL_WORLD_SIZE=str(processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
+
+
 class Together:
     """The same on two processes, forked from this one for each fault.
 
     Args:
         project: folder of the project.
         hit: rank of the process that the fault hits.
+        sharded: train with FSDP and save shards.
     """
 
-    def __init__(self, project: Path, hit: int = 0) -> None:
+    def __init__(self, project: Path, hit: int = 0, *, sharded: bool = False) -> None:
         logging.getLogger("accel_plugins").setLevel(logging.ERROR)
         torch.set_num_threads(1)
-        self.project, self.hit = project, hit
+        self.project, self.hit, self.sharded = project, hit, sharded
+        if sharded:
+            # Once here, and not in every process that is forked.
+            importlib.import_module("accel_plugins.fsdp.fsdp2")
         self.port = 0
         self.prepare()
         self._both(self._begin)
@@ -172,18 +203,9 @@ class Together:
             raise AssertionError(f"The undisturbed processes ended with {ended.code} and {ended.companion_code}.")
 
     def _session(self, rank: int, project: Path | None = None, deadline: float = 2.0) -> Session:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE="2",
-            LOCAL_WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.port),
-            GLOO_SOCKET_IFNAME="lo",
-            TORCH_CPP_LOG_LEVEL="ERROR",
-        )
+        _place(rank, 2, self.port)
         current.clear()
-        return Session(project or self.project, overwrite=False, behind=False, deadline=deadline)
+        return Session(project or self.project, sharded=self.sharded, deadline=deadline)
 
     def _begin(self, rank: int) -> None:
         session = self._session(rank, deadline=60.0)
@@ -225,7 +247,7 @@ class Together:
         """This run, to be hit by faults."""
         mine, other = self.hit, 1 - self.hit
         return faults.Job(
-            self.project, lambda: self.save(mine), self.wrong, lambda: self.save(other), self.prepare, timeout=30.0
+            self.project, lambda: self.save(mine), self.wrong, lambda: self.save(other), self.prepare, timeout=100.0
         )
 
     def slow(self) -> str | None:
