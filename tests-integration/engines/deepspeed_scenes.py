@@ -17,10 +17,12 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 from torch.nn import Linear, Module, ReLU, Sequential
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops import set_seed
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
+from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.zero_init import gathered
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
@@ -246,6 +248,22 @@ def universal(folder: str, load: bool = False) -> list[float]:
     list(steps(accelerator, model, optimizer, loader))
     accelerator.save_state(folder)
     return list(steps(accelerator, model, optimizer, loader))
+
+
+def own_schedule() -> dict[str, Any]:
+    """An optimizer of DeepSpeed's with a schedule of torch, which is made once the optimizer is there."""
+    accelerator = started(
+        {"zero_stage": 1, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    )
+    model = layers()
+    stand_in = DummyOptim(model.parameters(), lr=0.5)
+    schedule = DummyScheduler(stand_in, lr_scheduler_callable=lambda made: LambdaLR(made, lambda step: 0.5**step))
+    model, optimizer, schedule, loader = accelerator.prepare(model, stand_in, schedule, digits(16))
+    rates = [schedule.get_last_lr()[0]]
+    for _ in steps(accelerator, model, optimizer, loader):
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    return {"rates": rates, "optimizer": type(optimizer.optimizer).__name__}
 
 
 class Experts(Module):

@@ -86,6 +86,12 @@ def test_a_universal_checkpoint_is_read_by_other_processes_in_another_stage(play
     assert len(alone) == 2 * len(losses)
 
 
+def test_a_schedule_is_made_for_deepspeeds_optimizer(play: Play) -> None:
+    done = play(SCENES, "own_schedule")
+    assert done["rates"] == [0.5, 0.25, 0.125]
+    assert done["optimizer"] == "DeepSpeedZeroOptimizer"
+
+
 def test_a_mixture_of_experts_is_taken_whole(play: Play) -> None:
     done = play(SCENES, "experts")
     assert done["pieces"] == ["Experts"]
