@@ -245,8 +245,13 @@ def engines_deepspeed(session: nox.Session) -> None:
     for lock in extensions.glob("*/lock"):
         # A run that was ended while it compiled left it, and whoever compiles next would wait for it.
         lock.unlink()
+    kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": str(extensions), "DS_ACCELERATOR": "cpu"}
+    # Compiled before the tests, whose time is limited.
+    parts = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
+    build = "from deepspeed.accelerator import get_accelerator as a; "
+    build += f"[a().create_op_builder(name).load() for name in {parts}]"
+    session.run("python", "-c", build, env=kept)
     tests = sorted(map(str, ROOT.glob("tests-integration/engines/test_deepspeed_*.py")))
-    kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": str(extensions)}
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=kept)
 
 
