@@ -6,7 +6,9 @@ PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python xla_run.py '{"fsdp": true}'
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_plugins.xla.config import XLAPlugin
-from accel_torch import Accelerator
+from accel_state import current
+from accel_state.errors import AccelError
+from accel_torch import Accelerator, set_seed
 
 
 class Block(nn.Module):
@@ -68,6 +72,8 @@ def data(samples: int = 21) -> TensorDataset:
 
 def train(told: dict[str, Any]) -> dict[str, Any]:
     """Train as `told` says, and tell how it went."""
+    if told.get("seed_first"):
+        set_seed(0)
     names = ("fsdp", "blocks", "prefetch", "downcast_bf16")
     plugin = XLAPlugin(**{name: told[name] for name in names if name in told})
     accelerator = Accelerator(
@@ -96,10 +102,14 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             losses.append(loss.item())
             ends.append(loader.end_of_dataloader)
             seen.append(len(accelerator.gather_for_metrics(labels)))
-    if told.get("folder"):
-        accelerator.save_state(told["folder"])
-        accelerator.load_state(told["folder"])
-    return {"losses": losses, "ends": ends, "seen": seen, **shape_of(accelerator, model, inputs)}
+    if told.get("saves"):
+        with tempfile.TemporaryDirectory() as folder:
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    shape = shape_of(accelerator, model, inputs)
+    shape["divided"] = sorted({*shape["divided"], *map(sharding, states)})
+    return {"losses": losses, "ends": ends, "seen": seen, **shape}
 
 
 def shape_of(accelerator: Accelerator, model: nn.Module, inputs: torch.Tensor) -> dict[str, Any]:
@@ -128,6 +138,24 @@ def sharding(tensor: torch.Tensor) -> str:
     return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))
 
 
+def attempt(told: dict[str, Any]) -> dict[str, Any]:
+    """What a run comes to, or the error that refuses it."""
+    variables = told.get("variables", {})
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        return train(told)
+    except (AccelError, ValueError) as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        current.clear()
+
+
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    print("RESULT " + json.dumps(train(given)))
+    cases = json.loads(sys.argv[1])
+    print("RESULT " + json.dumps({name: attempt(told) for name, told in cases.items()}))
