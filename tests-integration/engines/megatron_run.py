@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
 import torch
 from simulated_cuda import simulate
 from torch.utils.data import DataLoader, Dataset
 
 from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.stand_ins import MegatronLMDummyScheduler
+from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_state import PartialState
 from accel_torch import Accelerator
 
@@ -109,6 +111,7 @@ def main(
     stretch: int = 1,
     save: str | None = None,
     load: str | None = None,
+    corpus: str | None = None,
     epochs: int = 2,
 ) -> None:
     """Train for a few epochs; `save` writes a checkpoint after the first one, `load` begins after it.
@@ -130,11 +133,57 @@ def main(
         if torch_schedule
         else MegatronLMDummyScheduler(optimizer, total_num_steps=64, warmup_num_steps=4)
     )
+    if corpus:
+        _read_corpus(accelerator, made, optimizer, schedule, corpus, batch)
+        return
     loader: Any = DataLoader(Words(kind, classify), batch_size=batch)
     model, optimizer, schedule, loader = accelerator.prepare(made, optimizer, schedule, loader)
     if load:
-        accelerator.load_state(load)
+        accelerator.load_state(load, waive=["random_states"])
     told = _trained(accelerator, model, optimizer, schedule, loader, range(1 if load else 0, epochs), save)
+    if accelerator.is_main_process:
+        print("RESULT " + json.dumps(told), flush=True)
+
+
+class Tokens:
+    """What Megatron's datasets ask of a tokenizer."""
+
+    eod, pad, vocab_size = 0, 1, WORDS
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "Tokens"}
+
+
+def _read_corpus(accelerator: Any, made: Any, optimizer: Any, schedule: Any, corpus: str, batch: int) -> None:
+    """Write documents as Megatron-LM keeps them, and train on its own loaders of them."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    if accelerator.is_main_process:
+        builder = IndexedDatasetBuilder(f"{corpus}.bin", dtype=numpy.int32)
+        for begin in range(64):
+            builder.add_item((torch.arange(LENGTH + 5) + 3 * begin) % (WORDS - 2) + 2)
+            builder.end_document()
+        builder.finalize(f"{corpus}.idx")
+    accelerator.wait_for_everyone()
+    data = MegatronLMDummyDataLoader(
+        data_path=[corpus],
+        split="90,5,5",
+        micro_batch_size=batch,
+        tokenizer=Tokens(),
+        data_cache_path=str(Path(corpus).parent / "cache"),
+    )
+    model, _, _, training, validation, _ = accelerator.prepare(made, optimizer, schedule, data, data, data)
+    seen, losses = list[int](), list[float]()
+    for batch_data, _ in zip(training, range(12), strict=False):
+        seen += batch_data["tokens"][:, 0].tolist()
+        losses.append(float(model(**batch_data).loss))
+    model.eval()
+    evaluated = float(model(**next(iter(validation))).loss)
+    told = {
+        "losses": losses,
+        "seen": accelerator.gather(torch.tensor(seen)).tolist(),
+        "evaluated": evaluated,
+        "shape": list(batch_data["tokens"].shape),
+        "consumed": accelerator.state.megatron_lm_plugin.consumed_samples,
+    }
     if accelerator.is_main_process:
         print("RESULT " + json.dumps(told), flush=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_ops import concatenate
@@ -54,10 +54,12 @@ class MegatronLoader:
     Args:
         source: makes the three iterators, of training, validation and test data.
         index: which of them this is.
+        dataset_args: what was said of the data.
     """
 
-    def __init__(self, source: Any, index: int) -> None:
+    def __init__(self, source: Any, index: int, dataset_args: Mapping[str, Any]) -> None:
         self._source, self._index = source, index
+        self.dataset_args = dataset_args
         self.end_of_dataloader, self.remainder = False, -1
 
     def __iter__(self) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import torch
 from accel_ops import gather_object
 from accel_plugins.checkpoint.allowed import check_metadata
 from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
-from accel_state.errors import AccelError, CheckpointError
+from accel_state.errors import AccelError, CheckpointError, NotOffered
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.config import MegatronLMPlugin
@@ -33,7 +33,13 @@ _PLANS: Final = frozenset(
 
 
 def save(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
-    """Let every process write its part of an engine's state."""
+    """Let every process write its part of an engine's state.
+
+    Raises:
+        NotOffered: Megatron-LM could not read what it would write.
+    """
+    if plugin.use_distributed_optimizer and not plugin.no_save_optim:
+        _demand_readable(_inner(engine.optimizer))
     place = folder / FOLDER
     if _is_first():
         place.mkdir(parents=True, exist_ok=True)
@@ -110,6 +116,18 @@ def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
     if not loading:
         state["has_optimizer"] = optimizer
     return state
+
+
+def _demand_readable(optimizer: Any) -> None:
+    """Megatron-LM does not read divided states again where torch's Adam, which also counts steps, keeps them."""
+    if any(
+        isinstance(one.optimizer, torch.optim.Adam) for one in getattr(optimizer, "chained_optimizers", [optimizer])
+    ):
+        raise NotOffered(
+            "A checkpoint with divided optimizer states was to be written (use_distributed_optimizer=True).",
+            "Megatron-LM steps with torch's Adam here, whose divided states it writes and cannot read again.",
+            "Install transformer-engine or apex, whose Adam it reads, or set no_save_optim=True.",
+        )
 
 
 def _begin_states(optimizer: Any) -> None:

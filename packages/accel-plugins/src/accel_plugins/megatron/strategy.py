@@ -129,7 +129,8 @@ class MegatronStrategy(Strategy):
         if isinstance(loader, MegatronLMDummyDataLoader):
             drawn = self._drawn.get(id(loader), 0)
             self._drawn[id(loader)] = drawn + 1
-            return MegatronLoader(preparing.source_of(self._surroundings, loader), min(drawn, 2))
+            source = preparing.source_of(self._surroundings, loader)
+            return MegatronLoader(source, min(drawn, 2), loader.dataset_args)
         count = self.config.num_micro_batches
         return loader if count == 1 else JoinedLoader(loader, count)
 
