@@ -87,13 +87,15 @@ def test_processes_with_other_samples_average_their_gradients() -> None:
         assert done["norms"] == pytest.approx(alone["norms"], abs=1e-3)
 
 
-def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_in_the_same_and_in_other_divisions(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     plugin = {"num_micro_batches": 2, "other_megatron_args": ALIKE | {"make_vocab_size_divisible_by": 128}}
     whole = result(plugin=plugin, batch=2, save=saved)
     again = result(plugin=plugin, batch=2, load=saved)
     assert again["losses"] == whole["losses"][8:]
     assert (again["rates"], again["steps"]) == (whole["rates"][8:], 16)
+    stages = result(2, plugin={**plugin, "pp_degree": 2}, batch=2, load=saved)
+    assert stages["losses"] == pytest.approx(whole["losses"][8:], abs=1e-3)
 
 
 def test_divided_optimizer_states_that_could_not_be_read_again_are_not_written(tmp_path: Path) -> None:

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.schema import closest
-
-if TYPE_CHECKING:
-    from accel_plugins.megatron.config import MegatronLMPlugin
 
 __all__ = (
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
@@ -26,7 +23,7 @@ __all__ = (
     "parse_t5_config",
 )
 
-Parser = Callable[["MegatronLMPlugin", Any, Any], None]
+Parser = Callable[[Any, Any, Any], None]
 
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: Final[dict[str, Parser]] = {}
 """By `model_type` of a configuration, the function that reads it."""
@@ -46,7 +43,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 
     def register(parser: Parser) -> Parser:
         @functools.wraps(parser)
-        def registered(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+        def registered(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
             parser(megatron_lm_plugin, model, batch_data)
 
         MODEL_CONFIGS_TO_MEGATRON_PARSERS[model_type] = registered
@@ -55,7 +52,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-def describe(plugin: MegatronLMPlugin, model: Any, batch_data: Any = None) -> None:
+def describe(plugin: Any, model: Any, batch_data: Any = None) -> None:
     """Bring the sizes of a model into the settings.
 
     Raises:
@@ -84,7 +81,7 @@ def describe(plugin: MegatronLMPlugin, model: Any, batch_data: Any = None) -> No
     known[name](plugin, model, batch_data)
 
 
-def _take(plugin: MegatronLMPlugin, found: Mapping[str, Any]) -> None:
+def _take(plugin: Any, found: Mapping[str, Any]) -> None:
     """Add what a model says; what the user said under the names of Megatron-LM stays."""
     said = plugin.other_megatron_args or {}
     kept = {"use_rotary_position_embeddings": plugin.use_rotary_position_embeddings}
@@ -94,7 +91,7 @@ def _take(plugin: MegatronLMPlugin, found: Mapping[str, Any]) -> None:
         arguments["position_embedding_type"] = "rope" if kept["use_rotary_position_embeddings"] else "learned_absolute"
 
 
-def _lengths(plugin: MegatronLMPlugin, longest: int, batch_data: Any) -> dict[str, Any]:
+def _lengths(plugin: Any, longest: int, batch_data: Any) -> dict[str, Any]:
     """Tokens of a sample: as was said, else as a batch shows, else the longest that the model has positions for."""
     ids = None if batch_data is None else batch_data.get("input_ids")
     shown = longest if ids is None else int(ids.shape[1])
@@ -102,7 +99,7 @@ def _lengths(plugin: MegatronLMPlugin, longest: int, batch_data: Any) -> dict[st
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
-def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_bert_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
     """Read the configuration of a BERT; a model for pretraining has a head that tells whether sentences follow."""
     config = model.config
     pretrains = "PreTraining" in type(model).__name__
@@ -129,7 +126,7 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_da
 
 
 @add_model_config_to_megatron_parser("gpt2")
-def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_gpt2_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
     """Read the configuration of a GPT-2."""
     config = model.config
     _take(
@@ -151,7 +148,7 @@ def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_da
 
 
 @add_model_config_to_megatron_parser("t5")
-def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_t5_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
     """Read the configuration of a T5; Megatron's has learned positions and norms with a bias."""
     config, plugin = model.config, megatron_lm_plugin
     longest = getattr(config, "n_positions", None) or 512
@@ -184,7 +181,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data
     )
 
 
-def _decoder(plugin: MegatronLMPlugin, config: Any, batch_data: Any) -> dict[str, Any]:
+def _decoder(plugin: Any, config: Any, batch_data: Any) -> dict[str, Any]:
     """What decoders with rotary positions, gated layers and grouped queries have in common."""
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000
@@ -210,14 +207,14 @@ def _decoder(plugin: MegatronLMPlugin, config: Any, batch_data: Any) -> dict[str
 
 
 @add_model_config_to_megatron_parser("llama")
-def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_llama_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
     """Read the configuration of a Llama."""
     found = _decoder(megatron_lm_plugin, model.config, batch_data)
     _take(megatron_lm_plugin, {**found, "add_qkv_bias": bool(getattr(model.config, "attention_bias", False))})
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
-def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_glm4_moe_config(megatron_lm_plugin: Any, model: Any, batch_data: Any) -> None:
     """Read the configuration of a GLM 4 with a mixture of experts."""
     config = model.config
     dense, expert = config.first_k_dense_replace, config.moe_intermediate_size

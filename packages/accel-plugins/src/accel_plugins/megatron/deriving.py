@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from accel_state.errors import Conflict, NotOffered, SettingError
-
-if TYPE_CHECKING:
-    from accel_plugins.megatron.config import MegatronLMPlugin
 
 __all__ = ("about_optimizer", "about_precision", "own_arguments", "schedule_samples", "take_schedule")
 
@@ -50,7 +47,7 @@ _OWN_NAMES: Final = {
 _OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "fusedsgd": "sgd"}
 
 
-def own_arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
+def own_arguments(plugin: Any) -> dict[str, Any]:
     """What our settings say, with `other_megatron_args` after it; what is None is left to Megatron-LM."""
     found = {theirs: getattr(plugin, ours) for ours, theirs in _OWN_NAMES.items()}
     if plugin.recompute_activations and plugin.recompute_granularity is None:
@@ -64,7 +61,7 @@ def own_arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
     return {**told, **(plugin.other_megatron_args or {})}
 
 
-def about_optimizer(plugin: MegatronLMPlugin, optimizer: Any) -> dict[str, Any]:
+def about_optimizer(plugin: Any, optimizer: Any) -> dict[str, Any]:
     """Kind, learning rate, weight decay and momenta of an optimizer.
 
     Raises:
@@ -107,7 +104,7 @@ def about_precision(name: str) -> dict[str, Any]:
     return {"fp16": name == "fp16", "bf16": name == "bf16"}
 
 
-def take_schedule(plugin: MegatronLMPlugin, scheduler: Any) -> None:
+def take_schedule(plugin: Any, scheduler: Any) -> None:
     """Take the length of a schedule, in steps of all processes, into the settings.
 
     Raises:
@@ -127,7 +124,7 @@ def take_schedule(plugin: MegatronLMPlugin, scheduler: Any) -> None:
         plugin.lr_warmup_iters = scheduler.warmup_num_steps // shared
 
 
-def schedule_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
+def schedule_samples(plugin: Any) -> tuple[int, int, int]:
     """Samples over which the learning rate rises and decays, and those of the whole training.
 
     Raises:
