@@ -286,6 +286,8 @@ def test_what_a_failed_process_had_started_is_ended(start, script, gone, tmp_pat
 
 
 def test_an_ignored_signal_stays_ignored(script, start):
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        pytest.skip("whoever runs the tests ignores hang-ups already")
     finished = start("launch", script("import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)")).end()
     assert finished.stdout == "False\n"
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
