@@ -13,12 +13,15 @@ from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state import PartialState, current
 from accel_state.errors import NotOffered
 from accel_state.settings.probe import importable
-from accel_state.testing import fresh
+from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Finished, Processes, run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("megatron.core"), reason="needs megatron-core: nox -s engines-megatron"),
     pytest.mark.timeout(600),
+    # It warns of everything that it would rather have installed, and is built with what torch gives up.
+    pytest.mark.filterwarnings("ignore:.*(Apex|Transformer Engine|full scope).*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 RUN = Path(__file__).parent / "megatron_run.py"
@@ -170,8 +173,11 @@ def test_what_cannot_run_is_refused_with_a_reason(told: dict[str, Any], said: st
 
 def groups(tensors: int, stages: int) -> tuple[int, int, int, list[float], int]:
     """Where this process stands, what its group sums to, and how many weights its part of a model has."""
+    import warnings
+
     import torch
 
+    warnings.simplefilter("ignore", UserWarning)
     from accel_plugins.megatron import building, parallel
     from accel_plugins.megatron.released import parallel_state
 
@@ -184,6 +190,7 @@ def groups(tensors: int, stages: int) -> tuple[int, int, int, list[float], int]:
         num_attention_heads=4,
         vocab_size=60,
         max_position_embeddings=16,
+        share_embeddings_and_output_weights=False,
     )
     plugin.set_mixed_precision("no")
     parallel.divide(plugin)
