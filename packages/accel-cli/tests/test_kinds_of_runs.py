@@ -118,7 +118,7 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
         """
         import json, os
         from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-        from accel_state.mesh_settings import arrangement_of_environment
+        from accel_state.arranged import arrangement_of_environment
         mesh, dynamo = arrangement_of_environment(), TorchDynamoPlugin()
         print(json.dumps([mesh.tp_size, mesh.dp_shard_size, dynamo.to_dict(), os.environ["FSDP_VERSION"]]))
         """

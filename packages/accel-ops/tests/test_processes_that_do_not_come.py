@@ -9,7 +9,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def raw_collective() -> tuple[str, float]:
     state = PartialState(cpu=True, timeout=60.0)
     process = current.process()
     ours = TorchDistTransport(process.device, timedelta(seconds=TIMEOUT), process.transport.store())
-    with current.replace_process(replace(process, transport=ours)):
+    with current.replace_process(process._replace(transport=ours)):
         gather_one()
         if state.process_index == 1:
             with pytest.raises(RuntimeError):  # when the others have given up and leave

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import AcceleratorState
+from accel_state.arranged import arrangement_of_environment
 from accel_state.errors import Conflict, SettingError
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
@@ -103,9 +104,9 @@ def test_what_is_written_for_a_child_arranges_it_the_same(monkeypatch: pytest.Mo
 
 def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    assert ParallelismConfig.of_environment() is None
+    assert arrangement_of_environment() is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    assert ParallelismConfig.of_environment() == ParallelismConfig(tp_size=2)
+    assert arrangement_of_environment() == ParallelismConfig(tp_size=2)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from accel_plugins import mesh_rules
-from accel_plugins.manifest import PROTOCOL, Axis, Manifest
+from accel_plugins.manifest import PROTOCOL, Manifest
 from accel_state.errors import AccelError, Conflict, NotOffered, PluginError, SettingError
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.extension import extensions
@@ -107,6 +106,8 @@ def choose(
     try:
         manifest = _pick(name, config, process, arranged)
         if arranged is not None:
+            from accel_plugins import mesh_rules
+
             mesh_rules.check(manifest, arranged)
     except AccelError:
         # The others wait for this process's answer.
@@ -173,9 +174,7 @@ def _pick(name: str | None, config: object | None, process: Process, arranged: P
     if given.value is not None:
         return _named(given.value, given.origin, found)
     present = _present(process, found)
-    if arranged is None or mesh_rules.takes(present, mesh_rules.active_axes(arranged)):
-        return present
-    return _for_axes(mesh_rules.active_axes(arranged), found, present.priority) or present
+    return present if arranged is None else _for_axes(arranged, found, present)
 
 
 def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
@@ -258,15 +257,20 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
     return _usable(asked, best[0])
 
 
-def _for_axes(axes: frozenset[Axis], found: Sequence[Found], above: int) -> Manifest | None:
-    """The backend with the highest priority that takes these axes, or None where none has one above a given number."""
+def _for_axes(arranged: ParallelismConfig, found: Sequence[Found], present: Manifest) -> Manifest:
+    """The backend that is present; where it does not take the axes, one of higher priority that does."""
+    from accel_plugins import mesh_rules
+
+    axes = mesh_rules.active_axes(arranged)
+    if mesh_rules.takes(present, axes):
+        return present
     claims = [
         (one.manifest.priority, one)
         for one in found
-        if one.manifest and one.manifest.priority > above and mesh_rules.takes(one.manifest, axes)
+        if one.manifest and one.manifest.priority > present.priority and mesh_rules.takes(one.manifest, axes)
     ]
     if not claims:
-        return None
+        return present
     highest = max(priority for priority, _ in claims)
     best = [one for priority, one in claims if priority == highest]
     asked = f"A backend for {mesh_rules.named(axes)} was to be chosen."

@@ -6,7 +6,6 @@ puts a new object there.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -105,7 +104,7 @@ def _after_fork() -> None:
     _parents.append(_slot.process)
     if _slot.process is not None:
         transport = _slot.process.transport.in_child()
-        _slot.process = dataclasses.replace(_slot.process, transport=transport, inherited=True)
+        _slot.process = _slot.process._replace(transport=transport, inherited=True)
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_state.labels import DistributedType
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 __all__ = ("Process", "Run")
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """Who this process is; made once, when the first state or Accelerator is created.
 
     Args:
@@ -44,7 +43,7 @@ class Process:
     backend: str | None = None
     debug: bool = False
     fork_launched: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = MappingProxyType({})
     inherited: bool = False
 
     @property
@@ -58,8 +57,7 @@ class Process:
         return self.transport.world_size
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What the processes do together: precision, strategy, mesh; made by the first Accelerator and shared by the next.
 
     Args:
@@ -75,7 +73,7 @@ class Run:
     mixed_precision: str
     distributed_type: DistributedType
     strategy: Any = None
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = MappingProxyType({})
     mesh: Any = None
     parallelism_config: ParallelismConfig | None = None
     selected: str | None = None

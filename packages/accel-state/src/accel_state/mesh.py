@@ -21,8 +21,9 @@ from accel_state.mesh_handlers import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accel_state.mesh_settings import MESH_GROUP, MeshSettings
 from accel_state.settings.environ import fill, from_environment
-from accel_state.settings.schema import BOOLEAN, choice, setting, settings_of, table, whole
+from accel_state.settings.schema import choice, setting, settings_of, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,13 +32,10 @@ __all__ = (
     "AXES",
     "FLATTENED",
     "DeepSpeedSequenceParallelConfig",
-    "MeshSettings",
     "ParallelismConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
 )
-
-_GROUP: Final = "ParallelismConfig"
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Axes of the device mesh, outermost first."""
@@ -51,27 +49,6 @@ FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
 average gradients."""
 
 
-@table
-class MeshSettings:
-    """Whether the processes form a mesh at all."""
-
-    use_parallelism_config: bool = setting(
-        False,
-        kind=BOOLEAN,
-        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-        flag="--use_parallelism_config",
-        key="use_parallelism_config",
-        help="Arrange the processes as the ParallelismConfig options say.",
-        group=_GROUP,
-    )
-    allow_cp_standalone: bool = setting(
-        False,
-        kind=BOOLEAN,
-        variable="ACCELERATE_ALLOW_CP_STANDALONE",
-        help="Allow context parallelism without a backend that divides the parameters.",
-    )
-
-
 def _size(name: str, what: str) -> Any:
     return setting(
         None,
@@ -80,7 +57,7 @@ def _size(name: str, what: str) -> Any:
         flag=f"--parallelism_config_{name}_size",
         key=f"parallelism_config.parallelism_config_{name}_size",
         help=f"Number of processes among which {what}; 1 for none.",
-        group=_GROUP,
+        group=MESH_GROUP,
         unset=1,
     )
 
@@ -93,7 +70,7 @@ def _backend(name: str, what: str, *libraries: str) -> Any:
         flag=f"--parallelism_config_{name}_backend",
         key=f"parallelism_config.parallelism_config_{name}_backend",
         help=f"Library that divides {what}.",
-        group=_GROUP,
+        group=MESH_GROUP,
         unset=libraries[0],
     )
 
@@ -159,11 +136,6 @@ class ParallelismConfig:
                 "Set dp_shard_size above 1, or dp_replicate_size to 1; context parallelism alone is allowed by "
                 "ACCELERATE_ALLOW_CP_STANDALONE=true.",
             )
-
-    @classmethod
-    def of_environment(cls) -> ParallelismConfig | None:
-        """What the launcher set, or None when it set ACCELERATE_USE_PARALLELISM_CONFIG to nothing or false."""
-        return cls() if from_environment(MeshSettings).use_parallelism_config else None
 
     def _fill_handlers(self) -> None:
         kinds = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from accel_state.errors import Conflict, SettingError
+from accel_state.mesh_settings import MESH_GROUP
 from accel_state.settings.environ import fill
 from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, settings_of
 
@@ -18,8 +19,6 @@ __all__ = (
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
 )
-
-_GROUP: Final = "ParallelismConfig"
 
 BETA_CP_AVAILABLE_PYTORCH_VERSION: Final = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION: Final = "0.18.2"
@@ -67,7 +66,7 @@ class TorchContextParallelConfig:
         flag="--parallelism_config_cp_comm_strategy",
         key="parallelism_config.parallelism_config_cp_comm_strategy",
         help="How keys and values travel in context parallelism.",
-        group=_GROUP,
+        group=MESH_GROUP,
         unset="allgather",
     )
 
@@ -100,7 +99,7 @@ class DeepSpeedSequenceParallelConfig:
         flag="--parallelism_config_sp_seq_length",
         key="parallelism_config.parallelism_config_sp_seq_length",
         help="Tokens of a whole sequence, when all have the same number.",
-        group=_GROUP,
+        group=MESH_GROUP,
     )
     sp_seq_length_is_variable: bool | None = setting(
         None,
@@ -109,7 +108,7 @@ class DeepSpeedSequenceParallelConfig:
         flag="--parallelism_config_sp_seq_length_is_variable",
         key="parallelism_config.parallelism_config_sp_seq_length_is_variable",
         help="Whether sequences differ in length.",
-        group=_GROUP,
+        group=MESH_GROUP,
         unset=True,
     )
     sp_attn_implementation: str | None = setting(
@@ -119,7 +118,7 @@ class DeepSpeedSequenceParallelConfig:
         flag="--parallelism_config_sp_attn_implementation",
         key="parallelism_config.parallelism_config_sp_attn_implementation",
         help="Attention that works on a divided sequence.",
-        group=_GROUP,
+        group=MESH_GROUP,
     )
 
     def __post_init__(self) -> None:

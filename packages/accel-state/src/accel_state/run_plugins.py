@@ -7,7 +7,6 @@ passes on to several DeepSpeed configurations which of them is in use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from accel_state import current
@@ -25,7 +24,7 @@ _ONLY: Final = "default"
 def _show(name: str, plugin: Any) -> None:
     run = current.run()
     given = {**run.given, name: plugin}
-    current.set_run(replace(run, given={key: value for key, value in given.items() if value is not None}))
+    current.set_run(run._replace(given={key: value for key, value in given.items() if value is not None}))
 
 
 class RunPlugins:
@@ -121,7 +120,7 @@ class RunPlugins:
             chosen.selected = True
         else:
             select(_from_accelerator_state=True)
-        current.set_run(replace(current.run(), selected=name))
+        current.set_run(current.run()._replace(selected=name))
 
     def _named(self, name: str | None) -> Any:
         plugins = self.deepspeed_plugins

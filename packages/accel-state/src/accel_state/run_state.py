@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_state import current
+from accel_state.arranged import arrangement_of_environment
 from accel_state.current import Run
 from accel_state.errors import Conflict
 from accel_state.labels import DistributedType, PrecisionType
-from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
 from accel_state.run_plugins import PLUGINS, RunPlugins
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
 from accel_state.shared import SharedState
+
+if TYPE_CHECKING:
+    from accel_state.mesh import ParallelismConfig
 
 __all__ = ("AcceleratorState", "check_given", "is_initialized", "precision_name")
 
@@ -124,7 +127,7 @@ class AcceleratorState(RunPlugins, PartialState):
         parallelism_config: ParallelismConfig | None,
         plugins: dict[str, Any],
     ) -> Run:
-        arranged = parallelism_config or ParallelismConfig.of_environment()
+        arranged = parallelism_config or arrangement_of_environment()
         mesh = None if arranged is None else _mesh(arranged, self.num_processes, self.device.type)
         label = super().distributed_type
         return Run(precision_name(mixed_precision), label, given=plugins, mesh=mesh, parallelism_config=arranged)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from accel_state.arranged import arrangement_of_environment
 from accel_state.errors import Conflict, NotOffered
-from accel_state.mesh import ParallelismConfig
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
     from accel_state.current import Process
+    from accel_state.mesh import ParallelismConfig
     from accel_torch.options import Options
 
 __all__ = ("arrangement", "transforms_of")
@@ -22,10 +23,12 @@ def arrangement(options: Options, process: Process) -> ParallelismConfig | None:
     Raises:
         Conflict: two of them contradict each other, or the processes are too few or too many.
     """
-    arranged = options.arranged or ParallelismConfig.of_environment()
+    arranged = options.arranged or arrangement_of_environment()
     plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
     asked = 1 if plugin is None else _size(plugin)
     if asked > 1 and arranged is None:
+        from accel_state.mesh import ParallelismConfig
+
         # What tensor parallelism leaves of the processes divides the parameters.
         arranged = ParallelismConfig(tp_size=asked, dp_shard_size=max(process.world_size // asked, 1))
     if arranged is None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel_plugins import resolve
 from accel_plugins.context import Context
 from accel_plugins.manifest import Duty, Manifest
-from accel_plugins.mesh_rules import check_precision
 from accel_plugins.precision.base import Precision
 from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
@@ -83,6 +82,8 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
     manifest = resolve.choose(options.backend, options.backend_config, process, arranged)
     precision = choose(precision_name(options.mixed_precision), process.family, options.handlers)
     if arranged is not None:
+        from accel_plugins.mesh_rules import check_precision
+
         check_precision(precision.name, precision.excludes, arranged)
     mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
     config = options.backend_config or resolve.config_among(manifest, options.handlers)

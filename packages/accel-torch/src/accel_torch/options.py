@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.transforms import DYNAMO_VARIABLE
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
@@ -22,6 +22,7 @@ from accel_state.settings.run import RunSettings
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
     from accel_state.mesh import ParallelismConfig
 
 __all__ = (
@@ -281,6 +282,10 @@ def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | N
             "They configure the same thing.",
             "Give TorchDynamoPlugin(backend=...) only.",
         )
+    if plugin is None and backend is None and not os.environ.get(DYNAMO_VARIABLE, "").strip():
+        return None
+    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+
     chosen = plugin or TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     return None if chosen.backend is DynamoBackend.NO else chosen
 

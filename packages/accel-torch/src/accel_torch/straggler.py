@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,7 @@ class StragglerReport:
         transport = TimedTransport(process.transport, self.stopwatch)
         if process.world_size > 1:
             share_exchange(transport, process.transport)
-        current.set_process(dataclasses.replace(process, transport=transport))
+        current.set_process(process._replace(transport=transport))
 
     def watch_methods(self, accelerator: Any) -> None:
         """Time methods of one Accelerator, in place of a question in each of them that all others would have to ask."""

@@ -7,7 +7,6 @@ assert [record.operation for record in records] == ["all_gather"]
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -97,5 +96,5 @@ def recording() -> Iterator[list[Record]]:
     transport = RecordingTransport(process.transport)
     if process.world_size > 1:
         share_exchange(transport, process.transport)
-    with current.replace_process(dataclasses.replace(process, transport=transport)):
+    with current.replace_process(process._replace(transport=transport)):
         yield transport.records

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from accel_plugins.transforms import DYNAMO_VARIABLE
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend
@@ -43,7 +44,7 @@ class TorchDynamoPlugin(KwargsHandler):
     backend: DynamoBackend = setting(  # noqa: RUF009 - a field, as the others; its type is an enum
         None,
         kind=choice(*map(str, DynamoBackend), fold=str.upper),
-        variable="ACCELERATE_DYNAMO_BACKEND",
+        variable=DYNAMO_VARIABLE,
         flag="--dynamo_backend",
         key="dynamo_config.dynamo_backend",
         question="Which dynamo backend would you like to use?",
