@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -65,7 +64,7 @@ def test_it_refuses_a_run_of_several_processes(strategy: Strategy) -> None:
     class Crowded(type(strategy.context.process.transport)):  # type: ignore[misc]
         world_size = 2
 
-    process = dataclasses.replace(strategy.context.process, transport=Crowded(torch.device("cpu")))
+    process = strategy.context.process._replace(transport=Crowded(torch.device("cpu")))
     crowded = SingleStrategy(strategy.context._replace(process=process))
 
     with pytest.raises(Conflict, match="2 processes"):
