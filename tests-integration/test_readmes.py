@@ -1,7 +1,8 @@
 """The examples in the READMEs and guides run, and print what stands under them.
 
 A comment `<!-- processes: 2 -->` above an example says that `accel launch` starts it. A block marked `text` below an
-example holds lines that its output must have.
+example holds lines that its output must have. A comment `<!-- part of a script for: deepspeed -->` says that a block does not
+stand alone; such a block is compiled only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ WITH_EXAMPLES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")),
 
 EXAMPLE = re.compile(
     r"(?:<!-- processes: (?P<processes>\d+) -->\n+)?"
+    r"(?P<part><!-- part of a script for: \w+ -->\n+)?"
     r"```python\n(?P<code>.*?)```\n"
     r"(?:\n*```text\n(?P<output>.*?)```\n)?",
     re.DOTALL,
@@ -35,6 +37,7 @@ class Example:
     processes: int
     code: str
     output: tuple[str, ...]
+    stands_alone: bool
 
     def __str__(self) -> str:
         return f"{self.document}:{self.number}"
@@ -47,7 +50,7 @@ def examples() -> list[Example]:
         name = path.relative_to(ROOT).as_posix()
         for number, match in enumerate(EXAMPLE.finditer(path.read_text(encoding="utf-8")), start=1):
             lines = tuple((match["output"] or "").splitlines())
-            found.append(Example(name, number, int(match["processes"] or 1), match["code"], lines))
+            found.append(Example(name, number, int(match["processes"] or 1), match["code"], lines, not match["part"]))
     return found
 
 
@@ -58,6 +61,9 @@ def test_every_readme_has_an_example() -> None:
 
 @pytest.mark.parametrize("example", examples(), ids=str)
 def test_an_example_runs(example: Example, tmp_path: Path) -> None:
+    compile(example.code, str(example), "exec")
+    if not example.stands_alone:
+        return
     script = tmp_path / "example.py"
     script.write_text(example.code, encoding="utf-8")
     launch = ["-m", "accel_cli.main", "launch", "--cpu", "--num_processes", str(example.processes)]
