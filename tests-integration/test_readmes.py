@@ -1,8 +1,8 @@
 """The examples in the READMEs and guides run, and print what stands under them.
 
 A comment `<!-- processes: 2 -->` above an example says that `accel launch` starts it. A block marked `text` below an
-example holds lines that its output must have. A comment `<!-- part of a script for: deepspeed -->` says that a block does not
-stand alone; such a block is compiled only.
+example holds lines that its output must have. A comment `<!-- part of a script for: deepspeed -->` says that a block
+does not stand alone; such a block is compiled only.
 """
 
 from __future__ import annotations
