@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -290,7 +289,7 @@ def save_on_own_disk(target: str) -> bool:
     own = Path(target, f"disk_{process.rank}", "a")
     real = Path(own).parent
     real.mkdir(parents=True)
-    with staging(own, dataclasses.replace(process, topology=node)) as folder:
+    with staging(own, process._replace(topology=node)) as folder:
         (folder / f"random_states_{process.rank}.pkl").write_text("x")
     return verify(own, hashes=True).good
 
