@@ -17,6 +17,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 VENV = ROOT / ".venv"
 WHEELS = ROOT / ".nox" / "wheels"
+SITE = ROOT / ".nox" / "site"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -112,8 +113,9 @@ def light(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Check that links between documents lead somewhere."""
+    """Build the site of the documents in .nox/site, and check that links between documents lead somewhere."""
     run(session, "python", "tools/check_links.py")
+    run(session, "python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", str(SITE))
 
 
 @nox.session(default=False)

@@ -1,0 +1,30 @@
+"""How Sphinx makes the site of these documents. `nox -s docs` runs it, offline and with warnings as errors."""
+
+from __future__ import annotations
+
+import re
+
+from sphinx.application import Sphinx
+
+project = "accel"
+extensions = ["myst_parser"]
+
+# A link may name a heading, as it may where the repository is read.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+
+html_theme = "furo"
+html_title = "accel"
+html_copy_source = False
+
+# A document outside of this folder is no page; tools/check_links.py sees that it is there.
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
+
+
+def name_documents_outside(app: Sphinx, name: str, source: list[str]) -> None:
+    """Gives the place in the repository where a link leads to a document that is no page."""
+    source[0] = OUTSIDE.sub(r"\1 (`\2`)", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", name_documents_outside)
