@@ -23,6 +23,18 @@ class Hello:
 COMMAND = Hello()
 """
 
+COMMAND_WITH_PARTS = """
+class Parts:
+    help = "do one of several things"
+    def add_arguments(self, parser):
+        part = parser.add_subparsers(required=True).add_parser("one", help="one", description="Do one of them.")
+        part.add_argument("what")
+    def run(self, arguments):
+        print("done", arguments.what)
+        return 0
+COMMAND = Parts()
+"""
+
 
 @pytest.fixture
 def offer(tmp_path, monkeypatch):
@@ -93,6 +105,13 @@ def test_a_command_of_another_package_is_listed_without_being_loaded_and_runs(ac
     assert "sulk" in listed.stdout
     finished = accel("hello", "--who", "world")
     assert (finished.stdout, finished.returncode) == ("hello world\n", 7)
+
+
+def test_a_command_of_another_package_may_have_parts(accel, offer):
+    offer("partial", "parts", "parts_command", COMMAND_WITH_PARTS)
+    assert "Do one of them." in accel("parts", "one", "--help").stdout
+    finished = accel("parts", "one", "thing")
+    assert (finished.stdout, finished.returncode) == ("done thing\n", 0)
 
 
 def test_a_command_that_cannot_be_loaded_is_told_with_its_package(offer):

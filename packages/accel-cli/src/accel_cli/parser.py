@@ -24,7 +24,8 @@ class Parser(ArgumentParser):
         self, prog: str, about: str = "", manual: Callable[[str], str] | None = None, **kwargs: object
     ) -> None:
         kwargs.setdefault("formatter_class", _formatter)
-        super().__init__(prog, description=about, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+        kwargs.setdefault("description", about)
+        super().__init__(prog, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
         self._manual = manual
 
     def format_help(self) -> str:
