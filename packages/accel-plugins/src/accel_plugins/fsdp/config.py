@@ -71,8 +71,9 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing: recompute the activations of the blocks in backward.
         activation_checkpointing_offload: keep them on the host instead.
         cpu_ram_efficient_loading: only the first process needs to have loaded the weights; the others get theirs from
-        it. transformer_cls_names_to_wrap: names of the classes of blocks, for TRANSFORMER_BASED_WRAP. min_num_params:
-        parameters that make a block, for SIZE_BASED_WRAP.
+            it.
+        transformer_cls_names_to_wrap: names of the classes of blocks, for TRANSFORMER_BASED_WRAP.
+        min_num_params: parameters that make a block, for SIZE_BASED_WRAP.
 
     Raises:
         SettingError: a name or number cannot be used.
@@ -103,7 +104,7 @@ class FullyShardedDataParallelPlugin:
         variable="FSDP_RESHARD_AFTER_FORWARD",
         flag="--fsdp_reshard_after_forward",
         key="fsdp_config.fsdp_reshard_after_forward",
-        help="Free gathered parameters after forward.",
+        help="Free gathered parameters after forward; with version 2, which does so by default.",
         group=_GROUP,
     )
     backward_prefetch: Any = setting(
@@ -144,7 +145,7 @@ class FullyShardedDataParallelPlugin:
         variable="FSDP_STATE_DICT_TYPE",
         flag="--fsdp_state_dict_type",
         key="fsdp_config.fsdp_state_dict_type",
-        help="How checkpoints hold the model.",
+        help="How checkpoints hold the model; SHARDED_STATE_DICT is the default of version 2.",
         group=_GROUP,
     )
     state_dict_config: Any = None

@@ -105,7 +105,8 @@ class MegatronLMPlugin:
         eval_iters: steps of each evaluation, for the size of validation data.
         eval_interval: steps between two evaluations, for the size of validation data.
         return_logits: let the engine's outputs have logits, where there is one pipeline stage.
-        custom_train_step_class: a train step of yours, made with `custom_train_step_kwargs`.
+        custom_train_step_class: a train step of yours.
+        custom_train_step_kwargs: the arguments with which it is made.
         custom_model_provider_function: makes a model from `(pre_process, post_process)` in place of the model given.
         custom_prepare_model_function: given the parts of the model on this process, wraps them in place of DDP.
         custom_megatron_datasets_provider_function: makes the three datasets from their three lengths.
