@@ -16,15 +16,16 @@ from typing import Any, Final
 from accel_cli.manual import render
 from accel_state.settings.extension import extensions
 
-__all__ = ("cache_path", "launch_manual")
+__all__ = ("OPTIONS", "cache_path", "launch_manual")
 
 _PREFIX: Final = "accel_"
-_CONFIG: Final = ("--config_file PATH", "Config file to read; the user's own when not given, if there is one.")
-_SCRIPT: Final = (
+OPTIONS: Final = (
+    ("--config_file PATH", "Config file to read; the user's own when not given, if there is one."),
     ("-m, --module", "The script is the name of a module."),
     ("--no_python", "The script is a program that is not Python."),
     ("-q, --quiet", "Tell nothing but the traceback of a failure."),
 )
+"""Options that are no settings, and what each means."""
 
 Rows = Mapping[str, list[tuple[str, str]]]
 
@@ -33,7 +34,7 @@ def launch_manual(prog: str) -> str:
     """The help text of `accel launch`."""
     usage = f"{prog} [options] script [options of the script]"
     about = "Start a script on one or many processes. Every option may also be written with dashes for underscores."
-    return render(usage, about, {"options": [_CONFIG, *_SCRIPT], **_rows()})
+    return render(usage, about, {"options": OPTIONS, **_rows()})
 
 
 def cache_path(environ: Mapping[str, str]) -> str:
