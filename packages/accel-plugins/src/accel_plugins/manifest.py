@@ -6,7 +6,6 @@ stands here, so nobody has to ask for its name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,8 +20,7 @@ __all__ = ("PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Ph
 PROTOCOL: Final = 1
 """Version of the backend interface that this release speaks."""
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,47}")
-_TARGET = re.compile(r"[\w.]+:[\w.]+")
+_NAME_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 class Duty(str, Enum):
@@ -132,7 +130,7 @@ class Manifest:
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not _is_name(self.name):
             raise PluginError(
                 f"A backend calls itself {self.name!r}.",
                 "A name has lower-case letters, digits, '-' and '_', starts with a letter and is at most 48 long.",
@@ -140,7 +138,7 @@ class Manifest:
             )
         targets = {"strategy": self.strategy, "config": self.config or None, "present": self.present}
         for field_name, target in {**targets, "launcher": self.launcher}.items():
-            if target is not None and not _TARGET.fullmatch(target):
+            if target is not None and not _leads_somewhere(target):
                 raise PluginError(
                     f"The backend {self.name!r} declares {field_name}={target!r}.",
                     "That does not lead to an object.",
@@ -150,3 +148,12 @@ class Manifest:
     def phase(self, job: Job) -> Phase:
         """When a job is done, relative to the strategy's own wrapping."""
         return self.phases.get(job, _USUAL_PHASE[job])
+
+
+def _is_name(text: str) -> bool:
+    return text[:1].isalpha() and len(text) <= 48 and _NAME_CHARACTERS.issuperset(text)
+
+
+def _leads_somewhere(target: str) -> bool:
+    module, colon, name = target.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in f"{module}.{name}".split("."))
