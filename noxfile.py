@@ -114,6 +114,7 @@ def light(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the site of the documents in .nox/site, and check that links between documents lead somewhere."""
+    run(session, "python", "tools/write_reference.py")
     run(session, "python", "tools/check_links.py")
     run(session, "python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", str(SITE))
 

@@ -13,6 +13,9 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 
+# The pages of the interface name types with their full address, so that each leads to the right one.
+python_use_unqualified_type_names = True
+
 html_theme = "furo"
 html_title = "accel"
 html_copy_source = False

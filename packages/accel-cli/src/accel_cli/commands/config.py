@@ -36,7 +36,8 @@ class Config:
         ways = parser.add_subparsers(title="without questions", metavar="{default,update}")
         default = ways.add_parser("default", help="write the usual file for this machine")
         add_place(default, SUPPRESS)
-        default.add_argument(*spelled("--mixed_precision"), default=settings_of(RunSettings)["mixed_precision"].default)
+        precision = settings_of(RunSettings)["mixed_precision"]
+        default.add_argument(*spelled("--mixed_precision"), default=precision.default, help=precision.help)
         default.set_defaults(action=_write_default)
         update = ways.add_parser("update", help="rewrite a file in today's form")
         add_place(update, SUPPRESS)

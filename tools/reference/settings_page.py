@@ -1,0 +1,137 @@
+"""The page of settings: every one with its default, flag, variable, key of the config file and argument.
+
+Taken from the definitions themselves, so the classes are imported; none of them needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+from accel_cli.launch.options import launch_classes
+from accel_state.settings.schema import Setting, settings_of
+from reference.api import published_in
+from reference.described import first_sentence
+from reference.fields import fields_only_in_scripts
+from reference.links import Links
+from reference.markdown import code, page, prose, table
+from reference.published import ROOT, Library
+
+__all__ = ("classes_with_settings", "settings_page")
+
+_HEAD = ("setting", "meaning", "type", "default", "flag", "variable", "key in the file", "argument")
+_DEFINES = re.compile(r"\b(?:setting|taken)\(")
+_NONE = "–"
+_OF_EVERY_RUN = "accel_state.settings.run"
+_GIVEN_AS_OBJECTS = ("Plugin", "Kwargs", "Config", "Configuration")
+_ABOUT = """Every setting, from its one definition. A flag of `accel launch` comes before an environment variable, this
+before the config file, and this before the default; an argument given in a script comes before all of them.
+`accel explain` shows which of them counts for a launch. Every flag may be written with dashes for underscores, and a
+switch has an opposite, `--no_...`. A dash stands for what there is none of."""
+_IN_SCRIPTS = "What no flag, variable or file can say, because it is an object or belongs to one call."
+
+
+def settings_page(library: Library, links: Links) -> str:
+    """The page."""
+    accelerator = library["accel_torch"]["accelerator.Accelerator"]
+    arguments = {parameter.name for parameter in accelerator.parameters}
+    lines = ["# Settings", "", prose(_ABOUT), ""]
+    classes = classes_with_settings()
+    for cls in classes:
+        item = library[cls.__module__.partition(".")[0]][f"{cls.__module__}.{cls.__qualname__}".partition(".")[2]]
+        lines += [f"## {cls.__qualname__}", "", first_sentence(item, links.link), ""]
+        lines += [f"In {links.link(item.path)}.", "", *table(_HEAD, _rows(cls, item, arguments)), ""]
+    published = [entry for found in published_in(library).values() for entry in found if "legacy" not in entry.home]
+    return page(
+        [*lines, "## Given in scripts only", "", _IN_SCRIPTS, "", *fields_only_in_scripts(published, classes, links)]
+    )
+
+
+def classes_with_settings(root: Path = ROOT) -> list[type]:
+    """Every class with settings: those of a launch in the order of its help text, then the others."""
+    found = list(dict.fromkeys(launch_classes()))
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        name = ".".join(path.with_suffix("").relative_to(root).parts[3:])
+        if (
+            ".testing." not in name
+            and name != "accel_state.settings.schema"
+            and _DEFINES.search(path.read_text("utf-8"))
+        ):
+            found += [cls for cls in _defined_in(name) if cls not in found]
+    return found
+
+
+def _defined_in(name: str) -> Iterator[type]:
+    for value in vars(importlib.import_module(name)).values():
+        if isinstance(value, type) and value.__module__ == name and _settings(value):
+            yield value
+
+
+def _settings(cls: type) -> Mapping[str, Setting]:
+    try:
+        return settings_of(cls)
+    except TypeError:
+        # Neither a dataclass nor a table of settings.
+        return {}
+
+
+def _rows(cls: type, item: griffe.Object, arguments: set[str]) -> Iterator[tuple[str, ...]]:
+    usual = _usual(cls)
+    for name, known in settings_of(cls).items():
+        yield (
+            code(name),
+            prose(known.help),
+            _type(known),
+            _default(known, usual.get(name)),
+            _named(known.flag),
+            ", ".join(map(code, known.variables)) or _NONE,
+            _named(known.key),
+            _argument(cls, name, arguments),
+        )
+
+
+def _type(known: Setting) -> str:
+    return ", ".join(map(code, known.kind.choices)) if known.kind.choices else prose(known.kind.name)
+
+
+def _named(text: str | None) -> str:
+    return _NONE if text is None else code(text)
+
+
+def _default(known: Setting, usual: Any) -> str:
+    values = (known.default, known.unset, usual)
+    value = next((value for value in values if value not in (None, "", ())), None)
+    return _NONE if value is None else code(known.kind.format(getattr(value, "value", value)))
+
+
+def _argument(cls: type, name: str, arguments: set[str]) -> str:
+    if dataclasses.is_dataclass(cls) and cls.__name__.endswith(_GIVEN_AS_OBJECTS):
+        return code(f"{cls.__name__}({name}=)")
+    return code(f"Accelerator({name}=)") if name in arguments and cls.__module__ == _OF_EVERY_RUN else _NONE
+
+
+def _usual(cls: type) -> dict[str, Any]:
+    """What an object has that is made without arguments, and without variables: some classes fill in by themselves."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    with _no_variables():
+        made = cls()
+    return {name: getattr(made, name, None) for name in settings_of(cls)}
+
+
+@contextmanager
+def _no_variables() -> Iterator[None]:
+    kept = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

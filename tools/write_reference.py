@@ -1,0 +1,60 @@
+"""Write the pages of the reference that are made from the packages.
+
+    python tools/write_reference.py [folder]     write them, to docs/reference/generated when no folder is given
+
+They are made whenever the site is built, and not kept: nothing can make them stale. Everything is read from docstrings,
+definitions of settings, parsers, raising statements and the drop-in's table of names; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gen_alias
+from reference.api import all_links, api_pages
+from reference.commands import commands_page
+from reference.dropin import dropin_page
+from reference.errors import error_pages
+from reference.published import ROOT, read_library
+from reference.settings_page import settings_page
+
+PLACE = ROOT / "docs" / "reference" / "generated"
+
+
+def pages() -> dict[str, str]:
+    """File name to content, of every page."""
+    library = read_library()
+    links = all_links(library)
+    return {
+        **api_pages(library, links),
+        **error_pages(library, links),
+        "commands.md": commands_page(),
+        "dropin.md": dropin_page(gen_alias.load_table(), links),
+        "settings.md": settings_page(library, links),
+    }
+
+
+def write(place: Path, texts: dict[str, str]) -> None:
+    """Make a folder that holds these files and no others; one that did not change keeps its date."""
+    for path in sorted(place.rglob("*.md")):
+        if path.relative_to(place).as_posix() not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        path = place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Writes all pages and returns the exit code."""
+    place = Path(arguments[0]).resolve() if arguments else PLACE
+    texts = pages()
+    write(place, texts)
+    print(f"reference: {len(texts)} pages in {place}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
