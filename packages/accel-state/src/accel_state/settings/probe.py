@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from functools import cache
 
-__all__ = ("importable",)
+__all__ = ("importable", "look_again")
 
 
 @cache
@@ -27,3 +28,9 @@ def importable(module: str) -> bool:
     if module in sys.modules:
         return sys.modules[module] is not None
     return _found(module)
+
+
+def look_again() -> None:
+    """Forget what was found, because the program itself installed something."""
+    importlib.invalidate_caches()
+    _found.cache_clear()

@@ -210,6 +210,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.utils.operations": "*",
         "accelerate.utils.other": "*",
         "accelerate.utils.random": "*",
+        "accelerate.utils.torch_xla": "*",
         "accelerate.utils.tqdm": "*",
         "accelerate.utils.transformer_engine": "*",
         "accelerate.utils.versions": "*",
@@ -424,6 +425,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
+    "accelerate.utils.torch_xla": {"accel_plugins.xla.install": "install_xla"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
     "accelerate.utils.transformer_engine": {
         "accel_plugins.precision.transformer_engine": """

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from accelerate.utils import operations as operations
     from accelerate.utils import other as other
     from accelerate.utils import random as random
+    from accelerate.utils import torch_xla as torch_xla
     from accelerate.utils import transformer_engine as transformer_engine
     from accelerate.utils import versions as versions
     from accelerate.utils.ao import *
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from accelerate.utils.operations import *
     from accelerate.utils.other import *
     from accelerate.utils.random import *
+    from accelerate.utils.torch_xla import *
     from accelerate.utils.tqdm import *
     from accelerate.utils.transformer_engine import *
     from accelerate.utils.versions import *
@@ -296,6 +298,7 @@ __all__ = (
     "ignorant_find_batch_size",
     "infer_auto_device_map",
     "initialize_tensors",
+    "install_xla",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",

@@ -1,0 +1,59 @@
+"""Installing torch_xla into a notebook of Google Colab, whose machines have torch but may have no torch_xla for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from typing import Final
+
+from accel_state.errors import Missing, NotOffered
+from accel_state.settings.probe import look_again
+from accel_state.settings.versions import installed_version
+
+__all__ = ("install_xla",)
+
+_COLAB: Final = "google.colab"
+"""What every notebook there has imported before its first cell."""
+
+
+def install_xla(upgrade: bool = False) -> None:
+    """Install the torch_xla that belongs to torch, with what it needs on a TPU, into a notebook of Google Colab.
+
+    Args:
+        upgrade: install the newest torch_xla, and the torch that it was built for; restart the notebook afterwards if
+            it had imported torch.
+
+    Raises:
+        NotOffered: this is no notebook of Google Colab.
+        Missing: pip could not install it; the message has what pip said last.
+    """
+    if _COLAB not in sys.modules:
+        raise NotOffered(
+            "install_xla() was called.",
+            "It works in a notebook of Google Colab only, whose machines are set up anew each time.",
+            'Run once: pip install "accel-plugins[xla]", with the torch of the same version.',
+        )
+    _install(f"torch_xla[tpu]{'' if upgrade else _same_series('torch')}")
+    if upgrade:
+        _install(f"torch{_same_series('torch_xla')}")
+
+
+def _same_series(distribution: str) -> str:
+    """What admits the versions that share the first two numbers with an installed one, as 2.9.1 and 2.9.0 do."""
+    from packaging.version import Version
+
+    return "=={}.{}.*".format(*Version(version(distribution)).release)
+
+
+def _install(requirement: str) -> None:
+    command = (sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", requirement)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    look_again()
+    installed_version.cache_clear()
+    if done.returncode != 0:
+        raise Missing(
+            "install_xla() was called.",
+            f"pip could not install {requirement}: {done.stderr.strip() or done.stdout.strip()}",
+            "Use install_xla(upgrade=True), which takes the newest torch_xla and the torch that it was built for.",
+        )
