@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from accel_cli.config.repeated import REPEATED
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting, table
+from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting, settings_of, table, taken
+from accel_state.settings.xla import XLASettings
 
 __all__ = ("MPISettings", "SageMakerSettings", "TPUSettings")
 
@@ -24,15 +25,7 @@ class TPUSettings:
         help="Function of the script that every process of a TPU runs.",
         group=_TPU,
     )
-    downcast_bf16: bool = setting(
-        False,
-        kind=BOOLEAN,
-        variable="ACCELERATE_DOWNCAST_BF16",
-        flag="--downcast_bf16",
-        key="downcast_bf16",
-        help="With bf16 on a TPU: hold doubles in 32 bits and floats in bfloat16, not both in bfloat16.",
-        group=_TPU,
-    )
+    downcast_bf16: bool = taken(settings_of(XLASettings)["downcast_bf16"])
     tpu_use_cluster: bool = setting(
         False, kind=BOOLEAN, flag="--tpu_cluster", key="tpu_use_cluster", help="Run on a TPU pod.", group=_TPU
     )

@@ -1,4 +1,4 @@
-"""Settings of devices that torch_xla drives, which both the devices and the backend for them read."""
+"""Settings of devices that torch_xla drives, which the devices, the backend for them and the launcher read."""
 
 from __future__ import annotations
 
@@ -21,5 +21,8 @@ class XLASettings:
         False,
         kind=BOOLEAN,
         variable="ACCELERATE_DOWNCAST_BF16",
-        help="With bf16: hold floats on the device in bfloat16 and doubles in 32 bits.",
+        flag="--downcast_bf16",
+        key="downcast_bf16",
+        help="With bf16 on a TPU: hold doubles in 32 bits and floats in bfloat16.",
+        group="TPU",
     )
