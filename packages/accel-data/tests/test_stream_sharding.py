@@ -181,6 +181,38 @@ def test_indices_that_the_script_divided_are_not_divided_again(two: Processes) -
     assert sorted(index for process in shuffled for batch in process for index in batch) == list(range(10))
 
 
+def divided_by_the_script(length: int, batch_size: int | None, drop_last: bool) -> list[list[int]]:
+    from accel_ops import gather
+
+    state = PartialState(cpu=True)
+    data: Any = range(length)
+
+    def prepared() -> Any:
+        sampler: Any = DistributedSampler(data, 2, state.process_index, shuffle=False, drop_last=drop_last)
+        return prepare_data_loader(DataLoader(data, batch_size, sampler=sampler), restore_position=True)
+
+    def kept(loader: Any) -> list[list[int]]:
+        return [drop_padding(gather(torch.as_tensor(b)), loader.progress.padding).view(-1).tolist() for b in loader]
+
+    loader = prepared()
+    whole = kept(loader)
+    for steps in range(1, len(whole)):
+        assert kept(skip_first_batches(prepared(), steps)) == whole[steps:]
+    return whole
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3])
+def test_samples_that_a_sampler_of_the_script_repeats_are_left_out_of_metrics(
+    two: Processes, batch_size: int | None, drop_last: bool
+) -> None:
+    for length in (1, 2, 5, 7, 8) if not drop_last else (2, 5, 8):
+        whole, same = two.run(divided_by_the_script, length, batch_size, drop_last)
+        assert whole == same
+        seen = sorted(index for step in whole for index in step)
+        assert seen == list(range(length - length % 2 if drop_last else length))
+
+
 def resumed(workers: int) -> list[tuple[Any, Any]]:
     PartialState(cpu=True)
     results = []

@@ -1,7 +1,8 @@
 """Processes with streams of their own, of which nobody knows the length, taking the same number of steps.
 
-At every step each process says how many samples it has for the next one. Whoever has run out takes part with samples
-from its beginning, all of them marked as added, until the last process has run out too.
+At every step each process says how many samples it has for the next one, and how many of these its own sampler did not
+add. Whoever has run out takes part with samples from its beginning, all of them marked as added, until the last process
+has run out too.
 """
 
 from __future__ import annotations
@@ -40,15 +41,25 @@ class AgreedSource:
         even: let all take the same number of steps, with batches of one size in each.
         drop_last: end when the first process runs out.
         ranks: by part of the data, a process that reads it; none where the others are not there to agree with.
+        real: samples of an epoch of this process before those that its own sampler adds; None when it adds none.
     """
 
-    def __init__(self, inner: Source, processes: int, even: bool, drop_last: bool, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        inner: Source,
+        processes: int,
+        even: bool,
+        drop_last: bool,
+        ranks: Sequence[int],
+        real: int | None = None,
+    ) -> None:
         self.inner = inner
         self.base: DataLoader[Any] = inner.base
         self.processes = processes
         self.even = even
         self.drop_last = drop_last
         self.ranks = ranks
+        self.real = real
         self._asking: _Asking | None = None
 
     @property
@@ -83,7 +94,7 @@ class AgreedSource:
 
     def named(self, own: bool = False) -> AgreedSource:
         """See `Source`."""
-        return AgreedSource(self.inner.named(own=True), self.processes, self.even, self.drop_last, self.ranks)
+        return self._over(self.inner.named(own=True))
 
     def missing_from_len(self) -> int:
         """See `Source`."""
@@ -127,10 +138,11 @@ class AgreedSource:
         steps = inner.skipped()[0] if at is None else at.steps
         head = next(iter(first_batches(inner, 1)), None) if steps else None
         single, base = self.base.batch_sampler is None, None if at is None else at.base
+        real = None if self.real is None or size is None else self.real - steps * size
         if base is not None and is_finished(base):
-            self._asking = _Asking(iter(()), self.ranks, single, lambda: base)
+            self._asking = _Asking(iter(()), self.ranks, single, lambda: base, real)
         else:
-            self._asking = _Asking(inner.open(own), self.ranks, single, inner.base_state)
+            self._asking = _Asking(inner.open(own), self.ranks, single, inner.base_state, real)
         return in_step(self._asking, self.drop_last, head)
 
     @property
@@ -152,7 +164,10 @@ class AgreedSource:
 
     def skipping(self, steps: int) -> AgreedSource:
         """See `Source`."""
-        return AgreedSource(self.inner.skipping(steps), self.processes, self.even, self.drop_last, self.ranks)
+        return self._over(self.inner.skipping(steps))
+
+    def _over(self, inner: Source) -> AgreedSource:
+        return AgreedSource(inner, self.processes, self.even, self.drop_last, self.ranks, self.real)
 
     def skipped(self) -> tuple[int, int | None]:
         """See `Source`."""
@@ -195,14 +210,14 @@ def in_step(asking: _Asking, drop_last: bool, head: Any = None) -> Iterator[Any]
     asking.ask()
     try:
         while True:
-            batch, sizes = asking.answers()
+            batch, sizes, real = asking.answers()
             if not any(sizes) or (drop_last and not all(sizes)):
                 return
             if head is None:
                 _check_all_have(sizes, asking.ranks)
                 head = batch
             asking.ask()
-            yield _filled(batch, head, sizes, asking.single)
+            yield _filled(batch, head, max(sizes), real, asking.single)
     finally:
         asking.answers(fails=False)
 
@@ -215,6 +230,7 @@ class _Asking:
         ranks: by part of the data, the process whose answer counts.
         single: what comes are samples that are not batched.
         base_state: what torchdata needs to continue after the batch that was read last.
+        real: how many samples are to come before those that the process's sampler adds; None when it adds none.
     """
 
     def __init__(
@@ -223,18 +239,20 @@ class _Asking:
         ranks: Sequence[int],
         single: bool,
         base_state: Callable[[], dict[str, Any] | None],
+        real: int | None,
     ) -> None:
         self.batches = batches
         self.transport = current.process_or_start().transport
         self.ranks = ranks
         self.single = single
         self.base_state = base_state
+        self.real = real
         self.base_read: dict[str, Any] | None = None
         self.base_given: dict[str, Any] | None = None
         self.work: Work | None = None
         self.batch: Any = None
         self.failure: Exception | None = None
-        self.sizes = torch.empty(self.transport.world_size, dtype=torch.int64)
+        self.sizes = torch.empty(2 * self.transport.world_size, dtype=torch.int64)
 
     def ask(self) -> None:
         """Read the next batch, which lets the one before count as given out, and start telling the others its size."""
@@ -243,22 +261,32 @@ class _Asking:
             self.batch = next(self.batches, _OVER)
             self.base_read = self.base_state()
             size = self._size()
+            told = [size, self._count(size)]
         except Exception as error:
-            self.failure, size = error, _FAILED
+            self.failure, told = error, [_FAILED, 0]
         self.sizes = torch.empty_like(self.sizes)
-        self.work = self.transport.all_gather(self.sizes, torch.tensor([size], dtype=torch.int64), header=True)
+        self.work = self.transport.all_gather(self.sizes, torch.tensor(told, dtype=torch.int64), header=True)
 
     def _size(self) -> int:
         if self.batch is _OVER:
             return 0
         return 1 if self.single else samples_in(self.batch) or 0
 
-    def answers(self, fails: bool = True) -> tuple[Any, list[int]]:
-        """The batch, or what says that there is none, and the size that it has in each part of the data."""
+    def _count(self, size: int) -> int:
+        """How many samples of the next batch, which has this size, are real."""
+        if self.real is None:
+            return size
+        real = min(size, self.real)
+        self.real -= real
+        return real
+
+    def answers(self, fails: bool = True) -> tuple[Any, list[int], list[int]]:
+        """The batch, or what says that there is none; its size in each part of the data; and what of it is real."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        sizes: list[int] = self.sizes.tolist()
+        told: list[int] = self.sizes.tolist()
+        sizes, real = told[::2], told[1::2]
         if fails and self.failure is not None:
             raise self.failure
         if fails and _FAILED in sizes:
@@ -267,7 +295,7 @@ class _Asking:
                 f"Process {sizes.index(_FAILED)} could not read its stream.",
                 f"Look at the error of process {sizes.index(_FAILED)}.",
             )
-        return self.batch, [sizes[rank] for rank in self.ranks]
+        return self.batch, [sizes[rank] for rank in self.ranks], [real[rank] for rank in self.ranks]
 
 
 def _check_all_have(sizes: list[int], ranks: Sequence[int]) -> None:
@@ -280,15 +308,16 @@ def _check_all_have(sizes: list[int], ranks: Sequence[int]) -> None:
         )
 
 
-def _filled(batch: Any, head: Any, sizes: list[int], single: bool) -> Any:
+def _filled(batch: Any, head: Any, wanted: int, real: list[int], single: bool) -> Any:
     """The batch, or samples from the beginning in its place, with the mark that says what was added."""
-    wanted = max(sizes)
-    if all(size == wanted for size in sizes):
+    if all(count == wanted for count in real):
         return batch
     if single:
-        return Marked(head if batch is _OVER else batch, Padding.by_process([None if size else 0 for size in sizes], 0))
-    real = 0 if batch is _OVER else samples_in(batch) or 0
-    if real < wanted:
-        filler = cut(join([head] * (wanted // (samples_in(head) or 1) + 1)), 0, wanted - real)
-        batch = join([batch, filler]) if real else filler
-    return Marked(batch, Padding.by_process(sizes, wanted))
+        return Marked(
+            head if batch is _OVER else batch, Padding.by_process([None if count else 0 for count in real], 0)
+        )
+    size = 0 if batch is _OVER else samples_in(batch) or 0
+    if size < wanted:
+        filler = cut(join([head] * (wanted // (samples_in(head) or 1) + 1)), 0, wanted - size)
+        batch = join([batch, filler]) if size else filler
+    return Marked(batch, Padding.by_process(real, wanted))

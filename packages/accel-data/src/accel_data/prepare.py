@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -104,7 +104,7 @@ def prepare_data_loader(
     )
     if own is not None:
         together = first_of_each(torch_device_mesh, world_size) if everyone else ()
-        source = AgreedSource(source, processes, even_batches, _drops_last(base), together)
+        source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, part))
     shared = generator if part.shared and own is None and not dispatches else None
     options: dict[str, Any] = {
         "device": _device(device) if put_on_device else None,
@@ -138,7 +138,7 @@ def _own_part(
                 "It divides streams; indices are divided through the sampler.",
                 "Leave sharding at 'auto' for this loader.",
             )
-        return loader if sharding == "already" or _divided_sampler(loader, part.processes) else None
+        return loader if sharding == "already" or _divided_sampler(loader, part.processes) is not None else None
     dataset = own_part(loader.dataset, part.processes, part.index, sharding)
     if dataset is None:
         return None
@@ -150,10 +150,19 @@ def _own_part(
     return rebuilt(loader, dataset=dataset, batch_size=width, batch_sampler=batch_sampler)
 
 
-def _divided_sampler(loader: DataLoader[Any], processes: int) -> bool:
-    """Whether the script divides the indices itself, by torch's sampler for that."""
+def _divided_sampler(loader: DataLoader[Any], processes: int) -> DistributedSampler[Any] | None:
+    """Torch's sampler for it, where the script divides the indices itself."""
     sampler = get_sampler(loader)
-    return isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
+    divides = isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
+    return cast("DistributedSampler[Any]", sampler) if divides else None
+
+
+def _real_samples(loader: DataLoader[Any], part: Part) -> int | None:
+    """Samples that torch's sampler gives this process before it repeats some; None when it is not that sampler."""
+    sampler = None if isinstance(loader.dataset, IterableDataset) else _divided_sampler(loader, part.processes)
+    if sampler is None:
+        return None
+    return min(sampler.num_samples, len(range(sampler.rank, len(cast("Sized", sampler.dataset)), part.processes)))
 
 
 def _divided(loader: DataLoader[Any], part: Part, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:
