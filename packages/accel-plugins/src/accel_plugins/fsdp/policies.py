@@ -67,6 +67,7 @@ def mixed_precision(config: FullyShardedDataParallelPlugin, compute: torch.dtype
 
 
 def dtype_of(given: Any) -> torch.dtype | None:
+    """The dtype that a text such as "bfloat16" or "torch.bfloat16" names; a dtype and None stay as they are."""
     if given is None:
         return None
     found = getattr(torch, str(given).removeprefix("torch."), None)

@@ -203,6 +203,7 @@ class ShardedStrategy(Strategy):
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer in a prepared one; another one as it is."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
