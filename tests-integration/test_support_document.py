@@ -1,4 +1,4 @@
-"""The document of what is supported names every backend and device family, in the tier that a backend declares."""
+"""The document of what is supported says what packages declare: their ranges, and the tiers of backends and devices."""
 
 from __future__ import annotations
 
@@ -6,9 +6,33 @@ import re
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+import tomli
+
 from accel_plugins.resolve import available
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "reference" / "support.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "reference" / "support.md"
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def range_of(name: str, pattern: str) -> tuple[str, ...]:
+    """The versions in the document's row of that name."""
+    (found,) = re.findall(rf"^\| {name} \| {pattern}", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_ranges_are_those_of_every_package(package: str) -> None:
+    project = tomli.loads((ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lowest, highest = range_of("Python", r"([\d.]+) to ([\d.]+)")
+    assert project["requires-python"] == f">={lowest}"
+    named = [tuple(map(int, version)) for version in re.findall(r":: (3)\.(\d+)", "\n".join(project["classifiers"]))]
+    assert (min(named), max(named)) == tuple(tuple(map(int, end.split("."))) for end in (lowest, highest))
+    extras = [needed for group in project.get("optional-dependencies", {}).values() for needed in group]
+    bounds = {needed for needed in (*project["dependencies"], *extras) if re.match(r"torch\b(?!-)", needed)}
+    (oldest,) = range_of("torch", r"([\d.]+) and newer")
+    assert bounds <= {f"torch>={oldest}"}
 
 
 def tiers() -> dict[int, tuple[set[str], set[str]]]:

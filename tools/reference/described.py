@@ -41,7 +41,9 @@ def argument_meanings(item: griffe.Object, link: Link = code) -> dict[str, str]:
 
 def unknown_arguments(item: griffe.Class | griffe.Function) -> list[str]:
     """Names that a docstring describes as arguments, and that the object does not take."""
-    taken = {parameter.name.lstrip("*") for parameter in item.parameters} | set(item.all_members)
+    takers = [item, *(member for name, member in item.members.items() if name == "__new__")]
+    parameters = [parameter for taker in takers for parameter in getattr(taker, "parameters", ())]
+    taken = {parameter.name.lstrip("*") for parameter in parameters} | set(item.all_members)
     return [name for name in argument_meanings(item) if name not in taken]
 
 

@@ -107,9 +107,11 @@ def _named(text: str | None) -> str:
 
 
 def _default(known: Setting, usual: Any) -> str:
-    values = (known.default, known.unset, usual)
-    value = next((value for value in values if value not in (None, "", ())), None)
-    return _NONE if value is None else code(known.kind.format(getattr(value, "value", value)))
+    """The first value that says something; an object that stands for none, such as an empty table, has no text."""
+    values = (getattr(value, "value", value) for value in (known.default, known.unset, usual))
+    plain = (value for value in values if isinstance(value, (bool, int, float, str, tuple)) and value not in ("", ()))
+    value = next(plain, None)
+    return _NONE if value is None else code(known.kind.format(value))
 
 
 def _argument(cls: type, name: str, arguments: set[str]) -> str:
