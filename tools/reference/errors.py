@@ -64,7 +64,8 @@ def _when(entry: Entry, links: Links) -> str:
 
 def _page(entry: Entry, found: Sequence[Site], links: Links) -> str:
     lines = [f"# {entry.name}", "", *described(entry.item, links.link), f"Defined as {links.link(entry.address)}.", ""]
-    example = min((site for site in found if len(site.parts) == 3), key=lambda site: site.blanks, default=None)
+    whole = (site for site in found if len(site.parts) == 3)
+    example = min(whole, key=lambda site: (site.blanks, -sum(map(len, site.parts))), default=None)
     if example is not None:
         text = "\n  ".join(example.parts)
         lines += [f"For example, from {code(example.module)}:", "", *fence(f"{entry.name}: {text}"), ""]
