@@ -19,6 +19,7 @@ from reference.api import api_pages, links_to, published_in
 from reference.commands import commands_page
 from reference.described import unknown_arguments
 from reference.dropin import dropin_page
+from reference.errors import error_pages
 from reference.links import Links
 from reference.markdown import code, directive, prose, table
 from reference.published import LIBRARY, Entry, Library, read_library
@@ -245,6 +246,17 @@ def test_messages_are_read_where_errors_are_made(tmp_path: Path) -> None:
     assert (first.module, first.function) == ("made_up.raising", "check")
     assert first.parts == ("‹name› was asked for.", "It is taken. / It is empty.", "Give another.")
     assert second.parts == ("‹name› was asked for.", "‹explain(name)› Sorry.", "Give another.")
+
+
+def test_every_class_of_errors_is_in_the_catalogue(library: Library, links: Links) -> None:
+    pages = error_pages(library, links)
+    published = [name for name in map(str, library["accel_state"]["errors"].exports or ()) if name != "AccelError"]
+    for name in (*published, "CannotPickle", "ReplicasDiffer", "UnknownName"):
+        assert f"| [{name}]({name}.md) |" in pages["errors/index.md"]
+    assert {name for name in published if "## Messages" not in pages[f"errors/{name}.md"]} == set()
+    assert "ProcessesFailed" in pages["errors/index.md"].partition("## Outside of this tree")[2]
+    row = "| `accel_cli.command` `_unknown` | The command `accel ‹name›` was asked for. | There is no such command. |"
+    assert row in pages["errors/SettingError.md"]
 
 
 # ---------------------------------------------------------------- all of it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import griffe
 
@@ -10,6 +10,7 @@ from reference.api import published_in
 from reference.described import described
 from reference.links import Links
 from reference.markdown import code, fence, page, prose, table
+from reference.objects import is_exception
 from reference.published import Entry, Library
 from reference.raised import Site, sites
 
@@ -39,19 +40,32 @@ def error_pages(library: Library, links: Links) -> dict[str, str]:
     ]
     toc = ["```{toctree}", ":hidden:", "", *(entry.name for entry in entries), "```"]
     head = ("class", "child of", "when", "places")
-    pages = {"errors/index.md": page(["# Errors", "", prose(_ABOUT), "", *table(head, rows), "", *toc])}
+    others = [
+        (links.link(entry.address), ", ".join(_builtins(entry)), _when(entry, links)) for entry in _others(library)
+    ]
+    apart = ["## Outside of this tree", "", *table(head[:3], others), ""]
+    pages = {"errors/index.md": page(["# Errors", "", prose(_ABOUT), "", *table(head, rows), "", *apart, *toc])}
     pages |= {f"errors/{entry.name}.md": _page(entry, found[entry.name], links) for entry in entries}
     return pages
 
 
 def errors_of(library: Library) -> list[Entry]:
     """Every published class of errors, the base first, then as they are defined from the lowest package upward."""
-    return [
-        entry
-        for published in published_in(library).values()
-        for entry in published
-        if isinstance(entry.item, griffe.Class) and _BASE in (entry.home, *(base.path for base in entry.item.mro()))
-    ]
+    return [entry for entry in _classes(library) if _in_the_tree(entry.item)]
+
+
+def _others(library: Library) -> list[Entry]:
+    """Published errors and warnings that are no children of the base."""
+    return [entry for entry in _classes(library) if is_exception(entry.item) and not _in_the_tree(entry.item)]
+
+
+def _classes(library: Library) -> Iterator[Entry]:
+    for published in published_in(library).values():
+        yield from (entry for entry in published if isinstance(entry.item, griffe.Class))
+
+
+def _in_the_tree(item: griffe.Object) -> bool:
+    return isinstance(item, griffe.Class) and _BASE in (item.path, *(base.path for base in item.mro()))
 
 
 def _builtins(entry: Entry) -> list[str]:

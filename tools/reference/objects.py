@@ -16,7 +16,7 @@ from reference.markdown import code, directive
 from reference.published import Entry
 from reference.signatures import annotated, parameters_of, taken_by
 
-__all__ = ("absorbed", "shown")
+__all__ = ("absorbed", "is_exception", "shown")
 
 _LONGEST_VALUE = 80
 _NOT_LISTED = ("no-contents-entry", "")
@@ -93,11 +93,13 @@ def _shape(item: griffe.Object, name: str, links: Links) -> Shape:
 
 def _class(item: griffe.Object, name: str, links: Links) -> Shape:
     taken = taken_by(item, links) if isinstance(item, griffe.Class) else ""
-    exception = isinstance(item, griffe.Class) and _is_exception(item)
-    return ("py:exception" if exception else "py:class"), f"{name}({taken})" if taken else name, []
+    return ("py:exception" if is_exception(item) else "py:class"), f"{name}({taken})" if taken else name, []
 
 
-def _is_exception(item: griffe.Class) -> bool:
+def is_exception(item: griffe.Object) -> bool:
+    """Whether something is a class of errors or warnings, by the names of its bases."""
+    if not isinstance(item, griffe.Class):
+        return False
     last = {str(base).rpartition(".")[2] for one in (item, *item.mro()) for base in one.bases}
     return any(name.endswith(("Error", "Exception", "Warning")) for name in last)
 
