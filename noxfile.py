@@ -31,6 +31,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Whose interface the tests of its tracker stand in for.
 AIM = "aim==3.29.1"
 
+# The oldest release that is taken, and one of today; only their text is read.
+TRANSFORMER_ENGINE = ("2.2.0", "2.20.2")
+
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["tests", "lint", "types", "contracts", "light", "docs"]
 
@@ -222,12 +225,18 @@ def bigmodel(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
 def float8(session: nox.Session) -> None:
-    """Train in 8 bits with torchao, which `tests` does not install."""
+    """Train in 8 bits with torchao, which `tests` does not install, and compare what stands in for libraries."""
     look_through_to_base(session)
     below = [part for name in ("accel-state", "accel-ops", "accel-bigmodel") for part in ("-e", f"packages/{name}")]
     session.install("-q", "-c", str(CONSTRAINTS), *below, "-e", "packages/accel-plugins[torchao]")
-    tests = "packages/accel-plugins/tests/test_float8_torchao.py"
-    session.run("python", "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
+    tests = sorted(map(str, ROOT.glob("packages/accel-plugins/tests/test_float8_*.py")))
+    with tempfile.TemporaryDirectory() as folder:
+        for version in TRANSFORMER_ENGINE:
+            release = f"transformer-engine=={version}"
+            session.run("python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, release)
+        wheels = os.pathsep.join(map(str, sorted(Path(folder).glob("*.whl"))))
+        environment = {**ONE_THREAD, "ACCEL_TRANSFORMER_ENGINE_WHEELS": wheels}
+        session.run("python", "-m", "pytest", *tests, *session.posargs, env=environment)
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
@@ -242,17 +251,19 @@ def parity(session: nox.Session) -> None:
 def engines_deepspeed(session: nox.Session) -> None:
     """Train with DeepSpeed on two processes; what it compiles is kept for the next time."""
     look_through_to_base(session)
-    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
-    session.install("-q", "-c", str(CONSTRAINTS), *own, "-e", "packages/accel-plugins[deepspeed]", "transformers")
+    own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
+    libraries = ("-e", "packages/accel-plugins[deepspeed,torchao]", "transformers")
+    session.install("-q", "-c", str(CONSTRAINTS), *own, *libraries)
     extensions = ROOT / ".nox" / "torch-extensions"
     for lock in extensions.glob("*/lock"):
         # A run that was ended while it compiled left it, and whoever compiles next would wait for it.
         lock.unlink()
     kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": str(extensions), "DS_ACCELERATOR": "cpu"}
-    # Compiled before the tests, whose time is limited.
-    parts = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
+    # Compiled before the tests, whose time is limited; what reads and writes disks needs the header of libaio.
+    parts = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
     build = "from deepspeed.accelerator import get_accelerator as a; "
-    build += f"[a().create_op_builder(name).load() for name in {parts}]"
+    build += f"made = [a().create_op_builder(name) for name in {parts}]; "
+    build += "[one.load() for one in made if one.is_compatible()]"
     session.run("python", "-c", build, env=kept)
     tests = sorted(map(str, ROOT.glob("tests-integration/engines/test_deepspeed_*.py")))
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=kept)

@@ -1,12 +1,17 @@
 """Settings of training in 8 bits, the choice of a library, and the contracts with those that need a GPU.
 
 Transformer Engine and MS-AMP are replaced by packages with their interface, whose layers compute in full precision.
+Where `ACCEL_TRANSFORMER_ENGINE_WHEELS` names wheels, as `nox -s float8` has them, their text is compared with it.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import os
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +35,7 @@ from accel_plugins.resolve import build
 from accel_plugins.single.manifest import MANIFEST
 from accel_plugins.testing import fresh
 from accel_state import PartialState, current
-from accel_state.errors import Conflict, Missing, SettingError
+from accel_state.errors import Conflict, Missing, NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.settings.environ import Given, to_environment
 from accel_state.settings.schema import settings_of
@@ -59,8 +64,8 @@ class TransformerLayer(torch.nn.Module):
     pass
 
 @contextlib.contextmanager
-def fp8_autocast(enabled=False, fp8_recipe=None):
-    entered.append((enabled, fp8_recipe))
+def autocast(enabled=True, recipe=None):
+    entered.append((enabled, recipe))
     yield
 """
 RECIPE = """
@@ -72,7 +77,7 @@ class Format(enum.Enum):
     HYBRID = 3
 
 class DelayedScaling:
-    def __init__(self, margin, fp8_format, amax_history_len, amax_compute_algo, override_linear_precision):
+    def __init__(self, margin, fp8_format, amax_history_len, amax_compute_algo):
         self.given = dict(vars())
 
 class MXFP8BlockScaling:
@@ -100,7 +105,6 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     packages = {
         "transformer_engine": {"pytorch/__init__.py": ENGINE, "common/__init__.py": "", "common/recipe.py": RECIPE},
         "msamp": {"__init__.py": MSAMP_SOURCE},
-        "torchao": {"__init__.py": ""},
     }
 
     def install(name: str) -> Any:
@@ -297,7 +301,62 @@ def test_forward_computes_by_the_recipe(vendor: Callable[[str], Any], in_evaluat
     assert (recipe.given["margin"], recipe.given["fp8_format"].name) == (1, "E4M3")
     if not blocks:
         assert recipe.given["amax_history_len"] == 1024
-        assert recipe.given["override_linear_precision"] == (False, False, False)
+
+
+def test_older_releases_have_the_region_by_another_name(
+    vendor: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = vendor("transformer_engine")
+    region = engine.autocast
+    monkeypatch.delattr(engine, "autocast")
+    monkeypatch.setattr(
+        engine, "fp8_autocast", lambda enabled, fp8_recipe: region(enabled=enabled, recipe=fp8_recipe), raising=False
+    )
+    prepared(Model(), TERecipeKwargs()).models[0](torch.ones(2, 16))
+
+    assert [enabled for enabled, _ in engine.entered] == [True]
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (TERecipeKwargs(override_linear_precision=(False, False, True)), "no such option since its version 2.2"),
+        (TERecipeKwargs(fp8_format="E5M2"), "does not compute forward in E5M2"),
+    ],
+)
+def test_what_releases_do_not_have_is_refused_before_anything_changes(
+    vendor: Callable[[str], Any], handler: TERecipeKwargs, said: str
+) -> None:
+    vendor("transformer_engine")
+    model = Model()
+    with pytest.raises(NotOffered, match=said):
+        prepared(model, handler)
+    assert type(model.inner[0]) is nn.Linear
+
+
+def test_an_interval_is_said_to_have_no_effect(vendor: Callable[[str], Any]) -> None:
+    vendor("transformer_engine")
+    with pytest.warns(UserWarning, match="interval=4 has no effect"):
+        fp8(TERecipeKwargs(interval=4))
+
+
+def test_layers_stay_whose_exchange_would_change_the_model(vendor: Callable[[str], Any]) -> None:
+    engine = vendor("transformer_engine")
+    from accel_plugins.precision.transformer_engine import convert_model
+
+    model = nn.Module()
+    model.words, model.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+    model.head.weight = model.words.weight
+    model.first = model.again = nn.Linear(16, 16)
+    model.bare, model.free = nn.LayerNorm(16, elementwise_affine=False), nn.LayerNorm(16, bias=False)
+    model.inner = nn.Sequential(nn.Linear(16, 16))
+    with torch.no_grad():
+        convert_model(model)
+
+    assert model.head.weight is model.words.weight
+    assert model.first is model.again
+    assert [type(part) for part in (model.bare, model.free)] == [nn.LayerNorm] * 2
+    assert type(model.inner[0]) is engine.Linear
 
 
 def test_without_autocast_nothing_computes_in_8_bits(vendor: Callable[[str], Any]) -> None:
@@ -310,6 +369,84 @@ def test_a_model_without_layers_to_exchange_is_refused(vendor: Callable[[str], A
     vendor("transformer_engine")
     with pytest.raises(SettingError, match="no layer norm"):
         prepared(nn.Sequential(nn.Linear(3, 3)), TERecipeKwargs())
+
+
+# By what stands in: files of a release of which one has it, and its name there.
+CONTRACT = {
+    "pytorch:Linear": (("pytorch/module/linear.py",), "Linear"),
+    "pytorch:LayerNorm": (("pytorch/module/layernorm.py",), "LayerNorm"),
+    "pytorch:autocast": (("pytorch/quantization.py",), "autocast"),
+    "common.recipe:DelayedScaling": (("common/recipe/__init__.py",), "DelayedScaling"),
+    "common.recipe:MXFP8BlockScaling": (("common/recipe/__init__.py",), "MXFP8BlockScaling"),
+}
+OLDER = (("pytorch/fp8.py",), "fp8_autocast")
+WHEELS = [Path(path) for path in os.environ.get("ACCEL_TRANSFORMER_ENGINE_WHEELS", "").split(os.pathsep) if path]
+released = pytest.mark.skipif(not WHEELS, reason="needs wheels of Transformer Engine: see `nox -s float8`")
+
+
+def module_of(wheel: Path, file: str) -> ast.Module:
+    with zipfile.ZipFile(wheel) as archive:
+        name = f"transformer_engine/{file}"
+        return ast.parse(archive.read(name) if name in archive.namelist() else "")
+
+
+def parameters_in(wheel: Path, files: tuple[str, ...], name: str) -> dict[str, bool]:
+    """By parameter of a function or class of a release, whether it has to be given."""
+    nodes = [node for file in files for node in module_of(wheel, file).body if getattr(node, "name", None) == name]
+    (node,) = nodes
+    if isinstance(node, ast.ClassDef):
+        made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        if not made:
+            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            return {ast.unparse(field.target): field.value is None for field in fields}
+        (node,) = made
+    assert isinstance(node, ast.FunctionDef)
+    told = [*node.args.posonlyargs, *node.args.args]
+    required = len(told) - len(node.args.defaults)
+    found = {argument.arg: place < required for place, argument in enumerate(told) if argument.arg != "self"}
+    pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    return found | {argument.arg: default is None for argument, default in pairs}
+
+
+@released
+@pytest.mark.parametrize("wheel", WHEELS, ids=lambda path: path.name.split("-")[1])
+@pytest.mark.parametrize("standing", CONTRACT)
+def test_what_stands_in_takes_nothing_that_a_release_does_not(
+    vendor: Callable[[str], Any], standing: str, wheel: Path
+) -> None:
+    vendor("transformer_engine")
+    place, _, name = standing.partition(":")
+    own = set(inspect.signature(getattr(importlib.import_module(f"transformer_engine.{place}"), name)).parameters)
+    files, there = CONTRACT[standing]
+    if name == "autocast" and not module_of(wheel, files[0]).body:
+        own, (files, there) = {"enabled", "fp8_recipe"}, OLDER
+    known = parameters_in(wheel, files, there)
+
+    assert own <= known.keys()
+    assert {parameter for parameter, required in known.items() if required} <= own
+
+
+@released
+@pytest.mark.parametrize("wheel", WHEELS, ids=lambda path: path.name.split("-")[1])
+def test_a_release_has_the_names_that_are_read(wheel: Path) -> None:
+    imported = {
+        alias.name
+        for node in ast.walk(module_of(wheel, "pytorch/__init__.py"))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {"Linear", "LayerNorm", "TransformerLayer"} <= imported
+    assert imported & {"autocast", "fp8_autocast"}
+    recipes = module_of(wheel, "common/recipe/__init__.py").body
+    (formats,) = [node for node in recipes if isinstance(node, ast.ClassDef) and node.name == "Format"]
+    assert {"E4M3", "HYBRID"} <= {ast.unparse(node.targets[0]) for node in formats.body if isinstance(node, ast.Assign)}
+    kept = {
+        ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+        for file in ("pytorch/module/linear.py", "pytorch/ops/basic/layer_norm.py")
+        for node in ast.walk(module_of(wheel, file))
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+    }
+    assert {"self.in_features", "self.out_features", "self.eps"} <= kept
 
 
 # ------------------------------------------------------------------------------ MS-AMP

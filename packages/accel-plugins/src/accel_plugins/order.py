@@ -95,9 +95,10 @@ def _precise(bundle: Bundle, strategy: Strategy) -> Bundle:
 
 
 def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
-    if Duty.PRECISION in manifest.owns:
+    precision = strategy.context.precision
+    if Duty.PRECISION in manifest.owns and not precision.exchanges_layers:
         return []
-    return [Step(f"precision {strategy.context.precision.name}", lambda bundle: _precise(bundle, strategy))]
+    return [Step(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
 
 
 def _transformation(transform: Transform, strategy: Strategy) -> Step:

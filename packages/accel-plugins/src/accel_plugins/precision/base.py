@@ -37,12 +37,15 @@ class Precision:
         dtype: what forward passes compute in; None is the dtype of the weights.
         library: what computes in 8 bits.
         excludes: axes of the mesh that it does not go with.
+        exchanges_layers: whether `setup` is called also where the strategy owns the duty PRECISION: it exchanges
+            layers of the model, which no strategy does.
     """
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None
     library: ClassVar[FP8BackendType] = FP8BackendType.NO
     excludes: ClassVar[frozenset[Axis]] = frozenset()
+    exchanges_layers: ClassVar[bool] = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -59,6 +62,10 @@ class Precision:
         are replaced keep their names. `gathers_each_parameter` is what the strategy says of itself.
         """
         bundle.models[:] = [self.prepare(model) for model in bundle.models]
+
+    def engine_entries(self) -> Mapping[str, Any]:
+        """What the configuration of an engine that computes by the same library says of it; mostly nothing."""
+        return {}
 
     def prepare(self, model: Module) -> Module:
         """Make the model's forward compute in this precision.

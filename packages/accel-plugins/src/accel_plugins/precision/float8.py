@@ -20,3 +20,4 @@ class Float8(Autocasting):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     library: ClassVar[FP8BackendType]
     excludes: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR})
+    exchanges_layers: ClassVar[bool] = True

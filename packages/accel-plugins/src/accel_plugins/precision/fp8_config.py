@@ -94,12 +94,12 @@ class TERecipeKwargs(_Filled):
     Args:
         use_autocast_during_eval: compute in 8 bits in evaluation too.
         margin: margin of the scaling factors, in powers of two.
-        interval: steps between two computations of the scaling factors; newer versions compute them at every step.
+        interval: has no effect: Transformer Engine computes scaling factors at every step.
         fp8_format: "HYBRID", "E4M3" or "E5M2".
         amax_history_len: steps whose largest values are remembered.
         amax_compute_algo: "max" or "most_recent".
         override_linear_precision: whether forward, the gradient of the input and that of the weights are computed in
-            higher precision.
+            higher precision; Transformer Engine has it no more since 2.2, and refuses it.
         use_mxfp8_block_scaling: scale blocks of values, on GPUs that can.
 
     Raises:

@@ -67,7 +67,7 @@ def _installed() -> FP8BackendType:
     raise Missing(
         "mixed_precision='fp8' was asked for.",
         "No library that trains in 8 bits is installed.",
-        'Run: pip install "accel-plugins[torchao]", or install transformer-engine or ms-amp.',
+        'Run: pip install "accel-plugins[torchao]", or on NVIDIA GPUs: pip install "transformer-engine[pytorch]".',
     )
 
 

@@ -1,10 +1,12 @@
 """Training in 8 bits by MS-AMP of Microsoft, which changes a model and its optimizer together.
 
-It runs on GPUs only; what is here is tested against a stand-in with its interface.
+It runs on GPUs only; what is here is tested against a stand-in with its interface. No package index has a release of it
+with which that interface could be compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from accel_plugins.precision.config import AutocastKwargs
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ("MSAMP", "REQUIREMENT")
 
-REQUIREMENT: Final = Requirement("msamp", distribution="ms-amp")
+REQUIREMENT: Final = Requirement("msamp", "ms-amp", extra="git+https://github.com/Azure/MS-AMP")
 
 
 class MSAMP(Float8):
@@ -36,6 +38,7 @@ class MSAMP(Float8):
     """
 
     library: ClassVar[FP8BackendType] = FP8BackendType.MSAMP
+    exchanges_layers: ClassVar[bool] = False
 
     def __init__(
         self, family: DeviceFamily, options: AutocastKwargs | None = None, recipe: MSAMPRecipeKwargs | None = None
@@ -52,6 +55,9 @@ class MSAMP(Float8):
                 f"{len(bundle.optimizers)} optimizers.",
                 "Give one model and its optimizer in one call.",
             )
+
+    def engine_entries(self) -> Mapping[str, Any]:
+        return {"msamp": {"enabled": True, "opt_level": self._recipe.opt_level}}
 
     def setup(self, bundle: Bundle, gathers_each_parameter: bool = False) -> None:
         if bundle.optimizers:

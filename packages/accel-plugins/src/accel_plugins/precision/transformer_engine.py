@@ -1,11 +1,14 @@
 """Training in 8 bits by Transformer Engine of NVIDIA, which brings layers of its own.
 
-It runs on GPUs only; what is here is tested against a stand-in with its interface.
+It runs on GPUs only; what is here is tested against a stand-in with its interface, and the text of its releases is
+compared with that interface (`nox -s float8`).
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -17,10 +20,13 @@ from accel_plugins.precision.config import AutocastKwargs
 from accel_plugins.precision.float8 import Float8
 from accel_plugins.precision.fp8_config import FP8RecipeKwargs, TERecipeKwargs
 from accel_plugins.precision.fp8_library import FP8BackendType
-from accel_state.errors import SettingError
+from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.requirement import Requirement
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from accel_plugins.bundle import Bundle
     from accel_state.devices.base import DeviceFamily
 
 __all__ = (
@@ -32,7 +38,9 @@ __all__ = (
     "has_transformer_engine_layers",
 )
 
-REQUIREMENT: Final = Requirement("transformer_engine", distribution="transformer-engine")
+REQUIREMENT: Final = Requirement(
+    "transformer_engine", "transformer-engine", ">=2.2", extra="transformer-engine[pytorch]>=2.2"
+)
 
 _MULTIPLE: Final = 16
 """Sizes of matrices have to be multiples of this."""
@@ -58,6 +66,16 @@ class TransformerEngine(Float8):
         REQUIREMENT.demand("mixed_precision='fp8' by Transformer Engine was asked for.")
         super().__init__(family, options)
         self._recipe = recipe or TERecipeKwargs()
+        if self._recipe.interval != 1:
+            warnings.warn(
+                f"interval={self._recipe.interval} has no effect: Transformer Engine computes scaling factors at every "
+                "step.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def check(self, bundle: Bundle) -> None:
+        _check_recipe(self._recipe)
 
     def prepare(self, model: Module) -> Module:
         with torch.no_grad():
@@ -76,6 +94,9 @@ def convert_model(
 ) -> Module:
     """Exchange linear layers and layer norms of a model, in place, for those of Transformer Engine, or back.
 
+    Layers that share a parameter with another stay as they are: an exchanged one would have its own. So do layer norms
+    without weight or bias, which Transformer Engine does not have.
+
     Args:
         model: the model; weights are copied.
         to_transformer_engine: False exchanges them back for torch's.
@@ -88,12 +109,15 @@ def convert_model(
     REQUIREMENT.demand("convert_model() was called.")
     import transformer_engine.pytorch as engine
 
-    for name, part in list(model.named_children()):
+    everything = [part for _, part in model.named_modules(remove_duplicate=False)]
+    uses = Counter(id(own) for part in everything for own in part.parameters(recurse=False))
+    for name, part in list(model.named_modules()):
+        if not name or any(uses[id(own)] > 1 for own in part.parameters(recurse=False)):
+            continue
         made = _counterpart(part, engine, to_transformer_engine, _convert_linear, _convert_ln)
-        if made is None:
-            convert_model(part, to_transformer_engine, _convert_linear, _convert_ln)
-        else:
-            setattr(model, name, made)
+        if made is not None:
+            parent, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(parent), own_name, made)
     return model
 
 
@@ -108,6 +132,8 @@ def _counterpart(part: Any, engine: Any, forth: bool, linear: bool, norm: bool) 
         kind = engine.Linear if forth else Linear
         return _with_weights(kind(part.in_features, part.out_features, bias=has_bias, **options), part)
     if norm and type(part) is (LayerNorm if forth else engine.LayerNorm):
+        if part.weight is None or part.bias is None:
+            return None
         kind = engine.LayerNorm if forth else LayerNorm
         # Both have the attributes by which torch's is made; the sizes stand in the weight's shape.
         return _with_weights(kind(tuple(part.weight.shape), eps=part.eps, **options), part)
@@ -150,14 +176,23 @@ def contextual_fp8_autocast(
         fp8_recipe: a recipe of Transformer Engine.
         use_during_eval: compute in 8 bits in evaluation too.
     """
-    from transformer_engine.pytorch import fp8_autocast
+    import transformer_engine.pytorch as engine
 
     @functools.wraps(model_forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-        with fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
+        with _region(engine, use_during_eval or self.training, fp8_recipe):
             return model_forward(self, *args, **kwargs)
 
     return forward
+
+
+def _region(engine: Any, enabled: bool, recipe: Any) -> AbstractContextManager[None]:
+    """A block in which layers compute by a recipe; releases have it by one of two names."""
+    if hasattr(engine, "autocast"):
+        region: AbstractContextManager[None] = engine.autocast(enabled=enabled, recipe=recipe)
+    else:
+        region = engine.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+    return region
 
 
 def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None) -> Module:
@@ -169,6 +204,7 @@ def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None)
 
     Raises:
         Missing: Transformer Engine is not installed.
+        NotOffered: it does not have what the settings ask for.
     """
     REQUIREMENT.demand("apply_fp8_autowrap() was called.")
     handler = fp8_recipe_handler or TERecipeKwargs()
@@ -181,18 +217,30 @@ def apply_fp8_autowrap(model: Module, fp8_recipe_handler: TERecipeKwargs | None)
     return model
 
 
+def _check_recipe(handler: TERecipeKwargs) -> None:
+    """Refuse what releases of Transformer Engine do not have any more, or never had."""
+    if any(handler.override_linear_precision or ()):
+        raise NotOffered(
+            f"TERecipeKwargs(override_linear_precision={handler.override_linear_precision}) was asked for.",
+            "Transformer Engine has no such option since its version 2.2.",
+            "Leave it out, or use mixed_precision='bf16'.",
+        )
+    if handler.fp8_format == "E5M2":
+        raise NotOffered(
+            "TERecipeKwargs(fp8_format='E5M2') was asked for.",
+            "Transformer Engine does not compute forward in E5M2.",
+            "Use 'HYBRID', which has E5M2 in backward, or 'E4M3'.",
+        )
+
+
 def _recipe(handler: TERecipeKwargs) -> Any:
     """The recipe of Transformer Engine for our settings."""
     from transformer_engine.common import recipe
 
+    _check_recipe(handler)
+    usual = {"margin": handler.margin, "fp8_format": getattr(recipe.Format, str(handler.fp8_format))}
     if handler.use_mxfp8_block_scaling:
-        return recipe.MXFP8BlockScaling(
-            margin=handler.margin, fp8_format=getattr(recipe.Format, str(handler.fp8_format))
-        )
+        return recipe.MXFP8BlockScaling(**usual)
     return recipe.DelayedScaling(
-        margin=handler.margin,
-        fp8_format=getattr(recipe.Format, str(handler.fp8_format)),
-        amax_history_len=handler.amax_history_len,
-        amax_compute_algo=handler.amax_compute_algo,
-        override_linear_precision=handler.override_linear_precision,
+        **usual, amax_history_len=handler.amax_history_len, amax_compute_algo=handler.amax_compute_algo
     )
