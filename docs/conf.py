@@ -15,6 +15,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 
 # The pages of the interface name types with their full address, so that each leads to the right one.
 python_use_unqualified_type_names = True
+maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = "accel"
