@@ -1,75 +1,77 @@
-"""The examples in the READMEs and guides run, and print what stands under them.
+"""The examples in the READMEs and documents run, and print what stands under them.
 
-A comment `<!-- processes: 2 -->` above an example says that `accel launch` starts it. A block marked `text` below an
-example holds lines that its output must have. A comment `<!-- part of a script for: deepspeed -->` says that a block
-does not stand alone; such a block is compiled only.
+`tools/documents.py` says what the comments above a block mean. An example runs by itself, in a folder of its own; a
+tutorial is followed from its first block to its last in one folder, its files saved and its commands run.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import run_command
+from accel_state.testing.processes import Finished, run_command
+from documents import Block, Page, pages
 
-ROOT = Path(__file__).resolve().parents[1]
-WITH_EXAMPLES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/how-to/*.md"))]
+PAGES = pages()
+TUTORIALS = [page for page in PAGES if page.name.startswith("docs/tutorials/")]
+EXAMPLES = [block for page in PAGES if page not in TUTORIALS for block in page.blocks if block.language == "python"]
+BY_ITSELF = [block for block in EXAMPLES if "part of a script for" not in block.marks]
 
-EXAMPLE = re.compile(
-    r"(?:<!-- processes: (?P<processes>\d+) -->\n+)?"
-    r"(?P<part><!-- part of a script for: \w+ -->\n+)?"
-    r"```python\n(?P<code>.*?)```\n"
-    r"(?:\n*```text\n(?P<output>.*?)```\n)?",
-    re.DOTALL,
+# A new shell where this environment's programs come first, as after `source .venv/bin/activate`.
+ACTIVATED = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def check(block: Block, finished: Finished) -> None:
+    """Asserts that it ended well and printed what the document shows."""
+    told = finished.stdout + finished.stderr
+    assert finished.returncode == 0, f"{block}\n{told}"
+    assert block.missing_from(finished.stdout) == [], f"{block}\n{told}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name.endswith("README.md") and "tests-" not in page.name],
+    ids=lambda page: page.name,
 )
+def test_a_readme_has_an_example(page: Page) -> None:
+    assert any(block.language == "python" for block in page.blocks)
 
 
-@dataclass(frozen=True)
-class Example:
-    """One block of Python in a document."""
-
-    document: str
-    number: int
-    processes: int
-    code: str
-    output: tuple[str, ...]
-    stands_alone: bool
-
-    def __str__(self) -> str:
-        return f"{self.document}:{self.number}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_seen(page: Page) -> None:
+    fences = len(re.findall(r"^\s*```python", page.text, re.MULTILINE))
+    assert fences == sum(block.language == "python" for block in page.blocks), (
+        "a block is indented, or marked otherwise"
+    )
+    known = {"processes", "part of a script for", "file", "not run"}
+    assert {name for block in page.blocks for name in block.marks} <= known
 
 
-def examples() -> list[Example]:
-    """Every example of every document."""
-    found = []
-    for path in WITH_EXAMPLES:
-        name = path.relative_to(ROOT).as_posix()
-        for number, match in enumerate(EXAMPLE.finditer(path.read_text(encoding="utf-8")), start=1):
-            lines = tuple((match["output"] or "").splitlines())
-            found.append(Example(name, number, int(match["processes"] or 1), match["code"], lines, not match["part"]))
-    return found
+@pytest.mark.parametrize("block", EXAMPLES, ids=str)
+def test_an_example_is_python(block: Block) -> None:
+    compile(block.code, str(block), "exec")
 
 
-def test_every_readme_has_an_example() -> None:
-    documents = {example.document for example in examples()}
-    assert documents == {path.relative_to(ROOT).as_posix() for path in WITH_EXAMPLES}
-
-
-@pytest.mark.parametrize("example", examples(), ids=str)
-def test_an_example_runs(example: Example, tmp_path: Path) -> None:
-    compile(example.code, str(example), "exec")
-    if not example.stands_alone:
-        return
+@pytest.mark.parametrize("block", BY_ITSELF, ids=str)
+def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(example.code, encoding="utf-8")
-    launch = ["-m", "accel_cli.main", "launch", "--cpu", "--num_processes", str(example.processes)]
-    starter = launch if example.processes > 1 else []
-    finished = run_command([sys.executable, *starter, str(script)], cwd=tmp_path)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    # Processes that print at the same time may share a line.
-    for line in example.output:
-        assert line in finished.stdout
+    script.write_text(block.code, encoding="utf-8")
+    count = block.marks.get("processes", "1")
+    launch = ["-m", "accel_cli.main", "launch", "--cpu", "--num_processes", count] if count != "1" else []
+    check(block, run_command([sys.executable, *launch, str(script)], cwd=tmp_path))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the commands are written for bash")
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_a_tutorial_can_be_followed(page: Page, tmp_path: Path) -> None:
+    for block in page.blocks:
+        if "file" in block.marks:
+            (tmp_path / block.marks["file"]).write_text(block.code, encoding="utf-8")
+        elif block.language == "bash" and "not run" not in block.marks:
+            check(block, run_command(["bash", "-e", "-c", block.code], env=ACTIVATED, cwd=tmp_path))
+        else:
+            assert block.language != "python" or "part of a script for" in block.marks, f"{block} is not followed"
