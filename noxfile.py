@@ -84,10 +84,11 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format, and that each package declares what it imports."""
+    """Check style and format, that each package declares what it imports, and that change fragments are well formed."""
     run(session, "ruff", "check")
     run(session, "ruff", "format", "--check")
     run(session, "python", "tools/check_dependencies.py")
+    run(session, "python", "tools/release.py", "check")
 
 
 @nox.session
