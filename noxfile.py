@@ -17,6 +17,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 VENV = ROOT / ".venv"
 WHEELS = ROOT / ".nox" / "wheels"
+DIST = ROOT / ".nox" / "dist"
 SITE = ROOT / ".nox" / "site"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
@@ -131,6 +132,16 @@ def wheels(session: nox.Session) -> None:
     run(session, "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS), *sources)
     own = "".join(f"{package} @ {wheel_of(package).as_uri()}\n" for package in PACKAGES)
     (WHEELS / "constraints.txt").write_text(own + CONSTRAINTS.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build all wheels from their sdists as a release does, in .nox/dist, and check what is in them."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    for package in PACKAGES:
+        run(session, "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{package}")
+    run(session, "twine", "check", "--strict", *sorted(map(str, DIST.iterdir())))
+    run(session, "python", "tools/check_distributions.py", str(DIST))
 
 
 def wheel_of(package: str) -> Path:
