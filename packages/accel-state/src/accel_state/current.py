@@ -6,7 +6,6 @@ puts a new object there.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,9 +97,6 @@ _parents: list[Process | None] = []
 
 def _after_fork() -> None:
     """Mark in a forked child that what is known describes its parent, and take the parent's connections away."""
-    # Ending a process group waits for threads that are not here, and for locks that they held: neither what the parent
-    # has nor what it left to be collected may end in this process.
-    gc.freeze()
     _parents.append(_slot.process)
     if _slot.process is not None:
         transport = _slot.process.transport.in_child()
