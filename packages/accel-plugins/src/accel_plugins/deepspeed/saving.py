@@ -13,10 +13,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from accel_ops import gather_object
 from accel_plugins.checkpoint import pickled
+from accel_plugins.checkpoint.agreement import agreed
 from accel_state.current import Process
-from accel_state.errors import AccelError, CheckpointError, NotOffered, NotReady, SettingError
+from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 
 __all__ = ("LOAD_OPTIONS", "SAVE_OPTIONS", "load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
 
@@ -88,7 +88,7 @@ def load_engine(engine: Any, folder: Path, index: int, process: Process, options
     if engine.load_universal_checkpoint():
         place = _universal(place)
     whole = not options.get("load_module_only") and options.get("load_optimizer_states", True)
-    _agreed(process, lambda: _look_through(engine, place, process, bool(whole)))
+    agreed(lambda: _look_through(engine, place, process, bool(whole)))
     arguments = {LOAD_OPTIONS[name]: value for name, value in options.items()}
     path, client_state = engine.load_checkpoint(str(folder), place.name, **arguments)
     if path is None:
@@ -117,18 +117,6 @@ def _universal(place: Path) -> Path:
     )
 
 
-def _agreed(process: Process, look: Any) -> None:
-    """Run a check on every process; what fails on one fails on all, so that nobody waits for it."""
-    failure: AccelError | None = None
-    try:
-        look()
-    except AccelError as error:
-        failure = error
-    failures = [error for error in gather_object([failure]) if error is not None]
-    if failures:
-        raise failure or failures[0]
-
-
 def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -> None:
     """Refuse files that do not fit or hold code; each is read by one process.
 
@@ -143,14 +131,14 @@ def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -
     if not files:
         raise CheckpointError(asked, "There is no such folder with files of DeepSpeed.", "Name another checkpoint.")
     ours = int(engine.zero_optimization_stage())
-    fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
-    if not fits:
+    anything_fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
+    if not anything_fits:
         _check_writers(asked, files, ours, process.world_size)
     for file in files[process.rank :: process.world_size]:
         with torch.serialization.safe_globals(list(_CLASSES)):
             state = pickled.read(file, map_location="meta")
         found = _PART.search(file.name)
-        if found and found[2] == "optim" and not fits:
+        if found and found[2] == "optim" and not anything_fits:
             _check_stage(asked, state, ours)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from accel_ops import gather_object
+from accel_plugins.checkpoint.agreement import agreed
 from accel_plugins.checkpoint.allowed import check_metadata
 from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
-from accel_state.errors import AccelError, CheckpointError, NotOffered
+from accel_state.errors import CheckpointError, NotOffered
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.config import MegatronLMPlugin
@@ -64,7 +64,7 @@ def load(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     place = folder / FOLDER
     asked = f"The Megatron-LM checkpoint {place} was to be loaded."
-    common = _agreed(lambda: _look_through(asked, place))
+    common = agreed(lambda: _look_through(asked, place))
     wants_optimizer = not plugin.no_load_optim
     if wants_optimizer and not common["has_optimizer"]:
         raise CheckpointError(
@@ -181,20 +181,6 @@ def _is_first() -> bool:
 def _everyone_is_here() -> None:
     """Wait until the folder stands."""
     gather_object([None])
-
-
-def _agreed(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a check on every process; what fails on one fails on all, so that nobody waits for it."""
-    failure: AccelError | None = None
-    found: dict[str, Any] = {}
-    try:
-        found = look()
-    except AccelError as error:
-        failure = error
-    failures = [error for error in gather_object([failure]) if error is not None]
-    if failures:
-        raise failure or failures[0]
-    return found
 
 
 def _look_through(asked: str, place: Path) -> dict[str, Any]:
