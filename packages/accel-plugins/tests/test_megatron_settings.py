@@ -12,10 +12,11 @@ import torch
 from accel_plugins.manifest import Duty
 from accel_plugins.megatron import architecture, deriving
 from accel_plugins.megatron.config import MegatronLMPlugin
+from accel_plugins.megatron.engine import micro_batches
 from accel_plugins.megatron.manifest import MANIFEST
 from accel_plugins.megatron.sequences import causal_mask, hidden_between, positions, shifted_left, shifted_right
 from accel_plugins.megatron.stand_ins import MegatronLMDummyScheduler
-from accel_state.errors import Conflict, Missing, NotOffered, SettingError
+from accel_state.errors import Conflict, DataError, Missing, NotOffered, SettingError
 from accel_state.settings.schema import settings_of
 
 VALUES = {
@@ -285,6 +286,30 @@ def test_a_decoder_sees_neither_later_tokens_nor_padding_nor_other_documents() -
 
 def test_padding_is_hidden_between_an_encoder_and_a_decoder() -> None:
     assert hidden_between(torch.ones(1, 2), torch.tensor([[1, 0, 1]])).int().tolist() == [[[0, 1, 0], [0, 1, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({}, "It has no tensors"),
+        ({"names": ["a", "b"]}, "It has no tensors"),
+        ({"input_ids": torch.zeros(4, 3), "labels": torch.zeros(2)}, "different numbers of samples"),
+        ({"input_ids": torch.zeros(3, 3)}, "cut into micro-batches of 2 samples"),
+        ({"input_ids": torch.zeros(0, 3)}, "cut into micro-batches of 2 samples"),
+        ({"input_ids": torch.zeros(())}, "cut into micro-batches of 2 samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        micro_batches(batch, 2)
+
+
+def test_a_batch_is_cut_into_micro_batches() -> None:
+    cut = micro_batches({"input_ids": torch.arange(4), "names": ["a"] * 4}, 2)
+    assert [{name: value.tolist() for name, value in part.items()} for part in cut] == [
+        {"input_ids": [0, 1]},
+        {"input_ids": [2, 3]},
+    ]
 
 
 # ---------------------------------------------------------------------------- where it is not installed

@@ -55,7 +55,7 @@ def own_arguments(plugin: Any) -> dict[str, Any]:
     if found["recompute_granularity"] == "full":
         found["recompute_method"] = found["recompute_method"] or "uniform"
         found["recompute_num_layers"] = found["recompute_num_layers"] or 1
-    # Gradients may differ in parts of each process's own only where all of a tensor is reduced at once.
+    # The optimizer with states in lower precision is a form of the one that divides them.
     found["use_distributed_optimizer"] = bool(plugin.use_distributed_optimizer or plugin.use_precision_aware_optimizer)
     told = {name: value for name, value in found.items() if value is not None}
     return {**told, **(plugin.other_megatron_args or {})}

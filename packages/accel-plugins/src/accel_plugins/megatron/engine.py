@@ -21,14 +21,14 @@ from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, Megatron
 from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import DataError
 
-__all__ = ("MegatronEngine",)
+__all__ = ("MegatronEngine", "micro_batches")
 
 
 class MegatronEngine(Module):
     """A model that Megatron-LM trains. In training, a call computes gradients, steps and moves the schedule.
 
     A call is given a batch of `micro_batch_size * num_micro_batches` samples by name, and returns its loss, averaged
-    over all processes that see different samples.
+    over all processes that see different samples. Of a batch only tensors reach the model.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.
@@ -173,7 +173,7 @@ class MegatronEngine(Module):
                 "Megatron-LM is given a batch by name.",
                 "Call model(**batch); with Megatron's datasets, the batches of the prepared loaders are like this too.",
             )
-        chunks = _micro_batches(batch_data, plugin.micro_batch_size)
+        chunks = micro_batches(batch_data, plugin.micro_batch_size)
         made: list[Iterator[Any]] = [iter(chunks) for _ in range(parts)]
         return (made if parts > 1 else made[0]), len(chunks)
 
@@ -235,14 +235,21 @@ class MegatronEngine(Module):
         saving.load(self, Path(input_dir), self._plugin)
 
 
-def _micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, Any]]:
+def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, Any]]:
+    """The tensors of a batch by name, cut into micro-batches of `size` samples.
+
+    Raises:
+        DataError: it cannot be cut so.
+    """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    samples = {name: len(value) for name, value in tensors.items()}
+    samples = {name: value.shape[0] if value.ndim else 0 for name, value in tensors.items()}
     asked = f"A batch of {samples} samples was given to Megatron-LM."
+    if not samples:
+        raise DataError(asked, "It has no tensors.", "Give tensors whose first dimension counts samples.")
     if len(set(samples.values())) != 1:
         raise DataError(asked, "Its tensors have different numbers of samples.", "Give one number of samples.")
     count = next(iter(samples.values()))
-    if not size or count % size:
+    if not size or not count or count % size:
         raise DataError(
             asked,
             f"It cannot be cut into micro-batches of {size} samples.",

@@ -18,29 +18,32 @@ class JoinedLoader:
     Args:
         loader: gives micro-batches.
         count: micro-batches of a step.
+
+    Attributes:
+        micro_batches: how many that are.
     """
 
     def __init__(self, loader: Any, count: int) -> None:
         self.base_dataloader = loader
-        self._count = count
+        self.micro_batches = count
 
     def __iter__(self) -> Iterator[Any]:
         waiting: list[Any] = []
         for batch in self.base_dataloader:
             waiting.append(batch)
-            if len(waiting) == self._count:
+            if len(waiting) == self.micro_batches:
                 yield concatenate(waiting)
                 waiting = []
         if waiting:
             yield concatenate(waiting)
 
     def __len__(self) -> int:
-        return -(-len(self.base_dataloader) // self._count)
+        return -(-len(self.base_dataloader) // self.micro_batches)
 
     @property
     def total_batch_size(self) -> int:
         """Samples of a step, over all processes."""
-        return int(self.base_dataloader.total_batch_size) * self._count
+        return int(self.base_dataloader.total_batch_size) * self.micro_batches
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from accel_plugins.manifest import Ability, Duty, Manifest, Part
+from accel_plugins.megatron.released import REQUIREMENT
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read
-from accel_state.settings.requirement import Requirement
 from accel_state.settings.schema import BOOLEAN, Setting
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.megatron.strategy:MegatronStrategy",
     label=DistributedType.MEGATRON_LM,
     present="accel_plugins.megatron.manifest:present",
-    requires=(Requirement("megatron.core", "megatron-core", ">=0.16", extra="accel-plugins[megatron]"),),
+    requires=(REQUIREMENT,),
     owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING}),
     together=frozenset({Part.MODEL, Part.OPTIMIZER}),
     lacks=frozenset(

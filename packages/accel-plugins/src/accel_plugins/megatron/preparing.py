@@ -51,7 +51,7 @@ def _micro_batch(loader: Any, plugin: MegatronLMPlugin, shards: int) -> int | No
         return int(said)
     total = getattr(loader, "total_batch_size", None)
     if total is not None:
-        joined = getattr(loader, "_count", 1)
+        joined = getattr(loader, "micro_batches", 1)
         return int(total) // shards // joined
     plain = getattr(loader, "batch_size", None)
     return None if plain is None else int(plain)
