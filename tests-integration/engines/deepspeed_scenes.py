@@ -5,10 +5,13 @@ Several scenes make one run after another in the same processes, because startin
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -24,6 +27,7 @@ from accel_ops import set_seed
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.zero_init import gathered
+from accel_plugins.precision.fp8_config import AORecipeKwargs, MSAMPRecipeKwargs
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
 from accel_torch import Accelerator, DataLoaderConfiguration
@@ -102,6 +106,116 @@ def several_models(plain: bool = False) -> dict[str, Any]:
     divided = [type(model).__name__ for model in (student, teacher, other)]
     stage = None if plain else teacher.zero_optimization_stage()
     return {"losses": losses, "types": divided, "selected": names, "stage of the teacher": stage}
+
+
+def shared_accumulation(plain: bool = False) -> dict[str, Any]:
+    """Two Accelerators over one run, each with a model that accumulates; one of them asked how often."""
+    accelerator = started(None if plain else {"zero_stage": 2, "gradient_clipping": 1e6}, gradient_accumulation_steps=2)
+    beside = Accelerator(gradient_accumulation_steps=2) if plain else Accelerator()
+    one, two = layers(16), layers(24)
+    first, second = adamw(one.parameters()), adamw(two.parameters())
+    one, first, loader = accelerator.prepare(one, first, digits())
+    two, second, others = beside.prepare(two, second, digits())
+    pairs = zip(steps(accelerator, one, first, loader), steps(beside, two, second, others), strict=True)
+    losses = [list(pair) for pair in pairs]
+    refusal = "" if plain else _refusal(lambda: Accelerator(gradient_accumulation_steps=3))
+    return {"losses": losses, "refusal": refusal}
+
+
+def other_clipping() -> dict[str, Any]:
+    """What is said to whoever clips otherwise than the engine, and what comes of clipping beside it."""
+    accelerator = started({"zero_stage": 1, "gradient_clipping": 0.5})
+    model, beside = layers(), layers(24)
+    model, _, loader = accelerator.prepare(model, adamw(model.parameters()), digits())
+    inputs, targets = next(iter(loader))
+    accelerator.backward(cross_entropy(model(inputs), targets))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    cross_entropy(beside(inputs), targets).backward()
+    plain = accelerator.clip_grad_norm_(beside.parameters(), 1e-3)
+    clipped = torch.nn.utils.get_total_norm([p.grad for p in beside.parameters() if p.grad is not None])
+    refusals = [
+        _refusal(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.25)),
+        _refusal(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.5, norm_type=1)),
+    ]
+    silent = started({"hf_ds_config": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0}})
+    other = layers()
+    other, _, _ = silent.prepare(other, adamw(other.parameters()), digits())
+    refusals.append(_refusal(lambda: silent.clip_grad_norm_(other.parameters(), 1.0)))
+    norms = [float(found) for found in (norm, plain, clipped) if found is not None]
+    return {"norms": norms, "refusals": refusals}
+
+
+def in_8_bits(stage: int = 2, plain: bool = False) -> dict[str, Any]:
+    """Training with layers that compute in 8 bits."""
+    filters = AORecipeKwargs(module_filter_func=lambda module, name: name == "3")
+    plugin = None if plain else parts(stage, stage3_gather_16bit_weights_on_model_save=True)
+    accelerator = started(plugin, mixed_precision="fp8", kwargs_handlers=[filters])
+    torch.manual_seed(0)
+    model: Any = Sequential(Linear(8, 16), ReLU(), torch.nn.Dropout(0.0), Linear(16, 16), Linear(16, 2))
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(64))
+    losses = list(steps(accelerator, model, optimizer, loader))
+    return {"losses": losses, "layers": [type(layer).__name__ for layer in accelerator.unwrap_model(model)]}
+
+
+def by_msamp(folder: str) -> dict[str, Any]:
+    """Which table the engine of MS-AMP is given; what stands for it makes an engine of DeepSpeed."""
+    library = Path(folder) / "msamp"
+    if int(os.environ["RANK"]) == 0:
+        library.mkdir()
+        (library / "deepspeed.py").write_text(MSAMP)
+        (library / "__init__.py").touch()
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.path.insert(0, folder)
+    accelerator = started(
+        {"zero_stage": 2, "gradient_clipping": 1.0},
+        mixed_precision="fp8",
+        kwargs_handlers=[MSAMPRecipeKwargs(opt_level="O1")],
+    )
+    model = layers()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits())
+    list(steps(accelerator, model, optimizer, loader))
+    told = importlib.import_module("msamp.deepspeed").told
+    return {"told": told, "library": str(accelerator.fp8_backend), "type": type(model).__name__}
+
+
+MSAMP = """
+import deepspeed
+
+told = []
+
+def initialize(model, config, **others):
+    told.append(config.pop("msamp"))
+    return deepspeed.initialize(model=model, config=config, **others)
+"""
+
+
+def on_disk(folder: str) -> dict[str, Any]:
+    """Training whose optimizer states and parameters lie on a disk between uses."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    accelerator = started(parts(offload_optimizer=disk, offload_param=disk, sub_group_size=100))
+    model = layers()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits())
+    losses = list(steps(accelerator, model, optimizer, loader))
+    files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.swp"))
+    return {"losses": losses, "files": len(files)}
+
+
+def in_memory() -> list[float]:
+    """The same by plain data parallelism."""
+    accelerator = started()
+    model = layers()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits())
+    clipped = []
+    for inputs, targets in loader:
+        loss = cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clipped.append(accelerator.reduce(loss.detach(), "mean").item())
+    return clipped
 
 
 def _selected(plugins: dict[str, DeepSpeedPlugin]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,48 @@ def test_several_engines_train_as_their_models_would_alone(play: Play) -> None:
     assert done["stage of the teacher"] == 3
     for mine, others in zip(done["losses"], expected["losses"], strict=True):
         assert mine == pytest.approx(others, abs=1e-4)
+
+
+def test_accelerators_of_one_run_accumulate_alike(play: Play) -> None:
+    done, expected = play(SCENES, "shared_accumulation"), play(SCENES, "shared_accumulation", plain=True)
+    for mine, others in zip(done["losses"], expected["losses"], strict=True):
+        assert mine == pytest.approx(others, abs=1e-4)
+    assert done["refusal"].startswith("Conflict")
+    assert "num_steps=3" in done["refusal"]
+
+
+def test_clipping_that_an_engine_does_not_do_is_refused(play: Play) -> None:
+    done = play(SCENES, "other_clipping")
+    assert len(done["norms"]) == 3
+    assert done["norms"][0] > 0
+    assert done["norms"][2] == pytest.approx(1e-3, rel=1e-3)  # a model beside the engine is really clipped
+    smaller, other_norm, nothing = done["refusals"]
+    assert "max_norm=0.25" in smaller
+    assert "clips to 0.5 in the 2-norm" in smaller
+    assert "norm_type=1" in other_norm
+    assert "configured to clip nothing" in nothing
+    assert "Set DeepSpeedPlugin(gradient_clipping=1.0)" in nothing
+
+
+@pytest.mark.skipif(not importable("torchao"), reason="needs torchao: nox -s engines-deepspeed")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_compute_in_8_bits(play: Play, stage: int) -> None:
+    done, expected = play(SCENES, "in_8_bits", stage=stage), play(SCENES, "in_8_bits", plain=True)
+    assert done["layers"] == expected["layers"] == ["Linear", "ReLU", "Dropout", "Float8Linear", "Linear"]
+    assert done["losses"] == pytest.approx(expected["losses"], abs=0.05)
+
+
+def test_an_engine_of_msamp_is_told_its_level(play: Play, tmp_path: Path) -> None:
+    done = play(SCENES, "by_msamp", folder=str(tmp_path))
+    assert done["told"] == [{"enabled": True, "opt_level": "O1"}]
+    assert (done["library"], done["type"]) == ("MSAMP", "DeepSpeedEngine")
+
+
+@pytest.mark.skipif(find_library("aio") is None, reason="needs libaio: apt-get install libaio-dev")
+def test_states_kept_on_a_disk_train_alike(play: Play, tmp_path: Path) -> None:
+    done = play(SCENES, "on_disk", folder=str(tmp_path))
+    assert done["losses"] == pytest.approx(play(SCENES, "in_memory"), abs=1e-4)
+    assert done["files"] > 0
 
 
 def test_checkpoints_take_deepspeeds_own_options(play: Play, tmp_path: Path) -> None:

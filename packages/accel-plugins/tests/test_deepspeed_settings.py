@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_plugins.deepspeed import zero_init
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.document import HfDeepSpeedConfig
 from accel_plugins.deepspeed.filling import Fact, contradictions, fill, remaining
@@ -200,6 +204,38 @@ def test_msamp_is_put_into_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DeepSpeedPlugin().deepspeed_config["msamp"]["opt_level"] == "O2"
     with pytest.raises(NotOffered, match="stage 3"):
         DeepSpeedPlugin(zero_stage=3)
+
+
+def test_a_precision_of_8_bits_tells_the_table() -> None:
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision("fp8")
+    plugin.take_entries({})
+    assert (plugin.get_value("bf16.enabled"), plugin.enable_msamp) == (True, False)
+    plugin.take_entries({"msamp": {"enabled": True, "opt_level": "O2"}})
+    assert (plugin.enable_msamp, plugin.get_value("msamp.opt_level")) == (True, "O2")
+    with pytest.raises(NotOffered, match="stage 3"):
+        DeepSpeedPlugin(zero_stage=3).take_entries({"msamp": {"enabled": True, "opt_level": "O1"}})
+    contradicting = DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
+    with pytest.raises(Conflict, match="mixed_precision='fp8'"):
+        contradicting.set_mixed_precision("fp8")
+
+
+@pytest.mark.parametrize("found", [None, "1.15.0"])
+def test_models_are_built_in_parts_where_transformers_finds_what_it_looks_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str | None
+) -> None:
+    library = ModuleType("transformers")
+    library.__spec__ = ModuleSpec("transformers", None)
+    integrations = ModuleType("transformers.integrations")
+    integrations.HfDeepSpeedConfig = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.setitem(sys.modules, "transformers.integrations", integrations)
+    monkeypatch.setattr(zero_init, "importable", lambda module: True)
+    monkeypatch.setattr(zero_init, "installed_version", lambda distribution: found)
+    view = zero_init.transformers_view(DeepSpeedPlugin(zero_stage=3).deepspeed_config)
+
+    assert (view is None) == (found is None)
+    assert ("builds models whole" in caplog.text) == (found is None)
 
 
 def test_keywords_without_effect_are_told() -> None:

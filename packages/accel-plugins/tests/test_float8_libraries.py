@@ -7,6 +7,7 @@ Where `ACCEL_TRANSFORMER_ENGINE_WHEELS` names wheels, as `nox -s float8` has the
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import os
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from accel_plugins import Bundle, Context
+from accel_plugins.manifest import Duty
 from accel_plugins.order import check, steps
 from accel_plugins.precision import choose
 from accel_plugins.precision.fp8_config import (
@@ -369,6 +371,25 @@ def test_a_model_without_layers_to_exchange_is_refused(vendor: Callable[[str], A
     vendor("transformer_engine")
     with pytest.raises(SettingError, match="no layer norm"):
         prepared(nn.Sequential(nn.Linear(3, 3)), TERecipeKwargs())
+
+
+@pytest.mark.parametrize(
+    ("name", "handlers", "exchanges"),
+    [("fp8", [TERecipeKwargs()], True), ("fp8", [MSAMPRecipeKwargs()], False), ("bf16", [], False)],
+)
+def test_layers_are_exchanged_also_where_an_engine_keeps_the_precision(
+    vendor: Callable[[str], Any], name: str, handlers: list[object], exchanges: bool
+) -> None:
+    vendor("transformer_engine"), vendor("msamp")
+    PartialState(cpu=True)
+    process = current.process()
+    strategy = build(MANIFEST, None, Context(process, GradientState(), choose(name, process.family, handlers)))
+    owning = dataclasses.replace(MANIFEST, owns=frozenset({Duty.PRECISION}))
+
+    assert (f"precision {name}" in [step.name for step in steps(owning, strategy)]) is exchanges
+    assert strategy.context.precision.engine_entries() == (
+        {"msamp": {"enabled": True, "opt_level": "O2"}} if MSAMPRecipeKwargs() in handlers else {}
+    )
 
 
 # By what stands in: files of a release of which one has it, and its name there.

@@ -16,17 +16,19 @@ from typing import Any, Final, Literal
 
 from accel_plugins.deepspeed.document import HfDeepSpeedConfig
 from accel_plugins.deepspeed.filling import AUTO, Fact, contradictions, fill, refuse
+from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_state.errors import NotOffered, NotReady, SettingError
 from accel_state.settings.environ import read
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, Setting, choice, setting, settings_of, whole
+from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, settings_of, whole
 
 __all__ = ("DeepSpeedPlugin",)
 
 _GROUP: Final = "DeepSpeed"
 _DEVICES: Final = choice("none", "cpu", "nvme")
 _DEFAULT_STAGE: Final = 2
-_FP8_BACKEND: Final = Setting("fp8_backend", TEXT, None, variable="ACCELERATE_FP8_BACKEND")
-_FP8_LEVEL: Final = Setting("fp8_opt_level", TEXT, None, variable="ACCELERATE_FP8_OPT_LEVEL")
+_FP8: Final = settings_of(FP8Settings)
+_BESIDE_8_BITS: Final = "bf16"
+"""What computes where 8 bits do not reach."""
 _KEYS: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -277,13 +279,16 @@ class DeepSpeedPlugin:
 
     def _settle_msamp(self) -> None:
         if self.enable_msamp is None:
-            found = read(_FP8_BACKEND)
-            self.enable_msamp = found is not None and str(found.value).upper() == "MSAMP"
+            found = read(_FP8["backend"])
+            self.enable_msamp = found is not None and found.value == "msamp"
         if not self.enable_msamp:
             return
         if self.msamp_opt_level is None:
-            found = read(_FP8_LEVEL)
+            found = read(_FP8["opt_level"])
             self.msamp_opt_level = "O1" if found is None else found.value
+        self._compute_by_msamp()
+
+    def _compute_by_msamp(self) -> None:
         if self.hf_ds_config.is_zero3():
             raise NotOffered(
                 "MS-AMP was asked for with ZeRO stage 3.",
@@ -366,12 +371,23 @@ class DeepSpeedPlugin:
             Conflict: the table asks for another one.
         """
         document = self.hf_ds_config
-        name = str(mixed_precision)
+        name = _BESIDE_8_BITS if str(mixed_precision) == "fp8" else str(mixed_precision)
         for own, entry in (("fp16", {"enabled": True, "auto_cast": True}), ("bf16", {"enabled": True})):
             if name == own and document.get_value(own) is None:
                 document.set_value(own, dict(entry))
-        source = f"mixed_precision={name!r}"
+        source = f"mixed_precision={str(mixed_precision)!r}"
         fill(document, [Fact(f"{own}.enabled", name == own, source) for own in ("fp16", "bf16")])
+
+    def take_entries(self, entries: Mapping[str, Any]) -> None:
+        """Take what a precision tells engines: {"msamp": {"enabled": True, "opt_level": "O2"}}.
+
+        Raises:
+            NotOffered: MS-AMP is to train divided parameters.
+        """
+        told = entries.get("msamp")
+        if told is not None:
+            self.enable_msamp, self.msamp_opt_level = True, told["opt_level"]
+            self._compute_by_msamp()
 
     # ------------------------------------------------------------------ building models in parts
 

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from accel_state.errors import SettingError
 
-__all__ = ("HfDeepSpeedConfig", "read_document")
+__all__ = ("OFFLOADING", "HfDeepSpeedConfig", "read_document")
 
-_OFFLOADING: Final = ("cpu", "nvme")
+OFFLOADING: Final = ("cpu", "nvme")
+"""Places off the device where states are kept between uses."""
 
 
 class HfDeepSpeedConfig:
@@ -36,7 +37,7 @@ class HfDeepSpeedConfig:
         """Note stage and offloading of the configuration as it is now."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
-        self._offload = any(device in _OFFLOADING for device in devices)
+        self._offload = any(device in OFFLOADING for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """The table that a dotted key lies in, or None when there is none, and the last part of the key."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
@@ -14,10 +15,12 @@ from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from torch.nn import Module
 
 from accel_ops import recursively_apply
+from accel_plugins.deepspeed.document import OFFLOADING
 from accel_plugins.deepspeed.facts import about_objects
 from accel_plugins.deepspeed.filling import Fact, fill, remaining
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel_plugins.precision.msamp import REQUIREMENT
 from accel_plugins.wrapped.unwrap import wrapped_module
 
 if TYPE_CHECKING:
@@ -97,6 +100,7 @@ def start(
         SettingError: the configuration is incomplete.
         Conflict: it contradicts what was prepared, or the model's sequences cannot be divided.
         NotOffered: DeepSpeed has no such optimizer on the host, or divides no sequences of such a model.
+        Missing: MS-AMP is to compute, and is not installed.
     """
     (model,) = bundle.models
     document = plugin.hf_ds_config
@@ -112,10 +116,20 @@ def start(
             table.pop(entry, None)
     if division is not None:
         arguments["mpu"] = division.divide(model, int(plugin.get_value("train_micro_batch_size_per_gpu")))
-    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=table, **arguments)
+    engine, optimizer, _, scheduler = _initializer(plugin)(model=model, config=table, **arguments)
     _cast_inputs(engine, context.precision)
     moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
     return Started(engine, optimizer, scheduler if moved else None)
+
+
+def _initializer(plugin: DeepSpeedPlugin) -> Callable[..., Any]:
+    """What makes an engine; MS-AMP brings one of its own, which computes in 8 bits."""
+    library: Any = deepspeed
+    if plugin.enable_msamp:
+        REQUIREMENT.demand("DeepSpeed was to train with MS-AMP.")
+        library = importlib.import_module("msamp.deepspeed")
+    initialize: Callable[..., Any] = library.initialize
+    return initialize
 
 
 def _optimizer(plugin: DeepSpeedPlugin, bundle: Bundle) -> dict[str, Any]:
@@ -124,7 +138,7 @@ def _optimizer(plugin: DeepSpeedPlugin, bundle: Bundle) -> dict[str, Any]:
     (optimizer,) = bundle.optimizers
     if isinstance(optimizer, DummyOptim):
         return {"model_parameters": optimizer.param_groups}
-    if plugin.offload_optimizer_device == "cpu" and plugin.get_value("zero_force_ds_cpu_optimizer", True):
+    if plugin.offload_optimizer_device in OFFLOADING and plugin.get_value("zero_force_ds_cpu_optimizer", True):
         mapped = map_pytorch_optim_to_deepspeed(optimizer)
         for scheduler in bundle.schedulers:
             if getattr(scheduler, "optimizer", None) is optimizer:

@@ -13,8 +13,9 @@ from accel_state.settings.schema import BOOLEAN, Setting
 if TYPE_CHECKING:
     from accel_state.current import Process
 
-__all__ = ("MANIFEST", "present")
+__all__ = ("MANIFEST", "REQUIREMENT", "present")
 
+REQUIREMENT: Final = Requirement("deepspeed", versions=">=0.18.2", extra="accel-plugins[deepspeed]")
 _USE: Final = Setting("use_deepspeed", BOOLEAN, False, variable="ACCELERATE_USE_DEEPSPEED", flag="--use_deepspeed")
 
 
@@ -30,7 +31,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
     label=DistributedType.DEEPSPEED,
     present="accel_plugins.deepspeed.manifest:present",
-    requires=(Requirement("deepspeed", versions=">=0.18.2", extra="accel-plugins[deepspeed]"),),
+    requires=(REQUIREMENT,),
     owns=frozenset({Duty.ACCUMULATION, Duty.PRECISION, Duty.CLIPPING, Duty.SEQUENCE}),
     axes=frozenset({Axis.SHARD, Axis.SEQUENCE}),
     lacks=frozenset(

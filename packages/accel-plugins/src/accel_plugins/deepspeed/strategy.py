@@ -7,8 +7,7 @@ gradients are reduced and clipped, the optimizer steps, and the schedule moves.
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,23 +61,14 @@ class DeepSpeedStrategy(Strategy):
         self._plugins = tuple(config.values()) if isinstance(config, Mapping) else (config,)
         self._engines: list[DeepSpeedEngineWrapper] = []
         self._forwarded: set[int] = set()
-        self._told_of_clipping = False
         self._loaders: list[Any] = []
         self._division: Ulysses | None = None
         self.engine: DeepSpeedEngineWrapper | None = None
-        name, family = context.precision.name, context.process.family
-        if name == "fp16" and not engines.trains_in_fp16():
-            raise NotOffered(
-                "mixed_precision='fp16' was asked for with DeepSpeed.",
-                f"DeepSpeed does not train in fp16 on devices of the family {family.name!r}.",
-                "Use mixed_precision='bf16'.",
-            )
-        for plugin in self._plugins:
-            plugin.set_mixed_precision(name)
+        self._tell_precision()
         self._agree_on_steps()
         self._plugin.select(_from_accelerator_state=True)
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=_OwnStore(), rank=0, world_size=1)
+            dist.init_process_group(store=_OwnStore(), rank=0, world_size=1)
         arranged = context.arranged
         if arranged is not None and arranged.sp_by_engine:
             from accel_plugins.deepspeed.ulysses import Ulysses
@@ -89,6 +79,19 @@ class DeepSpeedStrategy(Strategy):
     def _plugin(self) -> DeepSpeedPlugin:
         """The configuration in use."""
         return next((plugin for plugin in self._plugins if plugin.selected), self._plugins[0])
+
+    def _tell_precision(self) -> None:
+        """Let every configuration compute as the run does."""
+        precision, family = self.context.precision, self.context.process.family
+        if precision.name == "fp16" and not engines.trains_in_fp16():
+            raise NotOffered(
+                "mixed_precision='fp16' was asked for with DeepSpeed.",
+                f"DeepSpeed does not train in fp16 on devices of the family {family.name!r}.",
+                "Use mixed_precision='bf16'.",
+            )
+        for plugin in self._plugins:
+            plugin.set_mixed_precision(precision.name)
+            plugin.take_entries(precision.engine_entries())
 
     def _agree_on_steps(self) -> None:
         """Let the run accumulate as many micro-batches as the configuration says."""
@@ -177,11 +180,7 @@ class DeepSpeedStrategy(Strategy):
             training = [wrapped for wrapped in training if id(wrapped.engine) in self._forwarded]
         if len(training) > 1:
             used = engines.parameters_behind(loss)
-            training = [
-                wrapped
-                for wrapped in training
-                if any(id(parameter) in used for parameter in wrapped.engine.module.parameters())
-            ]
+            training = [wrapped for wrapped in training if any(id(own) in used for own in _parameters_of(wrapped))]
         if len(training) == 1:
             return training[0]
         raise NotReady(
@@ -195,18 +194,15 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        configured = self._plugin.get_value("gradient_clipping")
-        if not self._told_of_clipping and configured not in (AUTO, None) and float(configured) != max_norm:
-            self._told_of_clipping = True
-            warnings.warn(
-                f"clip_grad_norm_(max_norm={max_norm}) was called, and DeepSpeed clips to {configured} as configured. "
-                f"Set DeepSpeedPlugin(gradient_clipping={max_norm}).",
-                UserWarning,
-                stacklevel=4,
-            )
-        wrapped = self.engine
-        norm = None if wrapped is None else wrapped.get_global_grad_norm()
-        return None if norm is None else torch.tensor(norm)
+        listed = list(parameters)
+        given = {id(parameter) for parameter in listed}
+        holders = [wrapped for wrapped in self._engines if any(id(own) in given for own in _parameters_of(wrapped))]
+        if not holders:
+            return super().clip_norm(listed, max_norm, norm_type)
+        for wrapped in holders:
+            _check_clipping(wrapped.engine, max_norm, norm_type)
+        norms = [norm for wrapped in holders if (norm := wrapped.get_global_grad_norm()) is not None]
+        return torch.tensor(norms).norm() if norms else None
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         raise NotOffered(
@@ -284,3 +280,25 @@ class DeepSpeedStrategy(Strategy):
         if self._division is not None:
             self._division.close()
         self.engine = None
+
+
+def _parameters_of(wrapped: DeepSpeedEngineWrapper) -> Iterator[Tensor]:
+    parameters: Iterator[Tensor] = wrapped.engine.module.parameters()
+    return parameters
+
+
+def _check_clipping(engine: Any, max_norm: float, norm_type: float) -> None:
+    """Refuse a norm that an engine does not clip to: when it is told, the engine has stepped.
+
+    Raises:
+        Conflict: it clips otherwise.
+    """
+    configured = float(engine.gradient_clipping() or 0.0)
+    if configured == max_norm and norm_type == 2.0:
+        return
+    clips = f"clips to {configured} in the 2-norm" if configured else "is configured to clip nothing"
+    raise Conflict(
+        f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called.",
+        f"DeepSpeed clips while it steps, within backward, and {clips}.",
+        f"Set DeepSpeedPlugin(gradient_clipping={max_norm}), or leave out the call.",
+    )

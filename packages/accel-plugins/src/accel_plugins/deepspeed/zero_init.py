@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from accel_plugins.deepspeed.filling import AUTO
+from accel_plugins.deepspeed.manifest import REQUIREMENT
 from accel_state.errors import SettingError
 from accel_state.settings.probe import importable
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.versions import installed_version
 
 __all__ = ("gathered", "take_whole", "transformers_view")
 
+_logger: Final = logging.getLogger(__name__)
 _WHILE_BUILDING: Final = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -25,11 +28,15 @@ _WHILE_BUILDING: Final = {
 
 
 def transformers_view(table: Mapping[str, Any]) -> Any:
-    """The object through which transformers notices that models are to be built in parts; None without transformers.
+    """The object through which transformers notices that models are to be built in parts; None where it cannot be had.
 
-    Models are built so for as long as it lives.
+    Models are built so for as long as it lives. It cannot be had without transformers, nor without the distribution
+    `accelerate`, whose name transformers looks for; models are built whole then, and divided when they are prepared.
     """
     if not importable("transformers"):
+        return None
+    if installed_version("accelerate") is None:
+        _logger.warning("transformers builds models whole: it divides them where the package accelerate is installed.")
         return None
     from accel_plugins.deepspeed.document import HfDeepSpeedConfig
 
@@ -84,7 +91,7 @@ def gathered(
     listed = [parameters] if single else list(parameters)
     if not any(hasattr(parameter, "ds_id") for parameter in listed):
         return nullcontext()
-    Requirement("deepspeed").demand("Parameters that DeepSpeed divides were to be gathered.")
+    REQUIREMENT.demand("Parameters that DeepSpeed divides were to be gathered.")
     import deepspeed
 
     whole: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
