@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_torch
+from accel_plugins.manifest import Duty
+from accel_state import current
 from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
+from accel_state.gradient import GradientState
 from accel_state.testing.fresh import fresh
 from accel_torch import (
     Accelerator,
@@ -49,6 +53,28 @@ def test_every_public_name_can_be_had() -> None:
     assert set(accel_torch.__all__) <= set(dir(accel_torch))
     with pytest.raises(AttributeError, match="no_such_name"):
         accel_torch.no_such_name  # noqa: B018
+
+
+def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() -> None:
+    first = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    run = current.run()
+    engine = run.strategy
+    manifest = dataclasses.replace(engine.manifest, owns=frozenset({Duty.ACCUMULATION}))
+    current.set_run(run._replace(strategy=engine._replace(manifest=manifest)))
+
+    assert Accelerator().gradient_state is first.gradient_state
+    assert Accelerator(gradient_accumulation_steps=2).gradient_state is GradientState()
+    with pytest.raises(Conflict, match=r"(?s)num_steps=3.*accumulates by itself.*num_steps=2"):
+        Accelerator(gradient_accumulation_steps=3)
+    with pytest.raises(Conflict, match="sync_with_dataloader=False"):
+        Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False))
+    assert GradientState() is first.gradient_state
+
+
+def test_accelerators_of_other_backends_count_for_themselves() -> None:
+    first, second = Accelerator(cpu=True, gradient_accumulation_steps=2), Accelerator(gradient_accumulation_steps=3)
+
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 3)
 
 
 def test_who_it_is() -> None:

@@ -16,7 +16,8 @@ from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.current import Process, Run
-from accel_state.gradient import GradientState
+from accel_state.errors import Conflict
+from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.process import PartialState
 from accel_state.run_state import AcceleratorState, check_given, precision_name
@@ -55,14 +56,13 @@ def assemble(options: Options, report: StragglerReport | None = None) -> tuple[A
         report: is to time the collectives of this process.
 
     Raises:
-        Conflict: an option differs from the one that the run was made with.
+        Conflict: an option differs from the one that the run was made with, or cannot differ from it.
         SettingError, Missing, NotOffered: what was asked for cannot be had.
     """
     group = options.handler(InitProcessGroupKwargs)
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
     if report is not None:
         report.watch_collectives()
-    gradient = GradientState.of(options.accumulation)
     given = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,
@@ -71,10 +71,32 @@ def assemble(options: Options, report: StragglerReport | None = None) -> tuple[A
     }
     check_given(given)
     run = current.run_or_none()
-    if run is None or not isinstance(run.strategy, Engine):
-        run = _run(options, current.process(), gradient, {**given, **options.plugins})
-        current.set_run(run)
+    if run is not None and isinstance(run.strategy, Engine):
+        return AcceleratorState(), _gradient(options, run.strategy), run.strategy
+    gradient = GradientState.of(options.accumulation)
+    run = _run(options, current.process(), gradient, {**given, **options.plugins})
+    current.set_run(run)
     return AcceleratorState(), gradient, run.strategy
+
+
+def _gradient(options: Options, engine: Engine) -> GradientState:
+    """The gradient state of another Accelerator: its own, or that of the engine which counts micro-batches by itself.
+
+    Raises:
+        Conflict: the engine counts otherwise than was asked for.
+    """
+    if not engine.owns(Duty.ACCUMULATION):
+        return GradientState.of(options.accumulation)
+    shared, asked = engine.strategy.context.gradient, options.accumulation
+    if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
+        raise Conflict(
+            f"An Accelerator with {asked!r} was asked for.",
+            f"The backend {engine.manifest.name!r} accumulates by itself, alike for all Accelerators of a run, and the "
+            f"run was made with {shared.plugin!r}.",
+            "Give the same to every Accelerator, or give it to the first one only.",
+        )
+    current.set_gradient(shared)
+    return shared
 
 
 def _run(options: Options, process: Process, gradient: GradientState, given: dict[str, Any]) -> Run:
