@@ -140,7 +140,7 @@ def test_without_the_process_that_hosts_the_store_the_last_picture_is_shown(thre
 
 def comes_late() -> list[str]:
     """A process that comes after the others gave up gets a named error as well, and so does every later call."""
-    state = PartialState(cpu=True, timeout=1.0)
+    state = PartialState(cpu=True, timeout=8.0)
     gather_one()
     if state.process_index == 2:
         while store().add("gave up", 0) < 2:
