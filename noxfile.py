@@ -21,6 +21,7 @@ DIST = ROOT / ".nox" / "dist"
 SITE = ROOT / ".nox" / "site"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
+SUPPORTED = nox.project.load_toml(PROJECT)["tool"]["accel"]["supported"]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
 # What scripts were written for, and what is compared with.
@@ -162,10 +163,55 @@ def base(session: nox.Session) -> None:
 def isolated(session: nox.Session, package: str) -> None:
     """Install one package's wheel with nothing but what it declares, and run its own tests outside the source tree."""
     look_through_to_base(session)
-    extras = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
-    testing = "[testing]" if "testing" in extras.get("optional-dependencies", {}) else ""
+    testing = "[testing]" if "testing" in extras_of(package) else ""
     session.install("-q", "-c", str(WHEELS / "constraints.txt"), f"{wheel_of(package)}{testing}")
+    outside_the_sources(session, package)
 
+
+@nox.session(
+    name="isolated-lowest", python=SUPPORTED["python"][0], default=False, venv_backend="uv", requires=["wheels"]
+)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def isolated_lowest(session: nox.Session, package: str) -> None:
+    """Run one package's tests with the lowest versions that it allows, on the oldest Python."""
+    extras = ["testing"] if "testing" in extras_of(package) else []
+    tool = str(ROOT / "tools" / "lowest_versions.py")
+    lowest = str(session.run(program("python"), tool, package, *extras, silent=True, external=True))
+    constraints = Path(session.create_tmp()) / "lowest.txt"
+    own = "".join(f"{name} @ {wheel_of(name).as_uri()}\n" for name in PACKAGES)
+    constraints.write_text(own + lowest, encoding="utf-8")
+    project = nox.project.load_toml(PROJECT)
+    tools = nox.project.dependency_groups(project, "test")
+    wheel = f"{package}{'[testing]' if extras else ''} @ {wheel_of(package).as_uri()}"
+    session.install("-q", "-c", str(constraints), wheel, *tools)
+    outside_the_sources(session, package)
+
+
+@nox.session(python=SUPPORTED["python"], default=False, venv_backend="uv")
+@nox.parametrize("torch", list(SUPPORTED["torch"]), ids=list(SUPPORTED["torch"]))
+def matrix(session: nox.Session, torch: str) -> None:
+    """Run the tests of the packages with one supported Python and one supported torch (a set takes 5 GB)."""
+    if session.python not in SUPPORTED["torch"][torch]:
+        session.skip(f"torch {torch} is not made for Python {session.python}")
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    kept = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("torch==")]
+    constraints.write_text("\n".join([*kept, f"torch=={torch}"]), encoding="utf-8")
+    testing = {name: "[testing]" if "testing" in extras_of(name) else "" for name in PACKAGES}
+    own = [item for name, extra in testing.items() for item in ("-e", f"packages/{name}{extra}")]
+    tools = nox.project.dependency_groups(nox.project.load_toml(PROJECT), "test")
+    session.install("-q", "-c", str(constraints), *tools, *own)
+    tests = session.posargs or ["-m", "not slow", *(f"packages/{name}/tests" for name in PACKAGES)]
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests, env=ONE_THREAD)
+
+
+def extras_of(package: str) -> list[str]:
+    """The extras that a package offers."""
+    project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+    return list(project.get("optional-dependencies", {}))
+
+
+def outside_the_sources(session: nox.Session, package: str) -> None:
+    """Runs a package's own tests where its sources are not found, so that the installed ones are tested."""
     with tempfile.TemporaryDirectory() as outside:
         copy = shutil.copytree(ROOT / "packages" / package / "tests", Path(outside) / "tests")
         settings = ["-c", str(PROJECT), "--rootdir", outside, "-p", "no:cacheprovider"]
