@@ -50,9 +50,15 @@ def expected(precision: str, accumulation: int = 1) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 0.05), ("fp16", 0.01)])
-def test_every_stage_trains_like_data_parallelism(stage: int, precision: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "stage"),
+    [
+        *(("no", 1e-4, stage) for stage in range(4)),
+        *(("bf16", 0.05, stage) for stage in range(4)),
+        *(("fp16", 0.01, stage) for stage in range(1, 4)),
+    ],
+)
+def test_every_stage_trains_like_data_parallelism(precision: str, tolerance: float, stage: int) -> None:
     # Without a threshold, stage 3 divides parameters as small as these, too.
     divides = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     table = {"zero_optimization": {"stage": stage, **divides}, "gradient_clipping": 1.0}
@@ -135,6 +141,7 @@ class _Payload:
     ("told", "said"),
     [
         ({"dummies": True, "plugin": {}}, 'no entry "optimizer"'),
+        ({"precision": "fp16", "plugin": {"zero_stage": 0}}, "does not multiply the loss by it"),
         ({"plugin": {"zero_stage": 2, **ADAM}}, "describes the optimizer too"),
         (
             {"plugin": {"hf_ds_config": {"zero_optimization": {"stage": 2}, "train_batch_size": 7}}},

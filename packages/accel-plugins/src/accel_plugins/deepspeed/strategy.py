@@ -121,6 +121,8 @@ class DeepSpeedStrategy(Strategy):
                 "One engine of DeepSpeed holds one model and one optimizer.",
                 "Give each model together with its optimizer.",
             )
+        if bundle.optimizers and self.context.precision.name == "fp16":
+            _check_scaling(self._plugin)
         check_stand_ins(self._plugin, bundle)
 
     def place(self, model: Module) -> Module:
@@ -285,6 +287,20 @@ class DeepSpeedStrategy(Strategy):
 def _parameters_of(wrapped: DeepSpeedEngineWrapper) -> Iterator[Tensor]:
     parameters: Iterator[Tensor] = wrapped.engine.module.parameters()
     return parameters
+
+
+def _check_scaling(plugin: DeepSpeedPlugin) -> None:
+    """Refuse fp16 where nothing is divided: steps would be made with gradients that are far too small.
+
+    Raises:
+        NotOffered: it is asked for.
+    """
+    if int(plugin.get_value("zero_optimization.stage", 0)) == 0:
+        raise NotOffered(
+            "A model was to be trained in fp16 with ZeRO stage 0.",
+            "DeepSpeed divides gradients by a scale there, and does not multiply the loss by it (seen in 0.19.8).",
+            "Use zero_stage=1, or mixed_precision='bf16'.",
+        )
 
 
 def _check_clipping(engine: Any, max_norm: float, norm_type: float) -> None:
