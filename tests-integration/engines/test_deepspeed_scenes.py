@@ -71,7 +71,7 @@ def test_an_engine_of_msamp_is_told_its_level(play: Play, tmp_path: Path) -> Non
 def test_states_kept_on_a_disk_train_alike(play: Play, tmp_path: Path) -> None:
     done = play(SCENES, "on_disk", folder=str(tmp_path))
     assert done["losses"] == pytest.approx(play(SCENES, "in_memory"), abs=1e-4)
-    assert done["files"] > 0
+    assert done["bytes"] >= 3 * 4 * 1024**2  # weights and both moments of the widest layer
 
 
 def test_checkpoints_take_deepspeeds_own_options(play: Play, tmp_path: Path) -> None:
