@@ -18,7 +18,7 @@ from accel_state.errors import CollectiveError
 
 __all__ = ("explain",)
 
-_LONGEST_WAIT: Final = 4.0
+_LONGEST_WAIT: Final = 8.0
 """Seconds that the others, on a machine that is busy, are given to say where they are."""
 
 _REMEDY: Final = (
