@@ -95,7 +95,16 @@ def walk_batches(
         elif even and not drop_last:
             yield _fill_round(whole, head, processes, wanted, batch_size is not None)[index]
         elif len(whole) == processes or (index < len(whole) and not drop_last):
-            yield whole[index], None
+            yield whole[index], _short_round(whole, processes, batch_size)
+
+
+def _short_round(whole: list[list[int]], processes: int, batch_size: int | None) -> Padding | None:
+    """What results have too much that a script filled up to the sampler's batch size, where nothing was added here."""
+    counts = [len(batch) for batch in whole]
+    if batch_size is None or len(whole) < processes or all(count >= batch_size for count in counts):
+        return None
+    # The length of the data does not tell how many samples come last, so there is no total to compare with it.
+    return Padding(-1, batch_size, processes, tuple(counts))
 
 
 def _fill_round(
