@@ -22,7 +22,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("python", {"arguments": {"bf16": True}}),
     "accumulation on two processes": ("torchrun", {"arguments": {"gradient_accumulation_steps": 2, "max_steps": 3}}),
     "compared with the sentences of both processes": ("torchrun", {"arguments": {}, "gathered": True}),
+    "evaluated": ("python", {"arguments": {}, "evaluated": True}),
 }
+TIMES = ("runtime", "per_second")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -33,6 +35,12 @@ def test_losses_and_vectors(case: str, compare: Any) -> None:
     assert ours["processes"] == original["processes"] == (2 if launcher == "torchrun" else 1)
     for name in ("losses", "norms", "vectors"):
         assert ours[name] == pytest.approx(original[name], rel=tolerance), name
+    assert scores(ours) == pytest.approx(scores(original), rel=tolerance)
+    assert ("eval_spearman_cosine" in ours["metrics"]) is told.get("evaluated", False)
+
+
+def scores(told: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in told["metrics"].items() if not name.endswith(TIMES)}
 
 
 def test_without_being_told_it_trains_with_no_accelerate_but_the_original(run: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import sentence_transformers.base.trainer
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer
 from tiny_text import WORDS, Texts, tell
@@ -19,8 +21,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
 
+import accelerate.utils
 
-def encoder(folder: Path) -> SentenceTransformer:
+
+def save_base(folder: Path) -> None:
+    """Writes a small model; transformers lets only the first process write once they are connected."""
     torch.manual_seed(3)
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -29,8 +34,10 @@ def encoder(folder: Path) -> SentenceTransformer:
     made = Tokenizer(WordLevel(words, unk_token="[PAD]"))
     made.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", model_max_length=16).save_pretrained(folder)
-    transformer = Transformer(str(folder))
-    return SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu")
+
+
+def encoder(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(32)], device="cpu")
 
 
 def pairs(count: int) -> Dataset:
@@ -41,19 +48,33 @@ def pairs(count: int) -> Dataset:
     )
 
 
-def main(folder: str, arguments: dict[str, Any], gathered: bool = False, any_owner: bool = False) -> None:
+def similarity() -> EmbeddingSimilarityEvaluator:
+    """Compares the halves of texts with numbers that stand for how alike they are."""
+    rows = pairs(12)
+    scores = [number / 12 for number in range(12)]
+    return EmbeddingSimilarityEvaluator(rows["anchor"], rows["positive"], scores, show_progress_bar=False)
+
+
+def main(
+    folder: str, arguments: dict[str, Any], gathered: bool = False, evaluated: bool = False, any_owner: bool = False
+) -> None:
     if any_owner:
         # It asks the wheel's home page whether `accelerate` is the original, which ours does not pretend.
         sentence_transformers.base.trainer.is_training_available = lambda: True
+        sentence_transformers.base.trainer.broadcast_object_list = accelerate.utils.broadcast_object_list
+    base = Path(folder) / f"base-{os.environ.get('RANK', '0')}"
+    save_base(base)
     common = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
     size = {"max_steps": 5, "per_device_train_batch_size": 8, "learning_rate": 5e-3, "seed": 5}
     training = SentenceTransformerTrainingArguments(output_dir=folder, **{**common, **size, **arguments})
     set_seed(5)
-    model = encoder(Path(folder) / f"base-{training.process_index}")
+    model = encoder(base)
     trainer = SentenceTransformerTrainer(
         model,
         training,
         train_dataset=pairs(96),
+        eval_dataset=pairs(22) if evaluated else None,
+        evaluator=similarity() if evaluated else None,
         loss=MultipleNegativesRankingLoss(model, gather_across_devices=gathered),
     )
     trainer.train()
@@ -63,6 +84,7 @@ def main(folder: str, arguments: dict[str, Any], gathered: bool = False, any_own
         losses=[entry["loss"] for entry in history if "loss" in entry],
         norms=[entry["grad_norm"] for entry in history if "grad_norm" in entry],
         vectors=abs(vectors).sum().item(),
+        metrics=trainer.evaluate() if evaluated else {},
         processes=trainer.accelerator.num_processes,
     )
 
