@@ -121,6 +121,15 @@ def described(breakage: griffe.Breakage) -> Break:
     return Break(breakage.obj.path, breakage.kind.value, detail)
 
 
+def load_all(packages: Iterable[Package]) -> dict[str, griffe.Module]:
+    """Reads all packages as they are now, by name; each finds the others."""
+    given = tuple(packages)
+    loader = griffe.GriffeLoader(search_paths=[str(package.source) for package in given], allow_inspection=False)
+    modules = {package.name: loader.load(package.module) for package in given}
+    loader.resolve_aliases(external=False)
+    return {name: module for name, module in modules.items() if isinstance(module, griffe.Module)}
+
+
 def load(package: Package, source: Path, beside: Iterable[Package]) -> griffe.Module:
     """Reads a package from a source folder; what it takes from its siblings is found beside it, as it is now."""
     siblings = [str(other.source) for other in beside if other.name != package.name]

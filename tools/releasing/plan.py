@@ -102,7 +102,10 @@ class Planner:
         """The package against its last tag, where it has one."""
         if before is None:
             return None
-        return api.compare(self.names(package, before), self.names(package, None), api.read_waivers(package))
+        waivers = api.read_waivers(package)
+        if not self.history.changed_files(package, before):
+            return api.Comparison((), (), waivers)
+        return api.compare(self.names(package, before), self.names(package, None), waivers)
 
     def bounds(self, package: Package) -> tuple[tuple[Bound, ...], list[str]]:
         """The ranges that have to change, and what stands in the way of finding them."""
@@ -124,8 +127,10 @@ class Planner:
 
     def names(self, package: Package, version: Version | None) -> griffe.Module:
         """The names of a released version, or those of the current files."""
+        if (package.name, None) not in self._names:
+            self._names.update({(name, None): module for name, module in api.load_all(self.workspace).items()})
         if (package.name, version) not in self._names:
-            source = package.source if version is None else self.history.source(package, version)
+            source = self.history.source(package, version) if version else package.source
             self._names[package.name, version] = api.load(package, source, self.workspace)
         return self._names[package.name, version]
 
