@@ -162,6 +162,7 @@ ended: list[int] = []
 
 
 def garbage_left_to_a_child() -> list[int]:
+    keep_garbage_at_forks()
     gc.collect()
     gc.disable()
     Connection()
