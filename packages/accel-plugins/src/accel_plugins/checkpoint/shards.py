@@ -15,14 +15,14 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.allowed import check_metadata
 from accel_state.errors import AccelError, CheckpointError
 
-__all__ = ("names_in", "read_into", "read_whole")
+__all__ = ("check_objects", "names_in", "read_into", "read_whole")
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
@@ -59,6 +59,36 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
             f"It is damaged or belongs to something else: {(str(error).strip().splitlines() or [''])[-1]}",
             "Load an older checkpoint, or build what it was saved from.",
         ) from error
+
+
+def check_objects(source: Path) -> None:
+    """Refuse shards that hold more than plain data among the tensors, for an engine that reads them by itself.
+
+    Args:
+        source: the folder of shards, whose `.metadata` was checked.
+
+    Raises:
+        CheckpointError: a value is damaged or more than plain data, or its file is not there.
+    """
+    metadata = FileSystemReader(source).read_metadata()
+    values = {name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)}
+    for index, place in (metadata.storage_data or {}).items():
+        if index.fqn in values:
+            pickled.read_bytes(_value(source, index.fqn, place), index.fqn)
+
+
+def _value(source: Path, name: str, place: Any) -> io.BytesIO:
+    """One value as it stands in its file."""
+    asked = f"{name!r} was to be read from {place.relative_path} of {source}."
+    if Path(place.relative_path).name != place.relative_path:
+        raise CheckpointError(asked, "That leads out of the folder.", "Load a checkpoint that you trust.")
+    try:
+        with open(source / place.relative_path, "rb") as shard:
+            shard.seek(place.offset)
+            return io.BytesIO(shard.read(place.length))
+    except OSError as error:
+        remedy = "The folder is incomplete: load an older checkpoint."
+        raise CheckpointError(asked, f"The file cannot be read: {error}", remedy) from error
 
 
 def names_in(source: Path) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from accel_ops import gather_object
 from accel_plugins.checkpoint.agreement import agreed
 from accel_plugins.checkpoint.allowed import check_metadata
+from accel_plugins.checkpoint.shards import check_objects
 from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
 from accel_state.errors import CheckpointError, NotOffered
 
@@ -188,6 +189,7 @@ def _look_through(asked: str, place: Path) -> dict[str, Any]:
     if not (place / ".metadata").is_file():
         raise CheckpointError(asked, "There is no such folder with files of Megatron-LM.", "Name another checkpoint.")
     check_metadata(place / ".metadata", _PLANS)
+    check_objects(place)
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(place))
     except Exception as error:

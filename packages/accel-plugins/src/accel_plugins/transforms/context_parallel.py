@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from accel_state.errors import NotOffered, SettingError, ShapeMismatch
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 __all__ = ("by_torch", "gathering")
 
 Attention = Callable[..., Tensor]
+
+_all_gather: Callable[..., Tensor] = getattr(
+    functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd
+)
+"""torch 2.13 renamed it and warns about the old name; earlier releases have the old name only."""
 
 
 def by_torch(
@@ -90,9 +95,9 @@ def _gathered(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, 
     """Keys and values of the whole sequence; in one collective where their shapes allow."""
     if key.shape == value.shape and key.dtype is value.dtype:
         both = torch.stack((key, value))
-        keys, values = all_gather_tensor_autograd(both, both.ndim - 2, group).unbind(0)
+        keys, values = _all_gather(both, both.ndim - 2, group).unbind(0)
         return keys, values
-    keys, values = (all_gather_tensor_autograd(one.contiguous(), one.ndim - 2, group) for one in (key, value))
+    keys, values = (_all_gather(one.contiguous(), one.ndim - 2, group) for one in (key, value))
     return keys, values
 
 
