@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ("MSAMP", "REQUIREMENT")
 
-REQUIREMENT: Final = Requirement("msamp", "ms-amp", extra="git+https://github.com/Azure/MS-AMP")
+REQUIREMENT: Final = Requirement("msamp", "ms-amp", extra="msamp @ git+https://github.com/Azure/MS-AMP")
 
 
 class MSAMP(Float8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pickle
@@ -70,6 +71,9 @@ def main() -> None:
             value, error = _call(*call), None
         except BaseException:
             value, error = None, traceback.format_exc()
+        if error is not None:
+            # Connections of what the error left in reference cycles stay open until then, and the others wait for them.
+            gc.collect()
         sys.stdout.flush()
         _answer(answers, value, error)
 
