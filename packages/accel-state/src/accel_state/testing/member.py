@@ -37,13 +37,32 @@ def _module(name: str, file: str) -> ModuleType:
     return module
 
 
-def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dict[str, str]) -> Any:
-    found: Any = _module(name, file)
-    for part in function.split("."):
-        found = getattr(found, part)
+def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dict[str, str]) -> tuple[Any, str | None]:
+    """What a function returned, or the traceback of what it raised."""
     with fresh(launched=True):
-        publish(place)
-        return found(*args)
+        try:
+            found: Any = _module(name, file)
+            for part in function.split("."):
+                found = getattr(found, part)
+            publish(place)
+            return found(*args), None
+        except BaseException as error:
+            told = traceback.format_exc()
+            _let_go(error)
+            return None, told
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of an error hold, while the process groups still stand.
+
+    A model of DistributedDataParallel that goes after them ends their threads while it holds the interpreter's lock,
+    for which these threads may be waiting.
+    """
+    chained: BaseException | None = error
+    while chained is not None:
+        traceback.clear_frames(chained.__traceback__)
+        chained = chained.__cause__ or chained.__context__
+    gc.collect()
 
 
 def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
@@ -67,13 +86,7 @@ def main() -> None:
         except EOFError:
             # Taking torch down piece by piece would last longer than most calls.
             os._exit(0)
-        try:
-            value, error = _call(*call), None
-        except BaseException:
-            value, error = None, traceback.format_exc()
-        if error is not None:
-            # Connections of what the error left in reference cycles stay open until then, and the others wait for them.
-            gc.collect()
+        value, error = _call(*call)
         sys.stdout.flush()
         _answer(answers, value, error)
 
