@@ -97,7 +97,8 @@ def launching(ours: str, peer: str, script: Path) -> None:
         "two": [ours, "launch", "--cpu", *two, job],
         "two, original": [peer, "launch", "--multi_gpu", *two, job],
         "through": [ours, "launch", "--cpu", "--launcher", "torchrun", *two, job],
-        "torchrun": [*torchrun, "--master_port", "0", job],
+        # As a script that joins a process group needs it: with a static port of 0 its processes would never meet.
+        "torchrun": [*torchrun, "--standalone", job],
     }
     seconds = medians(until_first_line, commands)
     show("launch, one process, to its first line", "s", seconds["one"], "peer", seconds["one, original"], ONE)
