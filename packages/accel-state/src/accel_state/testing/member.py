@@ -46,23 +46,25 @@ def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dic
                 found = getattr(found, part)
             publish(place)
             return found(*args), None
-        except BaseException as error:
+        except BaseException:
             told = traceback.format_exc()
-            _let_go(error)
+            _end_reducers()
             return None, told
 
 
-def _let_go(error: BaseException) -> None:
-    """Free what the frames of an error hold, while the process groups still stand.
+def _end_reducers() -> None:
+    """Free what DistributedDataParallel holds of the process groups, while the groups still stand.
 
-    A model of DistributedDataParallel that goes after them ends their threads while it holds the interpreter's lock,
-    for which these threads may be waiting.
+    The frames of an error keep a model until after they have gone. Then its reducer would end their threads while it
+    holds the interpreter's lock, for which these threads may be waiting.
     """
-    chained: BaseException | None = error
-    while chained is not None:
-        traceback.clear_frames(chained.__traceback__)
-        chained = chained.__cause__ or chained.__context__
-    gc.collect()
+    parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is None:
+        return
+    for found in gc.get_objects():
+        if issubclass(type(found), parallel.DistributedDataParallel):
+            for name in ("logger", "reducer"):
+                vars(found).pop(name, None)
 
 
 def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
