@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from pathlib import Path
@@ -34,7 +35,8 @@ def written(folder: Path, value: Any) -> Path:
 
 
 def test_plain_values_pass(tmp_path: Path) -> None:
-    check_objects(written(tmp_path / "shards", {"states": torch.ones(3, dtype=torch.uint8), "seed": 3}))
+    states = {"states": torch.ones(3, dtype=torch.uint8), "seed": 3, "of a layer": io.BytesIO(b"bytes")}
+    check_objects(written(tmp_path / "shards", states))
 
 
 def test_a_value_that_runs_code_is_refused_before_it_does(tmp_path: Path) -> None:

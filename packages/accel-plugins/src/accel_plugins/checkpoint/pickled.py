@@ -23,13 +23,15 @@ SAFE_GLOBALS: Final[tuple[Any, ...]] = (
     numpy.ndarray,
     numpy.dtype,
     codecs.encode,
+    io.BytesIO,
     *(
         kind
         for name in dir(getattr(numpy, "dtypes", None))
         if isinstance(kind := getattr(numpy.dtypes, name), type) and issubclass(kind, numpy.dtype)
     ),
 )
-"""What arrays and scalars of numpy, as in the state of its generator, are made with when they are read."""
+"""What arrays and scalars of numpy, as in the state of its generator, are made with when they are read, and what holds
+bytes, as layers of Transformer Engine may save them."""
 
 
 def write(state: Any, path: Path) -> None:
