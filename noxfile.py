@@ -130,6 +130,9 @@ def wheels(session: nox.Session) -> None:
     """Build the nine wheels, and a list of constraints that takes each package from its wheel."""
     shutil.rmtree(WHEELS, ignore_errors=True)
     sources = [f"./packages/{package}" for package in PACKAGES]
+    for source in sources:
+        # setuptools packs again what an earlier build left here, also of modules that are gone.
+        shutil.rmtree(ROOT / source / "build", ignore_errors=True)
     run(session, "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS), *sources)
     own = "".join(f"{package} @ {wheel_of(package).as_uri()}\n" for package in PACKAGES)
     (WHEELS / "constraints.txt").write_text(own + CONSTRAINTS.read_text(encoding="utf-8"), encoding="utf-8")

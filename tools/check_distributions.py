@@ -25,8 +25,9 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 
 # What the build adds to an sdist of its own.
-ADDED_TO_SDIST = {".gitignore", "PKG-INFO"}
-BESIDE_SOURCES = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src/", "tests/")
+ADDED_TO_SDIST = {".gitignore", "PKG-INFO", "setup.cfg"}
+BUILD_FILES = ("MANIFEST.in", "pyproject.toml", "setup.py")
+BESIDE_SOURCES = ("CHANGELOG.md", "LICENSE", "README.md", *BUILD_FILES, "src/", "tests/")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def read_sdist(path: Path, folder: Path) -> Distribution:
         names = {member.name.partition("/")[2]: member for member in archive.getmembers() if not member.isdir()}
         described = archive.extractfile(names["PKG-INFO"])
         text = described.read().decode() if described else ""
-    own = frozenset(names) & ADDED_TO_SDIST
+    own = frozenset(name for name in names if name in ADDED_TO_SDIST or ".egg-info/" in name)
     return Distribution(path, folder, frozenset(names) - own, own, Parser().parsestr(text))
 
 

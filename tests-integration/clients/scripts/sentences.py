@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import sentence_transformers.base.trainer
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -20,8 +19,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
-
-import accelerate.utils
 
 
 def save_base(folder: Path) -> None:
@@ -55,13 +52,7 @@ def similarity() -> EmbeddingSimilarityEvaluator:
     return EmbeddingSimilarityEvaluator(rows["anchor"], rows["positive"], scores, show_progress_bar=False)
 
 
-def main(
-    folder: str, arguments: dict[str, Any], gathered: bool = False, evaluated: bool = False, any_owner: bool = False
-) -> None:
-    if any_owner:
-        # It asks the wheel's home page whether `accelerate` is the original, which ours does not pretend.
-        sentence_transformers.base.trainer.is_training_available = lambda: True
-        sentence_transformers.base.trainer.broadcast_object_list = accelerate.utils.broadcast_object_list
+def main(folder: str, arguments: dict[str, Any], gathered: bool = False, evaluated: bool = False) -> None:
     base = Path(folder) / f"base-{os.environ.get('RANK', '0')}"
     save_base(base)
     common = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}

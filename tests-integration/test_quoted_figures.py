@@ -1,0 +1,47 @@
+"""The ratios that the README quotes are those of the last run of the benchmarks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CASES = {
+    "gathering 64 small tensors from two processes": "gather 64 x (8, 16)",
+    "gathering 4 tensors of 1 MiB": "gather 4 x 1 MiB",
+    "what a training step costs besides the plain step": "full precision, accumulation 1: added alone",
+    "walking an epoch as one of 8 processes": "one epoch, sequential, 8 processes",
+    "a step whose data the main process sends, two processes": "dispatched step, 2 processes",
+    "launching two processes, to their first line": "launch, two processes, to the first line",
+    "importing and making an Accelerator": "import and Accelerator()",
+    "making a device map of 200 blocks": "infer_auto_device_map, 200 blocks",
+    "loading 2 GB of weights, copied into a model": "load 2 GB and copy each weight",
+    "loading a training state of 300 MB weights": "load_state",
+}
+
+
+def quoted() -> dict[str, float]:
+    """The table of the README."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| | here / original |")[2].partition("\n\n")[0]
+    return {name: float(ratio) for name, ratio in re.findall(r"^\| (.+?) \| (\d+\.\d+) \|$", table, re.MULTILINE)}
+
+
+def measured() -> dict[str, float]:
+    """Every ratio to the original, the first where one case stands in several units."""
+    document = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    found: dict[str, float] = {}
+    for name, ratio in re.findall(r"^\| (.+?) \|.*\| ours/peer = ([\d.e+-]+) \|", document, re.MULTILINE):
+        found.setdefault(name, float(ratio))
+    return found
+
+
+def test_every_quoted_figure_has_its_case() -> None:
+    assert quoted().keys() == CASES.keys()
+
+
+@pytest.mark.parametrize("told", CASES)
+def test_a_quoted_figure_was_measured(told: str) -> None:
+    assert quoted()[told] == pytest.approx(measured()[CASES[told]], abs=0.00501)
