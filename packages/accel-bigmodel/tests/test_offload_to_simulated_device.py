@@ -39,7 +39,8 @@ from accel_bigmodel.prefetch import BlockReader
 from accel_state.errors import SettingError
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 
-pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
+if not POSSIBLE:
+    pytest.skip("this torch cannot have a device written in Python", allow_module_level=True)
 
 FIRST, SECOND = torch.device(NAME, 0), torch.device(NAME, 1)
 MEMORY = 400_000

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.pipeline import find_pippy_batch_size, generate_device_map, prepare_pippy
-from accel_state.errors import AccelError, NotOffered, SettingError
+from accel_state.errors import AccelError, Missing, NotOffered, SettingError
 from accel_state.process import PartialState
 from accel_state.testing.processes import Processes
 
@@ -40,6 +40,13 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x)) if bool(x.sum() > 0) else self.first(x)
+
+
+class Importing(Branching):
+    def forward(self, x: torch.Tensor) -> Any:
+        import a_package_that_is_nowhere
+
+        return self.second(self.first(x)) * a_package_that_is_nowhere.factor
 
 
 def built(kind: type[nn.Module] = Model, **kwargs: Any) -> Any:
@@ -91,6 +98,7 @@ def refusals() -> list[str]:
     refused(lambda: prepare_pippy(built(), [], example_args=(ids,)))
     refused(lambda: prepare_pippy(built(), example_args=()))
     refused(lambda: prepare_pippy(built(Branching), example_args=(torch.ones(2, 4),)))
+    refused(lambda: prepare_pippy(built(Importing), example_args=(torch.ones(2, 4),)))
     model = prepare_pippy(built(), example_args=(ids,), example_kwargs={"mask": mask, "final": "sum"})
     refused(lambda: model(ids))
     refused(lambda: model(ids, mask=mask, final="mean"))
@@ -132,6 +140,7 @@ def test_what_cannot_be_run_is_refused_on_every_process(two: Processes) -> None:
             "2 stages need 1 split points",
             "no tensor with a batch dimension",
             f"{NotOffered.__name__}: Cut Branching into stages",
+            f"{Missing.__name__}: Cut Importing into stages. To trace it needs 'a_package_that_is_nowhere'",
             "It was traced for inputs like",
             "It was traced with 'sum' where there is 'mean' now",
             "(4, 2), (2, 2) have no first dimension in common",

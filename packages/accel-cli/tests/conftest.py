@@ -45,7 +45,7 @@ def own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_fact
 def accel(tmp_path: Path) -> Callable[..., Finished]:
     """Run `accel` with arguments and return how it ended."""
 
-    def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 60.0) -> Finished:
+    def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 100.0) -> Finished:
         return run_command([*ENTRY, *map(str, arguments)], timeout=timeout, env=env, cwd=tmp_path)
 
     return run
@@ -71,7 +71,7 @@ class Background:
         self.process = process
         self.output = b""
 
-    def lines(self, count: int, timeout: float = 30.0) -> list[str]:
+    def lines(self, count: int, timeout: float = 60.0) -> list[str]:
         """The first lines of its output, as soon as they are there."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
@@ -82,7 +82,7 @@ class Background:
             self.output += chunk
         return self.output.decode().splitlines()[:count]
 
-    def end(self, timeout: float = 30.0) -> Finished:
+    def end(self, timeout: float = 60.0) -> Finished:
         """Wait for the end."""
         stdout, stderr = self.process.communicate(timeout=timeout)
         return Finished(self.process.returncode, (self.output + stdout).decode(), stderr.decode())
@@ -120,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Background]]:
 def gone() -> Callable[[int], bool]:
     """Whether a process ends within a bounded time."""
 
-    def wait(pid: int, timeout: float = 20.0) -> bool:
+    def wait(pid: int, timeout: float = 60.0) -> bool:
         try:
             watched = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -139,13 +139,14 @@ class Terminal:
     def __init__(self, arguments: tuple[object, ...], folder: Path) -> None:
         self.pid, self.master = pty.fork()
         if self.pid == 0:
+            # Here and not in the parent: the program may look at the size before the parent goes on.
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
             os.chdir(folder)
             os.execv(sys.executable, [sys.executable, "-m", "accel_cli.main", *map(str, arguments)])
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
         self.seen = b""
         self.read = 0
 
-    def until(self, text: str, timeout: float = 30.0) -> None:
+    def until(self, text: str, timeout: float = 60.0) -> None:
         """Read until a text was printed, after what was read before."""
         deadline = time.monotonic() + timeout
         while text.encode() not in self.seen[self.read :]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_cli.config.document import Entry, read_document
@@ -97,6 +97,7 @@ def test_bytes_that_are_no_text(tmp_path):
         read_document(str(path))
 
 
+@settings(deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("ab:1 -\n\t[]{},&*!|>'\"#?%@~"), max_size=60), json=st.booleans())
 def test_any_text_gives_entries_or_a_typed_error(tmp_path_factory, text, json):
     path = tmp_path_factory.getbasetemp() / ("any.json" if json else "any.yaml")

@@ -21,7 +21,7 @@ from accel_cli.doctor.finding import FINE, TROUBLE, WORRY
 from accel_cli.doctor.nodes import Meeting, meet
 from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
 from accel_state.errors import LaunchError
-from accel_state.testing.processes import free_port
+from accel_state.testing.ports import ReservedPort
 
 MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
 SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})
@@ -79,6 +79,14 @@ def test_what_is_wrong_between_machines(members, expected):
     assert told(*members) == expected
 
 
+@pytest.fixture
+def port():
+    """A port that nobody else is given meanwhile."""
+    reserved = ReservedPort()
+    yield reserved.another()
+    reserved.give_back()
+
+
 def both(meetings, members):
     """What each of two machines finds, or the error it ends with."""
     results = [None, None]
@@ -97,31 +105,30 @@ def both(meetings, members):
     return results
 
 
-def test_two_machines_get_the_same_report(tmp_path):
-    meeting = Meeting("127.0.0.1", free_port(), 2, 30.0, str(tmp_path))
+def test_two_machines_get_the_same_report(tmp_path, port):
+    meeting = Meeting("127.0.0.1", port, 2, 60.0, str(tmp_path))
     first, second = both([meeting, meeting], [MAIN, SECOND])
     assert first == second
     assert [finding.verdict for finding in first] == [FINE]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_is_noticed(tmp_path):
+def test_a_folder_that_is_not_shared_is_noticed(tmp_path, port):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    meeting = Meeting("127.0.0.1", free_port(), 2, 30.0, str(tmp_path / "a"))
+    meeting = Meeting("127.0.0.1", port, 2, 60.0, str(tmp_path / "a"))
     first, _ = both([meeting, replace(meeting, folder=str(tmp_path / "b"))], [MAIN, SECOND])
     assert [finding.subject for finding in first] == ["shared folder"]
 
 
-def test_strangers_at_the_door_are_no_machines():
-    port = free_port()
-    meeting = Meeting("127.0.0.1", port, 2, 30.0)
+def test_strangers_at_the_door_are_no_machines(port):
+    meeting = Meeting("127.0.0.1", port, 2, 60.0)
     results = []
     host = threading.Thread(target=lambda: results.append(meet(meeting, MAIN)))
     host.start()
-    connect("127.0.0.1", port, time.monotonic() + 20).close()
+    connect("127.0.0.1", port, time.monotonic() + 60).close()
     for message in (5, {"member": {"rank": 0}}, {"member": {"rank": 1, "host": "x"}, "door": "none"}):
-        stranger = connect("127.0.0.1", port, time.monotonic() + 20)
+        stranger = connect("127.0.0.1", port, time.monotonic() + 60)
         stranger.send(message)
         stranger.close()
     meet(meeting, SECOND)
@@ -129,14 +136,14 @@ def test_strangers_at_the_door_are_no_machines():
     assert [finding.verdict for finding in results[0]] == [FINE]
 
 
-def test_a_machine_that_does_not_come_is_named_when_time_is_up():
-    findings = meet(Meeting("127.0.0.1", free_port(), 2, 0.3), MAIN)
+def test_a_machine_that_does_not_come_is_named_when_time_is_up(port):
+    findings = meet(Meeting("127.0.0.1", port, 2, 0.3), MAIN)
     assert [finding.told for finding in findings] == ["Machine 1 did not come within 0 s."]
 
 
-def test_a_main_machine_that_is_not_there():
+def test_a_main_machine_that_is_not_there(port):
     with pytest.raises(LaunchError, match="was to meet the main one at 127"):
-        meet(Meeting("127.0.0.1", free_port(), 2, 0.3), SECOND)
+        meet(Meeting("127.0.0.1", port, 2, 0.3), SECOND)
 
 
 def test_a_port_that_is_in_use():
@@ -149,12 +156,12 @@ def test_messages_are_bounded():
     line = Line(one)
     other.sendall(b"no json\n" + b"x" * 10)
     with pytest.raises(Unreachable, match="no message"):
-        line.receive(time.monotonic() + 5)
+        line.receive(time.monotonic() + 60)
     with pytest.raises(Unreachable, match="no answer in time"):
         line.receive(time.monotonic() + 0.1)
     other.close()
     with pytest.raises(Unreachable, match="closed"):
-        line.receive(time.monotonic() + 5)
+        line.receive(time.monotonic() + 60)
     line.close()
 
 
@@ -251,7 +258,7 @@ def test_two_nodes_that_are_well(cable):
 
 
 def test_two_nodes_with_the_same_rank(cable):
-    for code, stdout, _ in on_each(cable, ["doctor", "--nodes", "--timeout", "8", "--"], lambda index: "0"):
+    for code, stdout, _ in on_each(cable, ["doctor", "--nodes", "--timeout", "60", "--"], lambda index: "0"):
         assert code == 1
         assert "all say that they are machine 0." in stdout
 
@@ -287,7 +294,7 @@ import torch
 import torch.distributed as dist
 from accel_state.process import PartialState
 
-PartialState(cpu=True, timeout=timedelta(seconds=8))
+PartialState(cpu=True, timeout=timedelta(seconds=30))
 for step in range(10**9):
     dist.all_reduce(torch.ones(1))
     if step == 20:
@@ -311,7 +318,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_run(cable, script):
 def test_a_launch_on_two_nodes_with_the_same_rank(cable, script):
     body = script("print('started')")
     results = on_each(
-        cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], lambda index: "0", [str(body)], timeout=60
+        cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], lambda index: "0", [str(body)]
     )
     for code, stdout, stderr in results:
         assert (code, stdout) == (2, "")

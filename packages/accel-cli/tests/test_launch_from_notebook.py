@@ -59,7 +59,9 @@ def test_processes_of_a_notebook_exchange_tensors(notebook):
         debug_launcher(work, num_processes=2)
         """
     )
-    assert done.stdout == "2 cpu 3.0\n" * 2, done.stderr
+    # gloo of torch 2.9 tells of its connections there.
+    told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert told == ["2 cpu 3.0"] * 2, done.stderr
 
 
 def test_one_process_is_this_one(notebook):

@@ -72,10 +72,10 @@ def test_the_port_can_be_listened_on_as_torchs_store_does(accel, script):
 
 
 def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, script):
+    # Held meanwhile: nobody else is dealt the port, and another launcher may hold it as well.
     with Port() as free:
-        number = free.number
-    finished = accel("launch", "--num_processes", "2", "--main_process_port", number, script(PLACE))
-    assert {json.loads(line)["port"] for line in finished.stdout.splitlines()} == {str(number)}
+        finished = accel("launch", "--num_processes", "2", "--main_process_port", free.number, script(PLACE))
+    assert {json.loads(line)["port"] for line in finished.stdout.splitlines()} == {str(free.number)}
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -134,17 +134,20 @@ def test_the_error_of_a_single_process_is_shown_once_and_last(accel, script):
 
 
 def test_the_first_error_counts_and_the_others_are_told_in_a_line(accel, script, tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    body = f"""
+    for name in ("deaf", "failed"):
+        os.mkfifo(tmp_path / name)
+    body = """
         import os, signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.environ["RANK"] == "1":
             import atexit
-            # The other process goes on once this one has failed, and before it has left.
-            atexit.register(lambda: open({str(fifo)!r}, "w").close())
+            # The other process cannot be ended any more.
+            open("deaf").close()
+            # It goes on once this one has failed, and before it has left.
+            atexit.register(lambda: open("failed", "w").close())
             raise ValueError("the cause")
-        open({str(fifo)!r}).close()
+        open("deaf", "w").close()
+        open("failed").close()
         raise RuntimeError("connection reset")
     """
     finished = accel("launch", "--num_processes", "2", script(body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -15,10 +16,13 @@ def test_two_processes_run_and_agree_on_their_world(accel, script):
     assert sorted(finished.stdout.splitlines()) == ["0 2 true", "1 2 true"]
 
 
-def test_a_failure_after_a_restart_is_shown_last_with_its_exit_code(accel, script):
+def test_a_failure_after_a_restart_is_shown_last_with_its_exit_code(accel, script, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
     body = """
         import os, sys, time
         print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        # Both have printed before one fails and the other is ended.
+        open("fifo", "r" if os.environ["RANK"] == "1" else "w").close()
         if os.environ["RANK"] == "1":
             raise ValueError("the cause") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else SystemExit(4)
         time.sleep(60)

@@ -14,9 +14,17 @@ from torch.utils import _pytree as pytree
 from accel_ops.objects import broadcast_object_list
 from accel_ops.shape import concatenate
 from accel_state import current
-from accel_state.errors import AccelError, NotOffered, SettingError
+from accel_state.errors import AccelError, Missing, NotOffered, SettingError
 
 __all__ = ("Stage",)
+
+
+def _not_installed(error: BaseException) -> str | None:
+    """The package whose absence is behind an error, which torch hands on as one of its own."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__ or cause.__context__
+    return None if cause is None else cause.name
 
 
 @dataclass
@@ -70,6 +78,7 @@ class Stage:
     Raises:
         SettingError: a tensor of the example has no rows, or fewer than a chunk.
         NotOffered: the model cannot be traced.
+        Missing: a package that is needed for it is not installed.
     """
 
     def __init__(
@@ -94,8 +103,13 @@ class Stage:
             with torch.no_grad():
                 pipe = pipelining.pipeline(flat, example, split_spec={f"model.{p}": begin for p in split_points})
         except Exception as error:  # whatever the tracer meets in the model's code
+            asked = f"Cut {self.name} into stages."
+            if (package := _not_installed(error)) is not None:
+                raise Missing(
+                    asked, f"To trace it needs {package!r}, which is not installed.", f"pip install {package}"
+                ) from error
             raise NotOffered(
-                f"Cut {self.name} into stages.",
+                asked,
                 f"torch.export cannot trace it: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
                 "Give example inputs like those to come, and take branches that depend on values out of its forward.",
             ) from error
