@@ -13,6 +13,9 @@ import pytest
 
 import bootstrap
 
+# Making a virtual environment takes a busy machine a minute.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "bootstrap.py"
 
@@ -28,7 +31,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=100, env={**os.environ, **environment}
+        command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, **environment}
     )
 
 

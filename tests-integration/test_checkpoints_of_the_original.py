@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import free_port, run_command
+from accel_state.testing.ports import ReservedPort
+from accel_state.testing.processes import run_command
 
 ORIGINAL = os.environ.get("ACCEL_ORIGINAL_PYTHON", "")
 HERE = Path(__file__).parent
@@ -27,13 +28,17 @@ needs_original = pytest.mark.skipif(not ORIGINAL, reason=WHY)
 def run(library: str, task: str, folder: Path, kind: str, processes: int = 1) -> None:
     python = sys.executable if library == "ours" else ORIGINAL
     command = [python, str(SCRIPT), task, str(folder), kind]
+    port = ReservedPort()
     if processes > 1:
-        place = ["--nproc-per-node", str(processes), "--master-port", str(free_port())]
+        place = ["--nproc-per-node", str(processes), "--master-port", str(port.another())]
         command = [python, "-m", "torch.distributed.run", *place, *command[1:]]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
     if library == "ours":
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = run_command(command, timeout=110, env=environment)
+    try:
+        done = run_command(command, timeout=110, env=environment)
+    finally:
+        port.give_back()
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -82,7 +82,7 @@ def lint(folder: Path, **changes: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=110,
     )
 
 

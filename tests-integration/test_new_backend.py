@@ -15,6 +15,7 @@ from accel_state.testing.processes import run_command
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.timeout(600)
 def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
     assert new_backend.main(["very-fancy", "--into", str(tmp_path)]) == 0
     package, site = tmp_path / "accel-backend-very-fancy", tmp_path / "site"
@@ -32,7 +33,8 @@ def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
     assert "--very_fancy_bucket_mb" in helped.stdout
 
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q"]
-    tested = run_command([sys.executable, "-m", "pytest", "-n", "0", *settings, str(package / "tests")], env=env)
+    command = [sys.executable, "-m", "pytest", "-n", "0", *settings, str(package / "tests")]
+    tested = run_command(command, timeout=500, env=env)
     assert tested.returncode == 0, tested.stdout
     assert " skipped" not in tested.stdout
 

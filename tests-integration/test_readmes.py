@@ -21,6 +21,10 @@ TUTORIALS = [page for page in PAGES if page.name.startswith("docs/tutorials/")]
 EXAMPLES = [block for page in PAGES if page not in TUTORIALS for block in page.blocks if block.language == "python"]
 BY_ITSELF = [block for block in EXAMPLES if "part of a script for" not in block.marks]
 
+# A tutorial starts several runs on several processes, which takes a busy machine minutes.
+pytestmark = pytest.mark.timeout(900)
+LIMIT = 240.0
+
 # A new shell where this environment's programs come first, as after `source .venv/bin/activate`.
 ACTIVATED = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
@@ -62,7 +66,7 @@ def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     script.write_text(block.code, encoding="utf-8")
     count = block.marks.get("processes", "1")
     launch = ["-m", "accel_cli.main", "launch", "--cpu", "--num_processes", count] if count != "1" else []
-    check(block, run_command([sys.executable, *launch, str(script)], cwd=tmp_path))
+    check(block, run_command([sys.executable, *launch, str(script)], LIMIT, cwd=tmp_path))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the commands are written for bash")
@@ -72,6 +76,6 @@ def test_a_tutorial_can_be_followed(page: Page, tmp_path: Path) -> None:
         if "file" in block.marks:
             (tmp_path / block.marks["file"]).write_text(block.code, encoding="utf-8")
         elif block.language == "bash" and "not run" not in block.marks:
-            check(block, run_command(["bash", "-e", "-c", block.code], env=ACTIVATED, cwd=tmp_path))
+            check(block, run_command(["bash", "-e", "-c", block.code], LIMIT, env=ACTIVATED, cwd=tmp_path))
         else:
             assert block.language != "python" or "part of a script for" in block.marks, f"{block} is not followed"

@@ -21,11 +21,12 @@ def forking() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
 @pytest.mark.parametrize("name", reliability.SWEEPS)
 def test_nothing_is_lost(forking: ProcessPoolExecutor, name: str) -> None:
     every = 27 if name.startswith("shards") else 9
-    tally = forking.submit(reliability.sweep, name, every=every).result(timeout=110)
+    tally = forking.submit(reliability.sweep, name, every=every).result(timeout=380)
 
     assert tally.lost == []
     assert tally.injected == tally.survived > 0

@@ -18,6 +18,9 @@ import pytest
 from accel_state.settings.probe import importable
 from accel_state.testing.processes import run_command
 
+# The first test also builds and installs.
+pytestmark = pytest.mark.timeout(400)
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "tests-integration" / "accel-backend-example"
 

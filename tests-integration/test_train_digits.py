@@ -18,7 +18,7 @@ LAUNCH = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_proc
 def train(output: Path, *arguments: str) -> Finished:
     return run_command(
         [*LAUNCH, "--mixed_precision", "bf16", SCRIPT, "--output", str(output), *arguments],
-        timeout=110,
+        timeout=240,
         env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
 
@@ -39,7 +39,7 @@ def accuracy_shown(run: Finished) -> str:
     return run.stdout.split("Test accuracy: ")[1].split("\n")[0]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_the_tutorial_trains_and_its_resume_is_exact(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
 

@@ -10,12 +10,14 @@ import argparse
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from accel_state.testing.ports import ReservedPort
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests-integration" / "parity"
 RECORDED = FOLDER / "recorded.json"
@@ -35,9 +37,11 @@ def topics() -> list[str]:
 
 def played(python: str, processes: int, only: list[str] | None = None, timeout: float = 300) -> Outcomes:
     """Play topics, all when none is named, with a Python on so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
+    port = ReservedPort()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
+        ending.callback(port.give_back)
         files = [Path(folder) / f"{rank}.jsonl" for rank in range(processes)]
-        common = _environment(processes)
+        common = _environment(processes, port.another())
         started = []
         for rank, file in enumerate(files):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
@@ -63,16 +67,13 @@ def _ended(started: list[subprocess.Popen[bytes]], timeout: float) -> bool:
             process.wait()
 
 
-def _environment(processes: int) -> dict[str, str]:
+def _environment(processes: int, port: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "PYTHONPATH"))}
     common = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
     if processes == 1:
         return common
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     place = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return {**common, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {**common, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _lines(file: Path) -> dict[str, Any]:

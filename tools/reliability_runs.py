@@ -21,7 +21,7 @@ from accel_plugins.testing import faults
 from accel_state import current
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import free_port
+from accel_state.testing.ports import ReservedPort
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 __all__ = ("Run", "Together")
@@ -45,6 +45,7 @@ class Run:
         torch.set_num_threads(1)
         self.project, self.overwrite, self.behind, self.sharded = project, overwrite, behind, sharded
         self.losses: list[float] = []
+        self._reserved = ReservedPort()
         self.saved: dict[int, str] = {}
         self._begin()
 
@@ -64,7 +65,7 @@ class Run:
     def session(self, folder: Path | None = None) -> Session:
         """A fresh start of the training script."""
         if self.sharded:
-            _place(0, 1, free_port())
+            _place(0, 1, self._reserved.another())
         return Session(folder or self.project, overwrite=self.overwrite, behind=self.behind, sharded=self.sharded)
 
     def save(self) -> None:
@@ -188,14 +189,14 @@ class Together:
         if sharded:
             # Once here, and not in every process that is forked.
             importlib.import_module("accel_plugins.fsdp.fsdp2")
-        self.port = 0
+        self._reserved, self.port = ReservedPort(), 0
         self.prepare()
         self._both(self._begin)
         self.prepare()
 
     def prepare(self) -> None:
         """Choose where the next two processes meet."""
-        self.port = free_port()
+        self.port = self._reserved.another()
 
     def _both(self, function: Callable[[int], None]) -> None:
         ended = faults.run(lambda: function(0), self.project.parent, companion=lambda: function(1))

@@ -1,4 +1,5 @@
 """Says where the interface of this package comes from, in the one field that libraries ask before they use it."""
+
 from __future__ import annotations
 
 from setuptools import setup

@@ -22,7 +22,7 @@ ORIGINAL = os.environ.get("ACCEL_ORIGINAL_PYTHON")
 KNOWN: dict[str, Outcomes] = json.loads(RECORDED.read_text(encoding="utf-8"))
 CASES = [(int(count), name) for count, outcomes in KNOWN.items() for name in outcomes]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(700)
 
 
 @cache

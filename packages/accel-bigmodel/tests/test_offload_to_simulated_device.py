@@ -82,6 +82,8 @@ IDS = torch.arange(8)
 def two_devices() -> Iterator[None]:
     with simulated_device(devices=2, memory=MEMORY), torch.no_grad():
         yield
+        # A thread that still reads ahead would do so on the devices of the next test.
+        prefetch._end_threads()
 
 
 def made(**options: Any) -> tuple[Net, torch.Tensor]:

@@ -317,9 +317,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_run(cable, script):
 @pytest.mark.slow
 def test_a_launch_on_two_nodes_with_the_same_rank(cable, script):
     body = script("print('started')")
-    results = on_each(
-        cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], lambda index: "0", [str(body)]
-    )
+    results = on_each(cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], lambda index: "0", [str(body)])
     for code, stdout, stderr in results:
         assert (code, stdout) == (2, "")
         assert "all say that they are machine 0." in stderr

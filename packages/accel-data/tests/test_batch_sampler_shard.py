@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
@@ -68,6 +68,7 @@ def dealt(
     return result
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(1, 120),
     processes=st.integers(1, 9),
@@ -106,6 +107,7 @@ def test_all_kinds_of_samplers_are_dealt_out_alike(
             assert counted == len(batches)
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 60), processes=st.integers(1, 5), skip=st.integers(0, 9), split=st.booleans())
 def test_skipped_steps_leave_the_rest_as_it_was(length: int, processes: int, skip: int, split: bool) -> None:
     for sampler in (SequentialSampler(range(length)), Subclass(range(length))):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -46,6 +46,7 @@ class Epochs(Stream):
         return iter(range(self.epoch, self.epoch + self.length))
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(0, 80),
     size=st.integers(1, 5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_data.plan import ShardPlan
@@ -33,6 +33,7 @@ def walked(plan: ShardPlan) -> list[list[list[int]]]:
 sizes = st.integers(min_value=0, max_value=300)
 
 
+@settings(deadline=None)
 @given(
     length=sizes,
     batch_size=st.integers(1, 9),
@@ -50,6 +51,7 @@ def test_every_process_gets_what_dealing_out_would_give_it(
         assert [plan.positions(step) for step in range(len(plan))] == batches
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(0, 100_000),
     batch_size=st.integers(1, 64),
@@ -74,6 +76,7 @@ def test_the_padding_says_how_many_samples_of_the_last_step_are_real(
     assert sum(padding.of(process) or 0 for process in range(processes)) == length % plan.step_size
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 3_000), batch_size=st.integers(1, 8), processes=st.integers(1, 10_000))
 def test_all_processes_together_see_every_sample_once_and_the_padding_beside(
     length: int, batch_size: int, processes: int
@@ -99,6 +102,7 @@ def test_nothing_left_is_no_step(length: int, start: int) -> None:
     assert len(ShardPlan(length, 2, 3, 1, start=start)) == 0
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 200), first=st.integers(1, 8), second=st.integers(1, 8), steps=st.integers(0, 5))
 def test_a_different_number_of_processes_continues_with_the_rest(
     length: int, first: int, second: int, steps: int

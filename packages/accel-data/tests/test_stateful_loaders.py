@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import random
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader, skip_first_batches
+from accel_data.seeding import SampleSeed, SeededSamples, SeededStream
 from accel_state import PartialState
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
@@ -178,6 +181,41 @@ def test_a_data_set_with_indices_and_a_state_of_its_own(
         other.load_state_dict(saved)
         assert [batch.tolist() for batch in other] == rest
         assert other.progress.padding == padding
+
+
+class Drawing(Counting):
+    """A stream that draws a number for each sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (1000 * sample + random.randrange(1000) for sample in super().__iter__())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_with_seeded_samples_goes_on_with_the_draws_of_their_positions(processes: int, workers: int) -> None:
+    def make() -> Any:
+        plain = DataLoader(Drawing(24), batch_size=2, num_workers=workers)
+        return prepared(plain, processes, seed_samples=True, data_seed=1)
+
+    loader = make()
+    list(loader)
+    for steps in (1, 2, 3):
+        rest, saved = rest_and_state(loader, steps)
+        other = make()
+        other.load_state_dict(saved)
+        assert rest
+        assert [batch.tolist() for batch in other] == rest
+        saved_again = rest_and_state(other, 1)[1]
+        assert saved_again["epoch"] == saved["epoch"] + 1
+
+
+@pytest.mark.parametrize("wrapped", [SeededSamples.of(Remembering()), SeededStream.of(Counting(3), SampleSeed(1))])
+def test_a_state_is_seen_by_those_who_do_not_ask_for_attributes_made_on_demand(wrapped: Any) -> None:
+    # As `isinstance` with a protocol looks from Python 3.12 on.
+    for name in ("state_dict", "load_state_dict"):
+        assert callable(inspect.getattr_static(wrapped, name))
+    assert not hasattr(SeededSamples.of(range(3)), "state_dict")
+    assert not hasattr(SeededStream.of(range(3), SampleSeed(1)), "state_dict")
 
 
 @pytest.mark.parametrize("data", [Counting, Remembering])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_data import Padding, drop_padding
@@ -16,6 +16,7 @@ from accel_data.padding import LastOfStep, Marked, MarkingCollate
 Output = namedtuple("Output", ["logits", "label"])
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 6), processes=st.integers(1, 6), total=st.integers(0, 36), width=st.integers(1, 3))
 def test_what_is_real_stands_first_in_each_part(size: int, processes: int, total: int, width: int) -> None:
     total = min(total, size * processes)

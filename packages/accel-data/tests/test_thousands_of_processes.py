@@ -165,6 +165,7 @@ def test_a_shuffled_epoch_of_thousands(kind: str) -> None:
         assert list(shard) == part_of(whole, width, processes, index, True, False)
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 500), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**20))
 def test_seed_and_epoch_give_a_permutation(length: int, seed: int, epoch: int) -> None:
     sampler = SeedableRandomSampler(range(length), data_seed=seed)

@@ -279,8 +279,11 @@ def log() -> list[tuple[int, str, str]]:
     deadline = time.monotonic() + 30
     while "unknown" in (told := where_is_everyone()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert "unknown" not in told
     assert re.search(r"ranks? 0", told, re.IGNORECASE), told
     assert "reduce() at " in told
+    # Process 0 hosts the store from which the other one reads.
+    PartialState().wait_for_everyone()
     return [(call.number, call.operation, str(call.location)) for call in (first, second)]
 
 

@@ -45,7 +45,7 @@ class Slow:
 def test_a_child_forked_while_the_thread_works_can_end() -> None:
     store = Slow()
     watch = Watch(CallLog(), store, 0, 1)
-    assert store.asked.wait(10)
+    assert store.asked.wait(60)
     child = os.fork()
     if child == 0:
         watch.stop()
@@ -58,9 +58,9 @@ def test_a_child_forked_while_the_thread_works_can_end() -> None:
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    if not ended.wait(10):
+    if not ended.wait(60):
         os.kill(child, 9)
     store.let.set()
     watch.stop()
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert status == [0]

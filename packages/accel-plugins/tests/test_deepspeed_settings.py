@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_plugins.deepspeed import zero_init
@@ -84,6 +84,7 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
         HfDeepSpeedConfig(tmp_path)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
     try:

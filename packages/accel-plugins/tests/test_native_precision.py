@@ -147,6 +147,8 @@ def test_restoring_gives_back_the_very_forward_the_model_had() -> None:
 
 
 def test_an_autocasting_forward_compiles_as_one_graph() -> None:
+    # After several others of a process torch compiles no more.
+    torch.compiler.reset()
     model = choose("bf16", CPU).prepare(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
 

@@ -47,6 +47,14 @@ class TestCPU(DeviceSuite):
     def family(self) -> DeviceFamily:
         return CPU()
 
+    def test_memory_is_counted(self, family: DeviceFamily, device: torch.device) -> None:
+        """What a process holds may become less at any time, as its libraries and the system give memory back."""
+        pytest.importorskip("psutil")
+        assert 0 <= family.free_memory() <= family.total_memory()
+        before = family.used_memory()
+        held = torch.ones(16 * 2**20)
+        assert before + held.nbytes // 2 <= family.used_memory() <= family.total_memory()
+
 
 @simulated
 class TestSimulated(DeviceSuite):

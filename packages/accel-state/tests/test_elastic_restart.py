@@ -14,7 +14,7 @@ import os, signal, sys
 import torch
 from accel_state import PartialState
 
-state = PartialState(cpu=True, timeout=30)
+state = PartialState(cpu=True, timeout=60)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 for step in range(5):
     total = torch.ones(1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accel_state import PartialState
 from accel_state.errors import CollectiveError, SettingError
-from accel_state.testing.processes import Processes, free_port
+from accel_state.testing.processes import Processes
 
 
 @pytest.fixture(scope="module")
@@ -28,31 +28,42 @@ def three() -> Iterator[Processes]:
         yield group
 
 
-def start_as(ranks: list[int], world_size: int, timeout: float) -> str:
+def come() -> None:
+    PartialState(cpu=True)
+
+
+def started(group: Processes) -> Processes:
+    """Processes that have loaded all they need, so that they come at nearly the same time."""
+    group.run(come)
+    return group
+
+
+def start_as(ranks: list[int], world_size: int, timeouts: list[float]) -> str:
     """Become the rank that the list has for this process, and say what went wrong."""
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(ranks[int(os.environ["RANK"])])
+    number = int(os.environ["RANK"])
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(ranks[number])
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     try:
-        PartialState(cpu=True, timeout=timeout)
+        PartialState(cpu=True, timeout=timeouts[number])
     except (SettingError, CollectiveError) as error:
         return f"{type(error).__name__}: {error}"
     return "met"
 
 
 def test_a_rank_that_was_given_twice_is_told_to_everybody(three: Processes) -> None:
-    for told in three.run(start_as, [0, 1, 1], 3, 30.0):
+    for told in three.run(start_as, [0, 1, 1], 3, [60.0] * 3):
         assert told.startswith("SettingError")
         assert "Two processes were started as rank 1" in told
 
 
 def test_rank_0_given_twice_finds_its_port_in_use(two: Processes) -> None:
-    told = two.run(start_as, [0, 0], 2, 3.0)
+    told = started(two).run(start_as, [0, 0], 2, [6.0, 6.0])
     assert any("a second process that was started as rank 0" in text for text in told)
     assert all(text.startswith("CollectiveError") for text in told)
 
 
 def test_a_process_that_never_comes(two: Processes) -> None:
-    for told in two.run(start_as, [0, 1], 3, 1.5):
+    for told in two.run(start_as, [0, 1], 3, [1.5, 1.5]):
         assert told.startswith("CollectiveError")
         assert "of 3 wanted to meet the others" in told
 
@@ -60,7 +71,7 @@ def test_a_process_that_never_comes(two: Processes) -> None:
 def test_a_process_that_never_comes_is_named_where_the_store_is_there_without_it(two: Processes) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for told in two.run(start_as, [0, 2], 3, 2.0, environment=agent):
+    for told in started(two).run(start_as, [0, 2], 3, [6.0, 6.0], environment=agent):
         assert told.startswith("CollectiveError")
         assert "these had not come: 1." in told
 
@@ -70,21 +81,25 @@ def test_a_port_that_another_program_holds(two: Processes) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         place = {"MASTER_PORT": str(taken.getsockname()[1])}
-        first, second = two.run(start_as, [0, 1], 2, 1.0, environment=place)
+        first, second = two.run(start_as, [0, 1], 2, [60.0, 1.0], environment=place)
     assert "the port is in use" in first
     assert second.startswith("CollectiveError")
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
 def test_an_address_at_which_nobody_listens(two: Processes, address: str) -> None:
-    place = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
-    for told in two.run(start_as, [1, 1], 2, 2.0, environment=place):
+    # Nobody else is given a port that is held, and nobody listens on it.
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": address, "MASTER_PORT": str(held.getsockname()[1])}
+        found = two.run(start_as, [1, 1], 2, [2.0, 2.0], environment=place)
+    for told in found:
         assert told.startswith("CollectiveError")
         assert f"{address}:{place['MASTER_PORT']}" in told
 
 
 def leave_a_key(old: str | None) -> tuple[bool, str]:
-    state = PartialState(cpu=True, timeout=20)
+    state = PartialState(cpu=True, timeout=60)
     store = state._process.transport.store()
     assert store is not None
     seen = old is not None and store.check([old])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from accel_state import AcceleratorState, DistributedType, InitProcessGroupKwarg
 from accel_state.errors import CollectiveError, Conflict, NotReady, SettingError, ShapeMismatch, UnknownKind
 from accel_state.split import split_inputs
 from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes, ProcessesFailed, free_port
+from accel_state.testing.processes import Processes, ProcessesFailed
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +206,12 @@ def meet_nobody() -> str:
 
 
 def test_an_address_where_nobody_answers(two: Processes) -> None:
-    place = {"MASTER_PORT": str(free_port()), "RANK": "1"}
-    for message in two.run(meet_nobody, environment=place):
+    # Nobody else is given a port that is held, and nobody answers on it before it is listened on.
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        place = {"MASTER_PORT": str(held.getsockname()[1]), "RANK": "1"}
+        told = two.run(meet_nobody, environment=place)
+    for message in told:
         assert place["MASTER_PORT"] in message
         assert "did not meet" in message
 

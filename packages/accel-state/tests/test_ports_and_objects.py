@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -45,10 +46,15 @@ def test_ports_that_are_none(port: Any) -> None:
 
 
 def test_a_free_port_can_be_listened_on() -> None:
-    port = get_free_port()
-    assert not is_port_in_use(port)
-    with socket.socket() as listening:
-        listening.bind(("", port))
+    def can_be_listened_on(port: int) -> bool:
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("", port))
+            return True
+        return False
+
+    # Another program of this machine may be given the port meanwhile, but not every time.
+    ports = (get_free_port() for _ in range(20))
+    assert any(not is_port_in_use(port) and can_be_listened_on(port) for port in ports)
 
 
 def test_reserved_ports_differ_until_they_are_given_back() -> None:

@@ -32,7 +32,7 @@ def two() -> Iterator[Processes]:
 
 
 def joined() -> Transport:
-    return PartialState(cpu=True, timeout=20)._process.transport
+    return PartialState(cpu=True, timeout=100)._process.transport
 
 
 def value(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:

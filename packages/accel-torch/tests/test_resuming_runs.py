@@ -22,7 +22,10 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Finished, Processes, run_command
 from accel_torch import ProjectConfiguration
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals"),
+    pytest.mark.timeout(400),
+]
 
 SCRIPT = str(Path(__file__).with_name("resuming_script.py"))
 STEPS = 40
@@ -91,7 +94,7 @@ def ask_to_end(folder: Path, program: list[str], number: signal.Signals) -> tupl
         text=True,
         env=environment,
     ) as process:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 110
         while not all((folder / f"losses_{rank}").exists() for rank in range(2)) and time.monotonic() < until:
             time.sleep(0.05)
         process.send_signal(number)

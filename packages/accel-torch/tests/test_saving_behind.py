@@ -234,7 +234,7 @@ def test_the_end_of_the_program_completes_a_save_or_says_that_it_failed(tmp_path
         [sys.executable, "-c", SCRIPT, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

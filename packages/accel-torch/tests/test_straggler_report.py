@@ -56,8 +56,10 @@ class Slow(Dataset[torch.Tensor]):
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with Processes(2) as group:
+        # Importing takes each process as long as it takes, and in the first run the other waits for it.
+        group.run(told, str(tmp_path_factory.mktemp("first") / "checkpoint"), -1)
         yield group
 
 
@@ -67,7 +69,7 @@ def told(folder: str, slow: int) -> dict[str, float]:
     accelerator.init_trackers("run")
     model: Any = nn.Linear(64, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = Slow(0.15 if accelerator.process_index == slow else 0.0)
+    data = Slow(0.3 if accelerator.process_index == slow else 0.0)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
     for inputs in loader:
         accelerator.backward(model(inputs).mean())

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,9 +17,15 @@ from accel_state.errors import Missing
 from accelerate.installation import check_files, foreign_files
 
 
+def copy_of(package: ModuleType, folder: Path) -> Path:
+    """A copy of a package's sources; other tests may be compiling its modules meanwhile."""
+    source, compiled = Path(str(package.__file__)).parent, shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(source, folder, ignore=compiled, dirs_exist_ok=True))
+
+
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(Path(str(accelerate.__file__)).parent, tmp_path / "accelerate"))
+    return copy_of(accelerate, tmp_path / "accelerate")
 
 
 def test_our_own_files_are_known(copied: Path) -> None:
@@ -79,7 +86,7 @@ def test_ours_over_the_original_is_found_by_what_stayed_behind(tmp_path: Path) -
     for name, text in before.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    shutil.copytree(Path(str(accelerate.__file__)).parent, folder, dirs_exist_ok=True)
+    copy_of(accelerate, folder)
     done = imported("from accelerate.state import PartialState", tmp_path)
     assert done.returncode != 0
     assert "files of another accelerate: test_utils/" in done.stderr
@@ -89,7 +96,7 @@ def test_ours_over_the_original_is_found_by_what_stayed_behind(tmp_path: Path) -
 
 
 def test_an_older_package_below_is_named_with_how_to_reinstall(tmp_path: Path) -> None:
-    older = Path(shutil.copytree(Path(str(accel_ops.__file__)).parent, tmp_path / "accel_ops"))
+    older = copy_of(accel_ops, tmp_path / "accel_ops")
     tree = older / "tree.py"
     tree.write_text(tree.read_text(encoding="utf-8").replace("is_namedtuple", "is_tuple_with_names"), encoding="utf-8")
     done = imported("from accelerate.utils import is_namedtuple", tmp_path)

@@ -146,7 +146,7 @@ def divide_stream(
     generator = generator if isinstance(generator, torch.Generator) else None
     sample_seed = _sample_seed(part, shuffling)
     if sample_seed is not None:
-        loader = rebuilt(loader, dataset=SeededStream(loader.dataset, sample_seed))
+        loader = rebuilt(loader, dataset=SeededStream.of(loader.dataset, sample_seed))
     if part.processes == 1:
         return StreamSource(loader, 1, batch_size or 1), generator
     kind = ResumableShard if has_state(loader) else IterableDatasetShard

@@ -73,7 +73,7 @@ class MapSource:
         else:
             changes["batch_sampler"] = indices
         if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
-            changes["dataset"] = SeededSamples(base.dataset)
+            changes["dataset"] = SeededSamples.of(base.dataset)
         return cls(rebuilt(base, **changes), shard, sample_seed)
 
     @property

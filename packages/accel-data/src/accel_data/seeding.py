@@ -7,9 +7,10 @@ costs some tens of microseconds for a sample.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -109,6 +110,11 @@ class SeededSamples(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
+    @classmethod
+    def of(cls, dataset: Any) -> SeededSamples:
+        """The kind that tells its state if the data set does."""
+        return ResumableSamples(dataset) if _has_state(dataset) else cls(dataset)
+
     def __getitem__(self, index: Any) -> Any:
         if type(index) is not tuple:
             return self.dataset[index]
@@ -126,6 +132,18 @@ class SeededSamples(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
+class ResumableSamples(SeededSamples):
+    """The same of a data set with a state of its own, defined here: from Python 3.12 on torchdata sees no other."""
+
+    def state_dict(self) -> Any:
+        """That of the data set."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Let the data set go back to a state."""
+        self.dataset.load_state_dict(state_dict)
+
+
 class SeededStream(IterableDataset[Any]):
     """A stream whose samples are read with generators seeded for their position in it.
 
@@ -137,6 +155,12 @@ class SeededStream(IterableDataset[Any]):
     def __init__(self, dataset: Any, sample_seed: SampleSeed) -> None:
         self.dataset = dataset
         self.sample_seed = sample_seed
+        self._start = self._read = 0
+
+    @classmethod
+    def of(cls, dataset: Any, sample_seed: SampleSeed) -> SeededStream:
+        """The kind that tells its state if the stream does."""
+        return (ResumableStream if _has_state(dataset) else cls)(dataset, sample_seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Seed as in epoch number `epoch`, and tell the stream, or seed the generator it has."""
@@ -147,17 +171,17 @@ class SeededStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        place, position = (0 if worker is None else worker.id), 0
-        samples = None
-        while True:
+        place, samples = (0 if worker is None else worker.id), None
+        self._read, self._start = self._start, 0
+        for position in itertools.count(self._read):
             with SeededBlock(self.sample_seed.key(place, position)):
                 try:
                     samples = iter(self.dataset) if samples is None else samples
                     sample = next(samples)
                 except StopIteration:
                     return
+            self._read = position + 1
             yield sample
-            position += 1
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -166,3 +190,20 @@ class SeededStream(IterableDataset[Any]):
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+
+class ResumableStream(SeededStream):
+    """The same of a stream with a state of its own; how many samples were read belongs to it, since it seeds them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, and how many samples were read."""
+        return {"stream": self.dataset.state_dict(), "read": self._read}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from there."""
+        self.dataset.load_state_dict(state_dict["stream"])
+        self._start = state_dict["read"]
+
+
+def _has_state(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

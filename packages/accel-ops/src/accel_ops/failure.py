@@ -21,6 +21,9 @@ __all__ = ("explain",)
 _LONGEST_WAIT: Final = 8.0
 """Seconds that the others, on a machine that is busy, are given to say where they are."""
 
+_GLANCE: Final = 0.05
+"""Seconds between two looks whether this process was asked to end."""
+
 _REMEDY: Final = (
     "Look at the processes that are gone or elsewhere. If one only needs longer, raise the timeout in "
     "InitProcessGroupKwargs."
@@ -40,21 +43,21 @@ def explain(error: BaseException, call: Call | None, rank: int, world_size: int,
         world_size: number of processes.
         watch: what reads where the others are.
     """
-    watch.ask()
-    with _termination_put_off() as ended:
-        report = _report(error, call, rank, world_size, _answers(watch, world_size, ended))
-        if ended.is_set():
-            sys.stderr.write(f"{report}\n")
-            sys.stderr.flush()
+    with _termination_put_off() as end:
+        watch.ask()
+        report = _report(error, call, rank, world_size, _answers(watch, world_size, end))
+        end.last_words = f"{report}\n"
     return report
 
 
-def _answers(watch: Watch, world_size: int, ended: threading.Event) -> Picture:
+def _answers(watch: Watch, world_size: int, end: _End) -> Picture:
     """Where all are, once they have said so or cannot; at the latest when time is up or this process is ended."""
     deadline = time.monotonic() + _LONGEST_WAIT
-    ended.wait(TICK)
+    end.wait(TICK)
     while True:
-        hurried = ended.wait(TICK / 2)
+        # What they answered is overwritten by what they publish a tick later, which may be before it is read.
+        watch.ask()
+        hurried = end.wait(TICK / 2)
         picture = watch.picture()
         if hurried or not picture.fresh or all_told(picture.sightings, world_size) or time.monotonic() > deadline:
             return picture
@@ -78,25 +81,48 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
 
 
+class _End:
+    """Whether this process was asked to end, and what it prints before it does.
+
+    The signal's handler interrupts the thread that waits, so both use a plain value: an event has a lock, for which
+    the handler could wait without end.
+    """
+
+    __slots__ = ("asked", "last_words")
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.last_words = ""
+
+    def note(self, number: int, frame: Any) -> None:
+        """The handler of the signal."""
+        self.asked = True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, but no longer than until the process is asked to end; whether it was."""
+        deadline = time.monotonic() + seconds
+        while not self.asked and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _GLANCE))
+        return self.asked
+
+
 @contextmanager
-def _termination_put_off() -> Iterator[threading.Event]:
-    """Set the event instead of ending on SIGTERM, and end when the block is left.
+def _termination_put_off() -> Iterator[_End]:
+    """Take note of SIGTERM instead of ending, and end when the block is left.
 
     A handler that the script installed is left in place.
     """
-    asked = threading.Event()
+    end = _End()
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not mine:
-        yield asked
+        yield end
         return
-
-    def note(number: int, frame: Any) -> None:
-        asked.set()
-
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGTERM, end.note)
     try:
-        yield asked
+        yield end
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if asked.is_set():
+        if end.asked:
+            sys.stderr.write(end.last_words)
+            sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGTERM)

@@ -25,6 +25,9 @@ _NAMES: Final = frozenset(
         ("builtins", "list"),
         ("pathlib", "PosixPath"),
         ("pathlib", "WindowsPath"),
+        # Where Python 3.13 has them.
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "WindowsPath"),
     }
 )
 

@@ -14,15 +14,26 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.allowed import check_metadata
 from accel_state.errors import AccelError, CheckpointError
 
-__all__ = ("check_objects", "names_in", "read_into", "read_whole")
+__all__ = ("PortableWriter", "check_objects", "names_in", "read_into", "read_whole")
+
+
+class PortableWriter(FileSystemWriter):
+    """Notes as text where shards lie: a path that is pickled on one system or Python may not be read on another."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What stands in the `.metadata` besides the tensors."""
+        meta = super().storage_meta()
+        if meta is not None:
+            meta.checkpoint_id = str(meta.checkpoint_id)
+        return meta
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):

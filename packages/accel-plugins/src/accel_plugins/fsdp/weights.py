@@ -33,7 +33,7 @@ from accel_plugins.checkpoint.files import (
     weights_name,
 )
 from accel_plugins.checkpoint.optimizer_names import by_name, names_parameters, restart, unstepped
-from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
+from accel_plugins.checkpoint.shards import PortableWriter, names_in, read_into, read_whole
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
 from accel_state.errors import CheckpointError
@@ -95,7 +95,8 @@ def write(
             pickled.write(state, folder / _full_name(part, index))
         return
     try:
-        save_shards({part.value: state}, checkpoint_id=folder / shards_name(_STEMS[part], index), process_group=group)
+        writer = PortableWriter(folder / shards_name(_STEMS[part], index))
+        save_shards({part.value: state}, storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:  # whatever another process met comes wrapped
         raise CheckpointError(
             f"{part.value} {index} was to be saved in {folder}.",

@@ -35,6 +35,8 @@ from accel_state.testing.ports import ReservedPort
 __all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "run_command")
 
 _GRACE = 5.0
+_END = 60.0
+"""Seconds until a process that was killed, or has closed its pipe, has ended even on a busy machine."""
 
 _NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
 """What keeps the C library from asking a name server.
@@ -103,7 +105,7 @@ class Processes:
         timeout: seconds a call may take.
     """
 
-    def __init__(self, count: int, timeout: float = 60.0) -> None:
+    def __init__(self, count: int, timeout: float = 100.0) -> None:
         self.count = count
         self.timeout = timeout
         self._members: list[_Member] = []
@@ -217,7 +219,7 @@ class _Member:
             return Outcome(self.rank, value, error, output=self._printed())
         if self._reader.is_alive():
             return Outcome(self.rank, output=self._printed(), hung=True)
-        return Outcome(self.rank, exitcode=self.process.wait(_GRACE), output=self._printed())
+        return Outcome(self.rank, exitcode=self.process.wait(_END), output=self._printed())
 
     def _printed(self) -> str:
         self.output.seek(self._seen)
@@ -275,6 +277,11 @@ def run_command(
         stdout, stderr = process.communicate()
         shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
         raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
+    except BaseException:
+        # The time limit of the test itself, or an interrupt: neither the command nor its pipes live on.
+        _kill(process)
+        process.communicate()
+        raise
     return Finished(process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
 
 
@@ -302,4 +309,4 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         process.kill()
-    process.wait(_GRACE)
+    process.wait(_END)

@@ -153,7 +153,11 @@ class _Tracer:
         timer = threading.Timer(timeout, self._time_is_up)
         timer.start()
         try:
-            os.waitpid(self._pid, 0)
+            _, status = os.waitpid(self._pid, 0)
+            if os.WIFSIGNALED(status):
+                # Time was up before it came to its first stop.
+                self._ended.code = os.waitstatus_to_exitcode(status)
+                return self._ended
             syscalls.follow(self._pid)
             self._go_on(self._pid)
             while self._one_event():

@@ -1,0 +1,35 @@
+"""A command that a test runs does not outlive a test whose time limit interrupts the wait for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_state.testing.processes import run_command
+
+
+class Interrupted(Exception):
+    """Raised in the middle of a wait, as a signal's handler does it."""
+
+
+def test_an_interrupted_wait_leaves_no_command_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    communicate = subprocess.Popen.communicate
+    told: list[int] = []
+
+    def interrupted(process: subprocess.Popen[bytes], *args: Any, **options: Any) -> Any:
+        if told:
+            return communicate(process, *args, **options)
+        told.append(int(fifo.read_text()))
+        raise Interrupted
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(Interrupted):
+        run_command(["sh", "-c", f"echo $$ > {fifo}; exec sleep 600"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(told[0], 0)
