@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from accel_plugins.checkpoint import commit
 from accel_plugins.checkpoint.commit import beside, exchange, recover, staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify
+from accel_plugins.checkpoint.sealing import Sealer
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
@@ -59,6 +61,27 @@ def test_a_new_checkpoint_appears_with_a_manifest_of_all_its_files(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_save_is_completed_where_no_thread_can_be_started_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As while a program ends, from Python 3.12 on.
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    (tmp_path / "inside").mkdir()
+    for name in ("model", "inside/optimizer"):
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    sealer = Sealer()
+    sealer.begin(tmp_path / "model")
+    sealed = sealer.seal(tmp_path)
+    assert set(sealed.files) == {"model", "inside/optimizer"}
+    assert verify(tmp_path, hashes=True).good
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="was to be completed"):
+        Sealer().seal(tmp_path)
+
+
 @pytest.mark.parametrize("atomic", [True, False])
 def test_saving_over_a_name_replaces_what_saving_wrote_and_keeps_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool

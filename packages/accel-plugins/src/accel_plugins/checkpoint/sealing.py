@@ -101,7 +101,10 @@ class Sealer:
 
 @dataclass
 class _Worker:
-    """A thread that does one thing with each path it is given; a file that changed afterwards is done again."""
+    """A thread that does one thing with each path it is given; a file that changed afterwards is done again.
+
+    From Python 3.12 on no thread can be started while the program ends; the one that saves then does the work itself.
+    """
 
     work: Any
     _waiting: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
@@ -114,17 +117,29 @@ class _Worker:
         if self._asked.get(path) == stamp:
             return
         self._asked[path] = stamp
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="accel-seal", daemon=True)
-            self._thread.start()
-        self._waiting.put(path)
+        if self._thread is not None or self._has_started():
+            self._waiting.put(path)
+        else:
+            self._do(path)
+
+    def _has_started(self) -> bool:
+        thread = threading.Thread(target=self._run, name="accel-seal", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        return True
 
     def _run(self) -> None:
         while (path := self._waiting.get()) is not None:
-            try:
-                self._done[path] = self.work(path)
-            except Exception as error:  # raised again in `results`
-                self._done[path] = error
+            self._do(path)
+
+    def _do(self, path: Path) -> None:
+        try:
+            self._done[path] = self.work(path)
+        except Exception as error:  # raised again in `results`
+            self._done[path] = error
 
     def results(self, paths: list[Path]) -> dict[Path, Any]:
         """What was found, once everything is done.
