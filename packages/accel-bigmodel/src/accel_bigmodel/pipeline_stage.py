@@ -27,6 +27,21 @@ def _not_installed(error: BaseException) -> str | None:
     return None if cause is None else cause.name
 
 
+def _greet_in_one_dtype(stage: Any) -> None:
+    """Let a stage of torch 2.9, which sends its neighbours an integer, send the float that they wait for."""
+    made = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if made is None:
+        return
+
+    def operations() -> list[Any]:
+        found: list[Any] = made()
+        for operation in found:
+            operation.tensor = operation.tensor.float()
+        return found
+
+    stage._get_init_p2p_neighbors_ops = operations
+
+
 @dataclass
 class _Form:
     """How inputs or an output are built: their nesting, and their leaves, with `Tensor` in place of each tensor."""
@@ -114,6 +129,7 @@ class Stage:
                 "Give example inputs like those to come, and take branches that depend on values out of its forward.",
             ) from error
         stage = pipe.build_stage(process.rank, process.device)
+        _greet_in_one_dtype(stage)
         self.schedule = pipelining.ScheduleGPipe(stage, chunks)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
