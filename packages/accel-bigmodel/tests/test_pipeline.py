@@ -118,7 +118,7 @@ def three_stages() -> bool:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    with Processes(2) as group:
+    with Processes(2, timeout=250) as group:
         yield group
 
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_run_is_refused_on_every_process(two: Processes) -> None:
 
 
 def test_three_stages() -> None:
-    with Processes(3) as three:
+    with Processes(3, timeout=250) as three:
         assert three.run(three_stages) == [True, True, True]
 
 

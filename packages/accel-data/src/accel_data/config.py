@@ -17,7 +17,7 @@ Sharding = Literal["auto", "already", "dispatch"] | Callable[[Any, int, int], An
 
 SHARDINGS: Final = ("auto", "already", "dispatch")
 
-TORCHDATA: Final = Requirement("torchdata", versions=">=0.8", extra="accel-data[torchdata]")
+TORCHDATA: Final = Requirement("torchdata", versions=">=0.11", extra="accel-data[torchdata]")
 
 
 @dataclass
