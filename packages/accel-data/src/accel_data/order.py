@@ -23,6 +23,7 @@ __all__ = (
     "begin",
     "begin_walk",
     "decided_by_epoch",
+    "has_own_state",
     "permutation",
     "register",
     "repeatable",
@@ -210,7 +211,7 @@ def upcoming(batch_sampler: Any, sampler: Any, restored: Draw | None = None) -> 
 
 
 def _controls_itself(sampler: Any) -> bool:
-    return _has_state(sampler) or isinstance(_generator(sampler), torch.Generator)
+    return has_own_state(sampler) or isinstance(_generator(sampler), torch.Generator)
 
 
 def register(
@@ -261,7 +262,7 @@ def _walk(sampler: Iterable[int], again: Draw | None) -> tuple[Iterator[int], Dr
 
 
 def _note(sampler: Any, again: Draw | None) -> Draw:
-    if _has_state(sampler):
+    if has_own_state(sampler):
         if again is not None and again.kind == "sampler":
             sampler.load_state_dict(again.value)
         return Draw("sampler", copy.deepcopy(sampler.state_dict()))
@@ -289,8 +290,9 @@ def _generator(sampler: object) -> object:
     return getattr(sampler, "generator", None)
 
 
-def _has_state(sampler: object) -> bool:
-    return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+def has_own_state(part: object) -> bool:
+    """Whether a sampler or a data set tells its state and goes back to it."""
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 _STOCK: dict[type, Callable[[Any, Draw | None], tuple[Order | Iterator[int], Draw]]] = {

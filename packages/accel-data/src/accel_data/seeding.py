@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, get_worker_info
 
 from accel_data.iterable import seed_stream
+from accel_data.order import has_own_state
 
 __all__ = ("SampleSeed", "SeededSamples", "SeededStream", "TaggedBatches")
 
@@ -113,7 +114,7 @@ class SeededSamples(Dataset[Any]):
     @classmethod
     def of(cls, dataset: Any) -> SeededSamples:
         """The kind that tells its state if the data set does."""
-        return ResumableSamples(dataset) if _has_state(dataset) else cls(dataset)
+        return ResumableSamples(dataset) if has_own_state(dataset) else cls(dataset)
 
     def __getitem__(self, index: Any) -> Any:
         if type(index) is not tuple:
@@ -160,7 +161,7 @@ class SeededStream(IterableDataset[Any]):
     @classmethod
     def of(cls, dataset: Any, sample_seed: SampleSeed) -> SeededStream:
         """The kind that tells its state if the stream does."""
-        return (ResumableStream if _has_state(dataset) else cls)(dataset, sample_seed)
+        return (ResumableStream if has_own_state(dataset) else cls)(dataset, sample_seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Seed as in epoch number `epoch`, and tell the stream, or seed the generator it has."""
@@ -203,7 +204,3 @@ class ResumableStream(SeededStream):
         """Let the next iteration go on from there."""
         self.dataset.load_state_dict(state_dict["stream"])
         self._start = state_dict["read"]
-
-
-def _has_state(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.config import TORCHDATA
+from accel_data.order import has_own_state
 
 __all__ = ("has_state", "is_finished", "stateful_loader_class", "stateful_twin", "steps_in")
 
@@ -44,7 +45,7 @@ def has_state(loader: DataLoader[Any]) -> bool:
     dataset = loader.dataset
     if not hasattr(loader, "load_state_dict"):
         return False
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and not _loses_samples(dataset)
+    return has_own_state(dataset) and not _loses_samples(dataset)
 
 
 def _loses_samples(dataset: Any) -> bool:
