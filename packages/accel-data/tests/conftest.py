@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
+
+# Where loading processes are not forked from this one (Python 3.14 and newer), each would import it anew.
+multiprocessing.set_forkserver_preload(["torch"])
 
 Case = dict[str, Any]
 Place = tuple[tuple[str, int], ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from accel_state.testing.processes import Processes
 
 datasets = pytest.importorskip("datasets", reason="reads data sets of Hugging Face, an optional library")
 pytest.importorskip("torchdata", reason="wraps the loader of torchdata, an optional library")
+
+# As `conftest.py` does for torch.
+multiprocessing.set_forkserver_preload(["torch", "datasets"])
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 

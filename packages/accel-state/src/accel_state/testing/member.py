@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import signal
@@ -81,12 +82,16 @@ def main() -> None:
     torch.set_num_threads(1)
     # Whoever runs the tests in the background may ignore interrupts, which this process would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Where processes are not forked from this one (Python 3.14 and newer), each would import it anew.
+    multiprocessing.set_forkserver_preload(["torch"])
     calls, answers = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
     while True:
         try:
             call = pickle.load(calls)
         except EOFError:
             # Taking torch down piece by piece would last longer than most calls.
+            for child in multiprocessing.active_children():
+                child.kill()
             os._exit(0)
         value, error = _call(*call)
         sys.stdout.flush()
