@@ -6,8 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from accel_state.testing.processes import run_command
+from accel_state import PartialState
+from accel_state.testing.processes import Processes, run_command
 
 pytest.importorskip("pytest_randomly")
 
@@ -84,3 +89,17 @@ def test_tests_that_leak_pass_in_any_order_and_are_found_out_without_it(tmp_path
     assert done.stdout.count("6 passed") == 3
     assert "without it 1" in done.stdout
     assert "3 failed, 1 passed" in done.stdout
+
+
+def total_over_a_mesh(groups_before: int) -> float:
+    PartialState(cpu=True)
+    for _ in range(groups_before):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    ones = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
+    return float(ones.sum().full_tensor())
+
+
+def test_a_mesh_does_not_stand_for_an_equal_one_of_another_call() -> None:
+    with Processes(2) as two:
+        assert [two.run(total_over_a_mesh, groups) for groups in (3, 0)] == [[6.0, 6.0]] * 2

@@ -120,3 +120,11 @@ def _end() -> None:
     current.clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let DTensor forget what it has worked out: it names meshes whose groups are gone, also for equal new meshes."""
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
