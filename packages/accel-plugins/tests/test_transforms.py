@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_plugins import Context, Job, Phase, Stage, Transform, extract_model_from_parallel, is_compiled_module
 from accel_plugins.blocks import blocks_by_size, blocks_of_class, get_module_class_from_name, repeated_blocks
+from accel_plugins.bundle import Bundle
 from accel_plugins.precision import choose
 from accel_plugins.single.manifest import MANIFEST
 from accel_plugins.transform import ordered
@@ -23,7 +25,7 @@ from accel_plugins.transforms.compile import (
 )
 from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_state import PartialState, current
-from accel_state.errors import SettingError
+from accel_state.errors import NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.labels import DynamoBackend
 from accel_state.testing.fresh import fresh
@@ -104,6 +106,15 @@ def test_checkpointing_is_applied_once_copied_and_undone(context: Context) -> No
     gradients(model)
     assert [block.runs for block in model.layers] == [1, 1]
     assert all("forward" not in vars(block) for block in model.layers)
+
+
+def test_compiling_is_refused_where_torch_cannot(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torch 2.9 says on Python 3.14.
+    monkeypatch.setattr("torch._dynamo.is_dynamo_supported", lambda: False)
+    bundle = Bundle.of([Model()])
+    Compile(TorchDynamoPlugin(backend=DynamoBackend.NO)).check(bundle, context)
+    with pytest.raises(NotOffered, match=rf"EAGER was asked for(?s:.)*torch {re.escape(torch.__version__)} cannot"):
+        Compile(TorchDynamoPlugin(backend=DynamoBackend.EAGER)).check(bundle, context)
 
 
 def test_a_model_without_blocks_is_refused(context: Context) -> None:

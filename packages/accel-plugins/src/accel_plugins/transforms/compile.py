@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,9 +13,11 @@ from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.transform import Stage, Transform
 from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_plugins.wrapped.unwrap import COMPILED_IN_PLACE, extract_model_from_parallel, is_compiled_module
+from accel_state.errors import NotOffered
 from accel_state.labels import DynamoBackend
 
 if TYPE_CHECKING:
+    from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
 
 __all__ = ("Compile", "compile_regions", "compile_regions_in_place", "has_compiled_regions")
@@ -33,6 +36,18 @@ class Compile(Transform):
     def phase(self, manifest: Manifest) -> Phase:
         """Blocks are compiled before they are wrapped, whole models where the strategy wants it."""
         return Phase.BEFORE if self._config.use_regional_compilation else manifest.phase(Job.COMPILE)
+
+    def check(self, bundle: Bundle, context: Context) -> None:
+        if self._config.backend is DynamoBackend.NO:
+            return
+        dynamo: Any = torch._dynamo
+        if dynamo.is_dynamo_supported():
+            return
+        raise NotOffered(
+            f"dynamo_backend={self._config.backend.name} was asked for.",
+            f"torch {torch.__version__} cannot compile models on Python {platform.python_version()}.",
+            "Take a newer torch (on Python 3.14 the first is 2.10) or an older Python, or set dynamo_backend=NO.",
+        )
 
     def apply(self, model: Module, context: Context) -> Module:
         if self._config.backend is DynamoBackend.NO or is_compiled_module(model):
