@@ -195,7 +195,7 @@ def isolated_lowest(session: nox.Session, package: str) -> None:
 def matrix(session: nox.Session, torch: str) -> None:
     """Run the tests of the packages with one supported Python and one supported torch (a set takes 5 GB)."""
     if session.python not in SUPPORTED["torch"][torch]:
-        session.skip(f"torch {torch} is not made for Python {session.python}")
+        session.skip(f"torch {torch} is not supported with Python {session.python}")
     constraints = Path(session.create_tmp()) / "constraints.txt"
     kept = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("torch==")]
     constraints.write_text("\n".join([*kept, f"torch=={torch}"]), encoding="utf-8")

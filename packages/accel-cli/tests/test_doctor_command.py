@@ -306,12 +306,11 @@ for step in range(10**9):
 @pytest.mark.slow
 def test_a_link_that_is_cut_in_the_middle_of_a_run(cable, script):
     with ExitStack() as ending:
-        started = [
-            start_on(name, index, ["--num_processes", "2", str(script(TRAIN))]) for index, name in enumerate(cable)
-        ]
-        for process in started:
-            ending.enter_context(process)
+        started = []
+        for index, name in enumerate(cable):
+            process = ending.enter_context(start_on(name, index, ["--num_processes", "2", str(script(TRAIN))]))
             ending.callback(process.kill)
+            started.append(process)
         for process in started:
             # gloo of torch 2.9 tells of its connections before.
             lines = iter(process.stdout.readline, "")

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -126,5 +126,8 @@ def _end() -> None:
 def _forget_meshes() -> None:
     """Let DTensor forget what it has worked out: it names meshes whose groups are gone, also for equal new meshes."""
     tensor: Any = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None:
+    if tensor is None:
+        return
+    # A torch that keeps it elsewhere is not refused: what it does then shows in the tests of this module.
+    with suppress(AttributeError):
         tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
