@@ -48,3 +48,18 @@ def test_a_loss_or_a_missing_sweep_is_noticed() -> None:
     ]
     never = {**well, names[1]: faults.Tally("a fault")}
     assert reliability.problems(reliability.document(never)) == [f"{names[1]}: [0, 0, 0]"]
+
+
+def test_some_sweeps_can_run_again_while_the_other_rows_stay() -> None:
+    name, other = list(reliability.SWEEPS)[:2]
+    tallies = {name: faults.Tally("a fault", 3, 2, ["it was gone"]), other: faults.Tally("another", 4, 4)}
+    read = reliability.recorded(reliability.document(tallies))
+
+    assert {row: (one.kind, one.injected, one.survived, len(one.lost)) for row, one in read.items()} == {
+        name: ("a fault", 3, 2, 1),
+        other: ("another", 4, 4, 0),
+    }
+    assert reliability.selected(None) == list(reliability.SWEEPS)
+    assert reliability.selected([name]) == [name]
+    with pytest.raises(SystemExit, match="No sweep has 'nothing of the kind'"):
+        reliability.selected(["nothing of the kind"])

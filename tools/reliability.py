@@ -1,9 +1,11 @@
 """Sweep faults over saving checkpoints and write what was found to docs/reliability.md.
 
-    python tools/reliability.py             run every sweep in full (ten minutes or more) and write the document
-    python tools/reliability.py --check     exit 1 when the document has a fault that lost something, or lacks a sweep
+    python tools/reliability.py                 run every sweep in full (ten minutes or more) and write the document
+    python tools/reliability.py --only NAME...  run the sweeps whose names contain NAME, and keep the other rows
+    python tools/reliability.py --check         exit 1 when the document records a loss, or lacks a sweep
 
-A tenth of the same sweeps is run by the tests (tests-integration/test_saving_survives_faults.py).
+A tenth of the same sweeps is run by the tests (tests-integration/test_saving_survives_faults.py). To add a sweep, write
+it in `tools/reliability_<topic>.py` and give it one line in `SWEEPS`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -120,6 +122,15 @@ def sweep(name: str, every: int = 1) -> faults.Tally:
         return SWEEPS[name](Path(folder), every)
 
 
+def recorded(text: str) -> dict[str, faults.Tally]:
+    """The rows of a document; what was lost is counted there and not described."""
+    found = re.finditer(r"^\| ([^|*]+) \| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    return {
+        name: faults.Tally(kind, int(injected), int(survived), ["recorded before"] * int(lost))
+        for name, kind, injected, survived, lost in (row.groups() for row in found)
+    }
+
+
 def document(tallies: Mapping[str, faults.Tally]) -> str:
     """The text of the document."""
     rows = [
@@ -136,34 +147,46 @@ def document(tallies: Mapping[str, faults.Tally]) -> str:
 
 def problems(text: str) -> list[str]:
     """What is wrong with a document: sweeps it lacks or does not know, and faults that lost something."""
-    rows = {
-        found[1].strip(): [int(number) for number in found[2].replace("|", " ").split()]
-        for found in re.finditer(r"^\| ([^|*]+)\|[^|]+\|([ \d|]+)\|$", text, re.MULTILINE)
-    }
+    rows = recorded(text)
     wrong = [f"{name}: not in the document" for name in SWEEPS if name not in rows]
     wrong += [f"{name}: no sweep of that name" for name in rows if name not in SWEEPS]
-    wrong += [f"{name}: {row}" for name, row in rows.items() if row[2] or not row[0] or row[0] != row[1]]
+    numbers = {name: [row.injected, row.survived, len(row.lost)] for name, row in rows.items()}
+    wrong += [f"{name}: {row}" for name, row in numbers.items() if row[2] or not row[0] or row[0] != row[1]]
     return wrong
+
+
+def selected(only: Sequence[str] | None) -> list[str]:
+    """The sweeps whose names contain one of some texts; all without any.
+
+    Raises:
+        SystemExit: a text is in no name.
+    """
+    unknown = [text for text in only or () if not any(text in name for name in SWEEPS)]
+    if unknown:
+        raise SystemExit(f"No sweep has {unknown[0]!r} in its name. The sweeps: " + "; ".join(SWEEPS))
+    return [name for name in SWEEPS if not only or any(text in name for text in only)]
 
 
 def main() -> int:
     """Write the document, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only look at the document")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run the sweeps whose names contain this")
     arguments = parser.parse_args()
     if arguments.check:
         wrong = problems(DOCUMENT.read_text(encoding="utf-8"))
         print("\n".join(wrong), end="\n" if wrong else "")
         return 1 if wrong else 0
-    tallies = {}
-    for name in SWEEPS:
+    tallies: dict[str, faults.Tally] = {}
+    for name in selected(arguments.only):
         begun = time.monotonic()
         tallies[name] = tally = sweep(name)
         print(
             f"{name}: {tally.injected} injected, {len(tally.lost)} lost, {time.monotonic() - begun:.0f} s", flush=True
         )
         print("".join(f"    {lost}\n" for lost in tally.lost), end="", flush=True)
-    DOCUMENT.write_text(document(tallies), encoding="utf-8")
+    known = {**recorded(DOCUMENT.read_text(encoding="utf-8")), **tallies} if arguments.only else tallies
+    DOCUMENT.write_text(document({name: known[name] for name in SWEEPS if name in known}), encoding="utf-8")
     return 1 if any(tally.lost for tally in tallies.values()) else 0
 
 
