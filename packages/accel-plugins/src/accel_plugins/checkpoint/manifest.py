@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,11 +17,33 @@ import xxhash
 
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_state.errors import CheckpointError
+from accel_state.untrusted import (
+    anything,
+    inside,
+    integer,
+    number,
+    open_regular,
+    printable,
+    read_json,
+    record,
+    table_of,
+    text,
+)
 
 __all__ = ("CheckpointManifest", "FileRecord", "Verdict", "read_manifest", "record_of", "verify", "walk")
 
 FORMAT: Final = 1
 _CHUNK: Final = 1 << 22
+_VERSIONED: Final = record({"format": integer(1)})
+_SHAPE: Final = record(
+    {
+        "files": table_of(record({"size": integer(), "xxh3_128": text("[0-9a-f]{32}")})),
+        "facts": table_of(anything),
+        "versions": table_of(text()),
+        # Until the end of the year 9999, after which no calendar here goes on.
+        "written": number(0, 253402300799),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -86,39 +109,50 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
         CheckpointError: there is one that cannot be read.
     """
     path = folder / MANIFEST_NAME
+    asked = f"Read the checkpoint {printable(folder)}."
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        version = found["format"]
-        if version > FORMAT:
+        found = read_json(path, _VERSIONED)
+        if found["format"] > FORMAT:
             raise CheckpointError(
-                f"The checkpoint {folder} was to be read.",
-                f"Its manifest has format {version}; this release knows formats up to {FORMAT}.",
+                asked,
+                f"Its manifest has format {found['format']}; this release knows formats up to {FORMAT}.",
                 "Update accel-plugins.",
             )
-        files = {str(name): FileRecord(int(r["size"]), str(r["xxh3_128"])) for name, r in found["files"].items()}
-        return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), version)
+        if fault := _SHAPE(found):
+            raise ValueError(f"It{fault}.")
+        files = {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in found["files"].items()}
+        return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"The checkpoint {folder} was to be read.",
-            f"{MANIFEST_NAME} is damaged: {type(error).__name__}: {error}",
+            asked,
+            f"{MANIFEST_NAME} is damaged. {error}",
             "Load an older checkpoint, or remove that file to load the folder unverified.",
         ) from error
 
 
 def verify(folder: Path, *, hashes: bool = False) -> Verdict:
-    """Compare a folder with its manifest: sizes always, contents with `hashes`."""
+    """Compare a folder with its manifest: sizes always, contents with `hashes`.
+
+    Whatever goes wrong meanwhile is damage: an older checkpoint can then be taken.
+    """
     try:
-        manifest = read_manifest(folder)
+        return _verify(folder, hashes)
     except CheckpointError as error:
         return Verdict(None, (error.obstacle,))
+    except Exception as error:
+        return Verdict(None, (f"It cannot be judged: {type(error).__name__}: {printable(error)}.",))
+
+
+def _verify(folder: Path, hashes: bool) -> Verdict:
+    manifest = read_manifest(folder)
     if manifest is None:
         return Verdict(None)
     damage = tuple(
         sentence
         for name, record in sorted(manifest.files.items())
-        if (sentence := _damage(folder / name, name, record, hashes)) is not None
+        if (sentence := _damage(folder, name, record, hashes)) is not None
     )
     present = {path.relative_to(folder).as_posix() for path in walk(folder)}
     return Verdict(manifest, damage, tuple(sorted(present - {*manifest.files, MANIFEST_NAME})))
@@ -134,22 +168,28 @@ def walk(folder: Path) -> Iterator[Path]:
 def record_of(path: Path) -> FileRecord:
     """Size and hash of a file."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
     return FileRecord(size, digest.hexdigest())
 
 
-def _damage(path: Path, name: str, record: FileRecord, hashes: bool) -> str | None:
+def _damage(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | None:
+    shown = printable(f"{name:.200}")
     try:
-        size = path.stat().st_size
-        if size != record.size:
-            return f"{name} has {size} bytes, and {record.size} were written."
+        path = Path(inside(folder, name))
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{shown} is not a regular file."
+        if status.st_size != record.size:
+            return f"{shown} has {status.st_size} bytes, and {record.size} were written."
         if hashes and record_of(path) != record:
-            return f"{name} has another content than was written."
+            return f"{shown} has another content than was written."
     except FileNotFoundError:
-        return f"{name} is missing."
+        return f"{shown} is missing."
+    except ValueError as error:
+        return f"{error}."
     except OSError as error:
-        return f"{name} cannot be read: {error}."
+        return f"{shown} cannot be read: {error.strerror}."
     return None

@@ -1,0 +1,317 @@
+"""Reading what somebody else wrote: bounded JSON, regular files, paths that stay in their folder, text for terminals.
+
+A checkpoint, an index or a message may be damaged or made by an attacker. Nothing here trusts its size, its depth, its
+numbers, its names or its kind of file. The functions raise OSError where a file cannot be read and ValueError where its
+content does not fit; the reader of each format turns both into its own typed error.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import ntpath
+import os
+import posixpath
+import re
+import stat
+from collections.abc import Callable, Mapping
+from io import FileIO
+from typing import Any, Final
+
+__all__ = (
+    "Shape",
+    "anything",
+    "inside",
+    "integer",
+    "list_of",
+    "number",
+    "open_regular",
+    "parse_json",
+    "printable",
+    "read_json",
+    "read_limited",
+    "record",
+    "shown",
+    "table_of",
+    "text",
+)
+
+Shape = Callable[[Any], str]
+"""What is wrong with a value, in words that follow the place of the value (" is ..."); empty when nothing is."""
+
+LIMIT: Final = 64 * 2**20
+DEPTH: Final = 64
+_DIGITS: Final = 20
+_FOLDED: Final = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """Open a file for reading, unbuffered, without ever waiting for it.
+
+    Raises:
+        OSError: there is none, or it is a folder, a device, a pipe or a socket.
+    """
+    flags = os.O_RDONLY
+    # A pipe without a writer keeps `open` waiting; a terminal would become that of this process.
+    for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY", "O_NOINHERIT"):
+        flags |= getattr(os, name, 0)
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"not a path ({error})", repr(path)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_limited(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        found = bytearray()
+        while chunk := file.read(min(limit + 1 - len(found), 2**20)):
+            found += chunk
+            if len(found) > limit:
+                raise OSError(errno.EFBIG, f"larger than the limit of {limit} bytes", os.fspath(path))
+    return bytes(found)
+
+
+def read_json(path: str | os.PathLike[str], shape: Shape | None = None, *, limit: int = LIMIT) -> Any:
+    """The value in a JSON file; `read_limited` and `parse_json` in one.
+
+    Raises:
+        OSError: see `read_limited`.
+        ValueError: see `parse_json`.
+    """
+    return parse_json(read_limited(path, limit), shape)
+
+
+def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DEPTH) -> Any:
+    """The value of a JSON text in UTF-8, read strictly.
+
+    Args:
+        shape: what the value has to be like.
+        depth: how deep arrays and objects may nest.
+
+    Raises:
+        ValueError: it is not JSON, nests deeper, holds a key twice, a number that is not finite or has more than 20
+            digits before the point, half of a surrogate pair, or a value that does not fit `shape`.
+
+    Example:
+        >>> parse_json(b'{"size": 3}', record({"size": integer()}))
+        {'size': 3}
+        >>> parse_json(b'{"size": -3}', record({"size": integer()}))
+        Traceback (most recent call last):
+        ValueError: It['size'] is -3, not an integer from 0 to 9223372036854775807.
+    """
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    try:
+        decoded = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"It is not text in UTF-8: byte {error.start} is {raw[error.start]:#04x}.") from None
+    if _nests_deeper(raw, depth):
+        raise ValueError(f"It nests deeper than {depth} levels.")
+    try:
+        value = json.loads(
+            decoded,
+            object_pairs_hook=_without_duplicates,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"It is not JSON: {error.msg} in {where}.") from None
+    if _SURROGATE.search(raw):
+        _refuse_half_surrogates(value)
+    fault = "" if shape is None else shape(value)
+    if fault:
+        raise ValueError(f"It{fault}.")
+    return value
+
+
+def _nests_deeper(raw: bytes, depth: int) -> bool:
+    """Whether brackets outside texts nest deeper; found without recursion, in one pass over the text per level."""
+    outside = b"".join(raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+    brackets = outside.translate(_FOLDED, _NO_BRACKETS)
+    for _ in range(depth):
+        outer = brackets.replace(b"[]", b"")
+        if len(outer) == len(brackets):
+            break
+        brackets = outer
+    return b"[]" in brackets or brackets.count(b"[") > depth
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"It holds the key {shown(twice)} twice in one object.")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"It holds an integer of {len(digits)} characters: {digits[:_DIGITS]}...")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"It holds the number {digits[:_DIGITS]}, which is not finite.")
+    return number
+
+
+def _refuse_half_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("It holds half of a surrogate pair, which is no character.") from None
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: as Python writes it, escaped and cut."""
+    return printable(f"{value!r:.200}")
+
+
+def anything(value: Any) -> str:
+    """Shape of every value."""
+    return ""
+
+
+def text(pattern: str | None = None) -> Shape:
+    """Shape of a text, which the regular expression has to match as a whole."""
+    compiled = None if pattern is None else re.compile(pattern)
+
+    def fault(value: Any) -> str:
+        if not isinstance(value, str):
+            return f" is {shown(value)}, not a text"
+        if compiled is not None and compiled.fullmatch(value) is None:
+            return f" is {shown(value)}, which does not match {pattern}"
+        return ""
+
+    return fault
+
+
+def integer(least: int = 0, most: int = 2**63 - 1) -> Shape:
+    """Shape of an integer in a range; true and false are none."""
+
+    def fault(value: Any) -> str:
+        fits = type(value) is int and least <= value <= most
+        return "" if fits else f" is {shown(value)}, not an integer from {least} to {most}"
+
+    return fault
+
+
+def number(least: float = -math.inf, most: float = math.inf) -> Shape:
+    """Shape of a number, with or without a point, in a range."""
+
+    def fault(value: Any) -> str:
+        fits = type(value) in (int, float) and least <= value <= most
+        return "" if fits else f" is {shown(value)}, not a number from {least} to {most}"
+
+    return fault
+
+
+def list_of(item: Shape) -> Shape:
+    """Shape of an array whose items all have one shape."""
+
+    def fault(value: Any) -> str:
+        if not isinstance(value, list):
+            return f" is {shown(value)}, not a list"
+        return next((f"[{index}]{wrong}" for index, one in enumerate(value) if (wrong := item(one))), "")
+
+    return fault
+
+
+def table_of(item: Shape, keys: Shape = anything) -> Shape:
+    """Shape of an object whose values all have one shape, and whose keys have another."""
+
+    def fault(value: Any) -> str:
+        if not isinstance(value, dict):
+            return f" is {shown(value)}, not an object"
+        for key, one in value.items():
+            if wrong := keys(key):
+                return f" has a key that{wrong}"
+            if wrong := item(one):
+                return f"[{shown(key)}]{wrong}"
+        return ""
+
+    return fault
+
+
+def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> Shape:
+    """Shape of an object with known keys; keys that are in neither table are let through unchecked."""
+    known = {**needed, **(optional or {})}
+
+    def fault(value: Any) -> str:
+        if not isinstance(value, dict):
+            return f" is {shown(value)}, not an object"
+        for key in needed:
+            if key not in value:
+                return f" has no {key!r}"
+        return next((f"[{key!r}]{bad}" for key, of in known.items() if key in value and (bad := of(value[key]))), "")
+
+    return fault
+
+
+def inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False) -> str:
+    """The path of a name that a file of the folder gives, below that folder.
+
+    The name is judged by the rules of POSIX and of Windows, whichever system runs.
+
+    Args:
+        links_out: whether a link may lead out of the folder, as the download cache of the Hub has them.
+
+    Raises:
+        ValueError: the name is empty or absolute, leads out of the folder, or is no possible name of a file.
+    """
+    if not _is_relative(name):
+        raise ValueError(f"{shown(name)} is not the name of a file in or below the folder")
+    path = os.path.join(folder, name)
+    if not links_out:
+        # ".." and absolute names are excluded, so that a link alone can lead elsewhere.
+        root = os.path.realpath(folder)
+        if os.path.commonpath([root, os.path.realpath(path)]) != root:
+            raise ValueError(f"{shown(name)} is a link that leads out of the folder")
+    return path
+
+
+def _is_relative(name: Any) -> bool:
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    if ntpath.splitdrive(name)[0] or ntpath.isabs(name) or posixpath.isabs(name):
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return not {"", ".", ".."} & set(name.split("/"))
+
+
+def printable(value: object, keep: str = "") -> str:
+    r"""Text that a terminal can print: characters that control it, or that reorder the line, are escaped.
+
+    Args:
+        keep: characters that stay as they are, such as a newline.
+
+    Example:
+        >>> printable("a\x1b[2Jb")
+        'a\\x1b[2Jb'
+    """
+    found = str(value)
+    if found.isprintable():
+        return found
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in found)
