@@ -214,3 +214,37 @@ def test_a_failure_after_all_restarts(notebook):
     assert done.returncode == 1
     assert "every time" in done.stderr
     assert "LaunchError" in done.stderr
+
+
+@pytest.mark.parametrize("length", [200_000, 20_000_000])
+def test_an_error_longer_than_a_pipe_holds_is_raised_here(notebook, length):
+    done = notebook(
+        f"""
+        def work():
+            raise ValueError("x" * {length} + "end")
+        try:
+            notebook_launcher(work, num_processes=2)
+        except RuntimeError as error:
+            text = str(error)
+            print(text.count("x") >= {length}, "xend" in text, "Process" in text)
+        """
+    )
+    assert done.stdout == "True True True\n", done.stderr[-2000:]
+
+
+def test_a_process_killed_while_it_describes_its_error_is_explained(notebook):
+    done = notebook(
+        """
+        import os, signal
+        class Deadly(Exception):
+            def __str__(self):
+                os.kill(os.getpid(), signal.SIGKILL)
+        def work():
+            if os.environ["RANK"] == "0":
+                raise Deadly()
+            signal.pause()
+        notebook_launcher(work, num_processes=2)
+        """
+    )
+    assert done.returncode == 1
+    assert "Process 0 was killed by signal 9 (SIGKILL)" in done.stderr

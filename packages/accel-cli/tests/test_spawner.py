@@ -72,10 +72,13 @@ def test_the_port_can_be_listened_on_as_torchs_store_does(accel, script):
 
 
 def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, script):
-    # Held meanwhile: nobody else is dealt the port, and another launcher may hold it as well.
-    with Port() as free:
-        finished = accel("launch", "--num_processes", "2", "--main_process_port", free.number, script(PLACE))
-    assert {json.loads(line)["port"] for line in finished.stdout.splitlines()} == {str(free.number)}
+    # Bound meanwhile: nobody else is dealt the port, and the launcher may bind it as well.
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("0.0.0.0", 0))
+        free = str(bound.getsockname()[1])
+        finished = accel("launch", "--num_processes", "2", "--main_process_port", free, script(PLACE))
+    assert {json.loads(line)["port"] for line in finished.stdout.splitlines()} == {free}, finished.stderr
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -86,6 +89,20 @@ def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, sc
     assert f"(pid {os.getpid()})" in finished.stderr
     assert "0 to have a free one chosen" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_a_second_launch_with_the_port_of_a_first_is_refused_before_anybody_listens(accel, start, script):
+    with Port() as chosen:
+        port = chosen.number
+    first = start("launch", "--cpu", "--num_processes", "2", "--main_process_port", port, script(READY_THEN_WAIT))
+    first.lines(2)
+    second = accel("launch", "--cpu", "--num_processes", "2", "--main_process_port", port, script(PLACE))
+    assert (second.returncode, second.stdout) == (2, "")
+    assert f"The port is in use by python (pid {first.process.pid})." in second.stderr
+    first.process.send_signal(signal.SIGKILL)
+    first.end()
+    third = accel("launch", "--cpu", "--num_processes", "2", "--main_process_port", port, script(PLACE))
+    assert third.returncode == 0, third.stderr
 
 
 def test_a_port_is_kept_from_others_while_it_is_held():

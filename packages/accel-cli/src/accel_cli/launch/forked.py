@@ -8,11 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any, Final, NamedTuple
+from multiprocessing.connection import wait
+from typing import IO, Any, Final, NamedTuple
 
 from accel_cli.launch.report import meaning
 from accel_cli.launch.runner import PARENT_VARIABLE, follow_parent
@@ -25,9 +26,11 @@ _GRACE: Final = 10.0
 
 
 class _Forked(NamedTuple):
+    """One process; a file takes an error of any length, where a pipe would block a process that nobody reads."""
+
     rank: int
     process: Any
-    told: Connection
+    error: IO[str]
 
 
 def run_forked(
@@ -64,18 +67,20 @@ def run_forked(
 def _start(
     rank: int, function: Callable[..., Any], arguments: Sequence[Any], environment: Mapping[str, str]
 ) -> _Forked:
-    context = multiprocessing.get_context("fork")
-    told, tells = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_run, args=(function, tuple(arguments), dict(environment), tells), name=f"rank-{rank}"
+    error = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")
+    process = multiprocessing.get_context("fork").Process(
+        target=_run, args=(function, tuple(arguments), dict(environment), error), name=f"rank-{rank}"
     )
-    process.start()
-    tells.close()
-    return _Forked(rank, process, told)
+    try:
+        process.start()
+    except BaseException:
+        error.close()
+        raise
+    return _Forked(rank, process, error)
 
 
 def _run(
-    function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], tells: Connection
+    function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], record: IO[str]
 ) -> None:
     publish(environment)
     follow_parent()
@@ -85,7 +90,8 @@ def _run(
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        tells.send("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        record.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        record.flush()
         raise SystemExit(1) from None
 
 
@@ -112,21 +118,14 @@ def _watch(started: Sequence[_Forked]) -> None:
 def _raise(first: _Forked, processes: int) -> None:
     first.process.join()
     code = first.process.exitcode
-    trace = _told(first)
-    ending = f"was killed by {meaning(-code)}" if code < 0 else f"ended with exit code {code}"
+    first.error.seek(0)
+    trace = first.error.read().rstrip()
+    ending = f"was killed by {meaning(-code)}." if code < 0 else f"ended with exit code {code}."
     raise LaunchError(
         f"A function was run by {processes} processes.",
-        f"Process {first.rank} {'raised:' if trace else ending + '.'}" + (f"\n\n{trace.rstrip()}\n" if trace else ""),
+        f"Process {first.rank} {'raised:' if trace and code > 0 else ending}" + (f"\n\n{trace}\n" if trace else ""),
         "The other processes were ended. Correct the function, and launch it again.",
     )
-
-
-def _told(one: _Forked) -> str:
-    """The traceback that a process sent, or nothing."""
-    try:
-        return str(one.told.recv()) if one.told.poll() else ""
-    except EOFError:
-        return ""
 
 
 def _end(started: Sequence[_Forked]) -> None:
@@ -140,5 +139,5 @@ def _end(started: Sequence[_Forked]) -> None:
         if one.process.is_alive():
             one.process.kill()
             one.process.join()
-        one.told.close()
+        one.error.close()
         one.process.close()

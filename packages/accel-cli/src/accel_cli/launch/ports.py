@@ -2,7 +2,8 @@
 
 The launcher binds the port and does not listen on it. While it is bound the system gives it to nobody else, but the
 store of torch, which sets SO_REUSEADDR as the launcher does, may listen on it, also a second time after a process group
-was destroyed. (Linux; elsewhere the port is let go right before the processes start.)
+was destroyed. A second launcher could bind it for the same reason, so each also claims the number. (Linux; elsewhere
+the port is let go right before the processes start.)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -21,6 +23,11 @@ __all__ = ("Port", "owner_of")
 
 _CAN_BE_KEPT: Final = sys.platform.startswith("linux")
 _LISTENING: Final = "0A"
+
+_CLAIM: Final = "\0accel-port-{}"
+"""Name of the Unix socket by which one launcher of a machine claims a port; the kernel lets it go with its owner."""
+
+_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Port:
@@ -40,6 +47,12 @@ class Port:
         self.number = int(self._sockets[0].getsockname()[1])
         if not _CAN_BE_KEPT:
             self.close()
+            return
+        try:
+            self._sockets.append(_claimed(self.number))
+        except OSError as error:
+            self.close()
+            raise _refused(self.number, origin, error) from None
 
     def close(self) -> None:
         """Let the port go."""
@@ -83,6 +96,32 @@ def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.soc
     return bound
 
 
+def _claimed(number: int) -> socket.socket:
+    """The socket that claims a port."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(_CLAIM.format(number))
+        claim.listen()
+    except OSError:
+        claim.close()
+        raise
+    return claim
+
+
+def _claimant(number: int) -> str | None:
+    """The launcher that claims a port, as "name (pid 123)", where there is one."""
+    if not _CAN_BE_KEPT:
+        return None
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(_CLAIM.format(number))
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            return None
+    return _described(str(_CREDENTIALS.unpack(credentials)[0]))
+
+
 def _refused(number: int, origin: str, error: OSError | None) -> Exception:
     if not number:
         return LaunchError(
@@ -92,7 +131,7 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
         )
     asked = f"main_process_port={number} was asked for ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
-        owner = owner_of(number)
+        owner = owner_of(number) or _claimant(number)
         by = f" by {owner}" if owner else ""
         return SettingError(asked, f"The port is in use{by}.", "Give another port, or 0 to have a free one chosen.")
     return SettingError(asked, f"The port cannot be used: {error}.", "Give another port, or 0 to have one chosen.")
@@ -104,8 +143,12 @@ def owner_of(number: int) -> str | None:
     for process in filter(str.isdigit, _names("/proc") if inodes else ()):
         for descriptor in _names(f"/proc/{process}/fd"):
             if _target(f"/proc/{process}/fd/{descriptor}") in inodes:
-                return f"{_first_line(f'/proc/{process}/comm')} (pid {process})"
+                return _described(process)
     return None
+
+
+def _described(process: str) -> str:
+    return f"{_first_line(f'/proc/{process}/comm')} (pid {process})"
 
 
 def _listening(table: str, number: int) -> Iterator[str]:
