@@ -128,8 +128,10 @@ def unwrapped_and_hooked() -> dict[str, Any]:
     wrapped = bundle.models[0]
     with torch.no_grad():
         net[0].weight.fill_(current.process().rank)
+    version = net[0].weight._version
     strategy.average_parameters(wrapped)
     return {
+        "counted": net[0].weight._version > version,
         "wrapped": isinstance(wrapped, DistributedDataParallel),
         "unwrapped": strategy.unwrap(wrapped) is net and extract_model_from_parallel(wrapped) is net,
         "frozen": bundle.models[1] is frozen and strategy.unwrap(frozen) is frozen,
@@ -143,6 +145,7 @@ def unwrapped_and_hooked() -> dict[str, Any]:
 def test_models_are_wrapped_and_unwrapped_and_averaged(two: Processes) -> None:
     for rank, seen in enumerate(two.run(unwrapped_and_hooked)):
         assert seen == {
+            "counted": True,
             "wrapped": True,
             "unwrapped": True,
             "frozen": True,

@@ -76,7 +76,8 @@ class DDPStrategy(Strategy):
         return _SyncingLate(parallel)
 
     def average_parameters(self, model: Module) -> None:
-        parameters = [parameter.data for parameter in self.unwrap(model).parameters()]
+        # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
+        parameters = [parameter.detach() for parameter in self.unwrap(model).parameters()]
         for parameter, mean in zip(parameters, reduce(parameters, reduction="mean"), strict=True):
             parameter.copy_(mean)
 

@@ -81,7 +81,7 @@ class XLAStrategy(Strategy):
         """Give every process the weights of the first one."""
         if self.context.process.world_size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
-                self.context.process.transport.broadcast(tensor.data, 0).wait()
+                self.context.process.transport.broadcast(tensor.detach(), 0).wait()
 
     def unwrap(self, model: Module) -> Module:
         inner = spmd.whole(model)
@@ -127,10 +127,11 @@ class XLAStrategy(Strategy):
     def average_parameters(self, model: Module) -> None:
         process = self.context.process
         if process.world_size > 1:
-            with torch.no_grad():
-                for parameter in self.unwrap(model).parameters():
-                    process.transport.all_reduce(parameter.data).wait()
-                    parameter.data.div_(process.world_size)
+            for parameter in self.unwrap(model).parameters():
+                # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
+                mean = parameter.detach()
+                process.transport.all_reduce(mean).wait()
+                mean.div_(process.world_size)
 
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         if self.context.process.world_size == 1:
