@@ -20,6 +20,7 @@ __all__ = (
     "PluginError",
     "SettingError",
     "ShapeMismatch",
+    "StoreUnreachable",
     "UnknownKind",
 )
 
@@ -81,6 +82,10 @@ class ShapeMismatch(AccelError, ValueError):
 
 class CollectiveError(AccelError, RuntimeError):
     """Met when a collective could not be completed: a process died, hangs, or the network failed."""
+
+
+class StoreUnreachable(CollectiveError):
+    """Met when the store that the processes of a run share is gone, or did not answer before the deadline of a call."""
 
 
 class DataError(AccelError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Ports of this machine. Never loads torch."""
+"""Ports of this machine, and the secret that the processes of a run share. Never loads torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Final
 
 from accel_state.errors import SettingError
 
-__all__ = ("DEFAULT_PORT", "get_free_port", "is_port_in_use")
+__all__ = ("DEFAULT_PORT", "SECRET_VARIABLE", "get_free_port", "is_port_in_use")
 
 DEFAULT_PORT: Final = 29500
 """Where processes meet when nobody chose a port; that of torch.distributed."""
+
+SECRET_VARIABLE: Final = "ACCEL_RUN_SECRET"
+"""Holds the secret of a run, with which its processes sign what they tell each other through its store."""
 
 _LAST: Final = 65535
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 
 from accel_state.transport.base import Reduction, Transport, Work
+
+if TYPE_CHECKING:
+    from accel_state.transport.control import ControlStore
 
 __all__ = ("SHARES", "Stopwatch", "TimedSource", "TimedTransport")
 
@@ -173,6 +176,9 @@ class TimedTransport(Transport):
 
     def store(self) -> Any | None:
         return self.inner.store()
+
+    def control(self) -> ControlStore | None:
+        return self.inner.control()
 
     def close(self) -> None:
         self.inner.close()

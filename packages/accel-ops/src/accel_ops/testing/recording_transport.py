@@ -16,6 +16,7 @@ import torch
 from accel_ops.exchange import share_exchange
 from accel_state import current
 from accel_state.transport.base import Reduction, Transport, Work
+from accel_state.transport.control import ControlStore
 
 __all__ = ("Record", "RecordingTransport", "recording")
 
@@ -81,6 +82,9 @@ class RecordingTransport(Transport):
 
     def store(self) -> Any | None:
         return self.inner.store()
+
+    def control(self) -> ControlStore | None:
+        return self.inner.control()
 
     def close(self) -> None:
         self.inner.close()

@@ -9,9 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from accel_state.transport.control import ControlStore
 
 __all__ = ("DONE", "Done", "Reduction", "Transport", "Work")
 
@@ -90,6 +93,14 @@ class Transport(ABC):
     @abstractmethod
     def store(self) -> Any | None:
         """The key-value store that the processes share, or None when there is only one."""
+
+    def control(self) -> ControlStore | None:
+        """A new connection for control messages between the processes, or None when there is only one."""
+        # Loads torch.distributed, which a process alone does without.
+        from accel_state.transport.control import ControlStore
+
+        store = self.store()
+        return None if store is None else ControlStore(store, self.rank)
 
     @abstractmethod
     def close(self) -> None:

@@ -51,5 +51,8 @@ class LocalTransport(Transport):
     def store(self) -> Any | None:
         return None
 
+    def control(self) -> None:
+        return None
+
     def close(self) -> None:
         """Nothing was opened."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from accel_state.forked_garbage import keep_garbage_at_forks
 from accel_state.transport.base import Reduction, Transport, Work
+from accel_state.transport.control import ControlStore
 from accel_state.transport.forked import ForkedTransport
 from accel_state.transport.leaving import leave_at_exit
 from accel_state.transport.messages import MOST_IN_ONE_ROUND, Rounds, deal, exchange, reduce_pair, send_pair
@@ -48,8 +49,8 @@ class TorchDistTransport(Transport):
         self.timeout = timeout
         self._data = dist.new_group(timeout=timeout)
         # Each transport has keys of its own: what was told before a state was made anew is not heard afterwards.
-        prefix = f"transport{self._data.group_name}"
-        self._store = None if store is None else dist.distributed_c10d.PrefixStore(prefix, store)
+        self._scope = f"transport{self._data.group_name}"
+        self._store = None if store is None else dist.distributed_c10d.PrefixStore(self._scope, store)
         on_host = dist.get_backend(self._data) == dist.Backend.GLOO
         self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
         self._rounds = Rounds(self._header)
@@ -91,6 +92,9 @@ class TorchDistTransport(Transport):
 
     def store(self) -> Any | None:
         return self._store
+
+    def control(self) -> ControlStore | None:
+        return None if self._store is None else ControlStore(self._store, self.rank, self._scope)
 
     def close(self) -> None:
         for group in {self._data, self._header}:

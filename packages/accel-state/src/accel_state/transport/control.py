@@ -1,0 +1,395 @@
+"""Short signed messages between the processes of a run, through its store; every call keeps its deadline.
+
+A call of torch's store cannot be interrupted, and it blocks for as long as the process that hosts the store is stopped
+or cannot be reached. So each `ControlStore` has a connection of its own and a thread that uses it. A caller whose
+deadline passes leaves the thread behind; the next call opens another connection.
+
+Whoever reaches the port of the store can write to it. Messages therefore carry an HMAC under the secret of the run
+(`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and the
+message. A message that was not signed with this secret, or is older than one that was read before, is ignored and
+reported once. Without a secret, as under plain torchrun, messages are not authenticated.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hmac
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet, finalize
+
+import torch.distributed as dist
+
+from accel_state.errors import NotReady, StoreUnreachable
+from accel_state.network import SECRET_VARIABLE
+
+__all__ = ("ControlStore",)
+
+T = TypeVar("T")
+
+_logger: Final = logging.getLogger(__name__)
+
+_ANSWER: Final = 10.0
+"""Seconds that `wait` gives a single request before it tries another connection."""
+
+_DIAL: Final = timedelta(seconds=3)
+"""How long a connection is tried to be opened again, and a value that was just seen is waited for."""
+
+_MOST_LEFT: Final = 3
+"""Threads that may be left behind in requests that the store has not answered."""
+
+_MOST_BREAKS: Final = 2
+"""Connections that may break in a row before `wait` gives up: the process that hosts the store is gone."""
+
+_FIRST_PAUSE: Final = 0.001
+_LONGEST_PAUSE: Final = 0.05
+_FAREWELL: Final = 2.0
+"""Seconds that requests under way are given to end before the interpreter ends: a thread that returned from C++ later
+would abort the process (before Python 3.14)."""
+
+_FORM: Final = b"accel1"
+_DIGITS: Final = 32
+
+_sequence_lock: Final = threading.Lock()
+_last_sequence = 0
+
+
+class ControlStore:
+    """A connection to the store of a run for control messages; safe to use from several threads.
+
+    Each caller that may wait for long should have a `ControlStore` of its own: requests on one are served in turn.
+
+    Args:
+        store: the store of torch that the processes share, with the prefixes of the attempt; it is only cloned.
+        rank: index of this process, which signs its messages.
+        scope: what `store` puts before keys; part of the signature.
+        secret: secret of the run; by default that of the environment. Empty: messages are not authenticated.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> control = ControlStore(dist.HashStore(), rank=0, secret="of the run")
+        >>> control.set("greeting", b"hello", timeout=5)
+        >>> control.get_many(["greeting", "absent"], timeout=5)
+        {'greeting': b'hello'}
+        >>> control.close()
+    """
+
+    def __init__(self, store: Any, rank: int, scope: str = "", secret: str | None = None) -> None:
+        self._dialer = _Dialer(store)
+        self._rank = rank
+        self._signer = _Signer(scope, os.environ.get(SECRET_VARIABLE, "") if secret is None else secret)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._line: _Line | None = None
+        self._left: list[_Line] = []
+        self._reported = False
+
+    def set(self, key: str, value: bytes, timeout: float) -> None:
+        """Write a message, in place of this key's last one.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        signed = self._signer.sign(key, self._rank, value)
+        self._request(lambda store: store.set(key, signed), timeout)
+
+    def check(self, keys: Sequence[str], timeout: float) -> bool:
+        """Whether all keys hold something; not authenticated, so only worth a look with `get_many`.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        return self._request(lambda store: bool(store.check(list(keys))), timeout)
+
+    def get_many(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        """The authentic messages under some keys, by key; keys without one are left out. Does not wait for any.
+
+        Takes two requests where all are there, and up to two more for each key where some are not.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        raw = self._request(lambda store: _read(store, list(keys)), timeout)
+        messages = {}
+        for key, text in raw.items():
+            message = self._signer.read(key, text)
+            if message is None:
+                self._report(key)
+            else:
+                messages[key] = message
+        return messages
+
+    def wait(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        """The authentic messages under some keys, as soon as all are there or time is up; those that came by then.
+
+        A request that gets no answer is repeated on another connection.
+
+        Raises:
+            StoreUnreachable: the store is gone, or did not answer within `timeout` seconds.
+        """
+        # Part of the time is kept to find out who came.
+        until = time.monotonic() + timeout - min(2.0, timeout / 4)
+        found: dict[str, bytes] = {}
+        missing, pause, breaks = list(keys), _FIRST_PAUSE, 0
+        while missing:
+            left = until - time.monotonic()
+            if left <= 0:
+                return found | self.get_many(missing, min(2.0, timeout / 4))
+            try:
+                if self.check(missing, min(left, _ANSWER)):
+                    found |= self.get_many(missing, min(left, _ANSWER))
+                    missing = [key for key in keys if key not in found]
+                breaks = 0
+            except StoreUnreachable as error:
+                breaks = breaks + 1 if error.__cause__ is not None else 0
+                if breaks == _MOST_BREAKS:
+                    raise
+            if missing:
+                time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return found
+
+    def delete(self, keys: Iterable[str], timeout: float) -> None:
+        """Remove keys, whether they are there or not; one request each.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        gone = list(keys)
+        self._signer.forget(gone)
+
+        def remove(store: Any) -> None:
+            for key in gone:
+                store.delete_key(key)
+
+        self._request(remove, timeout)
+
+    def close(self) -> None:
+        """Let the connection go; does not wait for a request under way. The next call would open another."""
+        if os.getpid() == self._pid:
+            self._drop()
+
+    def _request(self, action: Callable[[Any], T], timeout: float) -> T:
+        if os.getpid() != self._pid:
+            raise NotReady(
+                "A message to the other processes was requested in a forked process.",
+                "The connection to the store of the run belongs to its parent.",
+                "Send messages from the processes that were launched.",
+            )
+        until = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=max(timeout, 0.0)):
+            raise _unreachable(f"An earlier request was not answered within {timeout:g} s.")
+        try:
+            self._line = line = self._line or self._open()
+            request = _Request(action)
+            line.requests.put(request)
+            try:
+                answered = request.done.wait(max(until - time.monotonic(), 0.0))
+            finally:
+                if not request.done.is_set():
+                    # Also after an interrupt: nobody knows when this connection is free again.
+                    self._left.append(line)
+                    self._drop()
+            if not answered:
+                raise _unreachable(f"It did not answer within {timeout:g} s.")
+            if isinstance(request.error, RuntimeError):
+                self._drop()
+                raise _unreachable(str(request.error).splitlines()[0]) from request.error
+        finally:
+            self._lock.release()
+        if request.error is not None:
+            raise request.error
+        answer: T = request.answer
+        return answer
+
+    def _open(self) -> _Line:
+        self._left = [line for line in self._left if line.thread.is_alive()]
+        if len(self._left) >= _MOST_LEFT:
+            raise _unreachable(f"It has not answered {len(self._left)} requests yet.")
+        try:
+            line = _Line(self._dialer)
+        except RuntimeError as error:
+            # While the interpreter ends no thread can be started.
+            raise _unreachable(str(error)) from error
+        finalize(self, line.end).atexit = False
+        return line
+
+    def _drop(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.end()
+
+    def _report(self, key: str) -> None:
+        if not self._reported:
+            self._reported = True
+            _logger.warning(
+                "Ignored a message in the store of this run, under %r: it was not signed with the secret of the run, "
+                "or is an old one. Some program that does not belong to the run writes to its store. Further ones are "
+                "ignored without a report.",
+                key,
+            )
+
+
+def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
+    """What is under those keys that are there."""
+    try:
+        if len(keys) > 1 and store.check(keys):
+            return dict(zip(keys, _get_all(store, keys), strict=True))
+        return {key: bytes(store.get(key)) for key in keys if store.check([key])}
+    except dist.DistStoreError:
+        # A key was deleted between the two requests; the rest is read at the next call.
+        return {}
+
+
+def _get_all(store: Any, keys: list[str]) -> list[bytes]:
+    if store.has_extended_api():
+        return [bytes(value) for value in store.multi_get(keys)]
+    return [bytes(store.get(key)) for key in keys]
+
+
+def _unreachable(obstacle: str) -> StoreUnreachable:
+    return StoreUnreachable(
+        "A message to the other processes could not be sent or read.",
+        f"The store of the run: {obstacle}",
+        "Look at the process that hosts the store (rank 0, or torchrun), and at the network between the machines.",
+    )
+
+
+class _Dialer:
+    """Opens further connections to a store."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, store: Any) -> None:
+        self._source = store
+
+    def __call__(self) -> Any:
+        own = self._source.clone()
+        own.set_timeout(_DIAL)
+        # The next one is copied from this one: dialling takes as long as the time-out of the store that is copied.
+        self._source = own
+        return own
+
+
+class _Request:
+    """One call on the store, and what came of it."""
+
+    __slots__ = ("action", "answer", "done", "error")
+
+    def __init__(self, action: Callable[[Any], Any]) -> None:
+        self.action = action
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+
+class _Line:
+    """A connection and the thread that alone uses it; opened by the thread, since dialling blocks too."""
+
+    __slots__ = ("__weakref__", "requests", "thread", "under_way")
+
+    def __init__(self, dial: Callable[[], Any]) -> None:
+        self.under_way: _Request | None = None
+        self.requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, args=(dial,), name="accel-control-store", daemon=True)
+        self.thread.start()
+        _lines.add(self)
+
+    def end(self) -> None:
+        """Let the thread end after the request it is in."""
+        self.requests.put(None)
+
+    def _run(self, dial: Callable[[], Any]) -> None:
+        store: Any = None
+        while (request := self.requests.get()) is not None:
+            self.under_way = request
+            try:
+                store = dial() if store is None else store
+                request.answer = request.action(store)
+            except BaseException as error:
+                request.error = error
+            request.done.set()
+            # A request that nobody waits for any more must not keep what it refers to.
+            self.under_way = request = None
+
+
+_lines: Final[WeakSet[_Line]] = WeakSet()
+
+
+@atexit.register
+def _wait_for_requests() -> None:
+    until = time.monotonic() + _FAREWELL
+    for request in [line.under_way for line in list(_lines)]:
+        if request is not None:
+            request.done.wait(max(until - time.monotonic(), 0.0))
+
+
+class _Read(NamedTuple):
+    mac: bytes
+    rank: int
+    sequence: int
+    payload: bytes
+
+
+class _Signer:
+    """Signs messages and tells which ones are authentic and new.
+
+    Args:
+        scope: what all keys are under.
+        secret: secret of the run, or empty.
+    """
+
+    def __init__(self, scope: str, secret: str) -> None:
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        self._run = "\0".join([*(os.environ.get(name, "") for name in names), scope]).encode()
+        self._secret = secret.encode()
+        self._newest: dict[tuple[str, int], int] = {}
+
+    def sign(self, key: str, rank: int, payload: bytes) -> bytes:
+        sequence = _next_sequence()
+        return b"%s %s %d %d %s" % (_FORM, self._mac(key, rank, sequence, payload), rank, sequence, payload)
+
+    def read(self, key: str, text: bytes) -> bytes | None:
+        """The message, or None where it is not authentic or older than the newest one."""
+        message = _parse(text)
+        if message is None:
+            return None
+        known = self._mac(key, message.rank, message.sequence, message.payload)
+        if self._secret and not hmac.compare_digest(known, message.mac):
+            return None
+        writer = (key, message.rank)
+        if message.sequence < self._newest.get(writer, 0):
+            return None
+        self._newest[writer] = message.sequence
+        return message.payload
+
+    def forget(self, keys: Iterable[str]) -> None:
+        gone = set(keys)
+        self._newest = {writer: number for writer, number in self._newest.items() if writer[0] not in gone}
+
+    def _mac(self, key: str, rank: int, sequence: int, payload: bytes) -> bytes:
+        if not self._secret:
+            return b"-"
+        covered = b"\0".join([self._run, key.encode(), b"%d" % rank, b"%d" % sequence, payload])
+        return hmac.digest(self._secret, covered, "sha256").hex()[:_DIGITS].encode()
+
+
+def _parse(text: bytes) -> _Read | None:
+    parts = text.split(b" ", 4)
+    if len(parts) != 5 or parts[0] != _FORM or not (parts[2].isdigit() and parts[3].isdigit()):
+        return None
+    return _Read(parts[1], int(parts[2]), int(parts[3]), parts[4])
+
+
+def _next_sequence() -> int:
+    """A number above all that this process has used, and above those of a process that had its rank before."""
+    global _last_sequence
+    with _sequence_lock:
+        _last_sequence = max(_last_sequence + 1, time.time_ns())
+        return _last_sequence

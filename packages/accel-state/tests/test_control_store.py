@@ -1,0 +1,240 @@
+"""Control messages: signed, and with deadlines that hold whatever the host of the store does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from accel_state.errors import CollectiveError, NotReady, StoreUnreachable
+from accel_state.transport.control import ControlStore
+
+HOST = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+PATIENT = 60.0
+
+
+class Host:
+    """A process that hosts a store."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def connect(self) -> dist.Store:
+        return dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+
+    def stop(self) -> None:
+        """Returns when it has really stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.go_on()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Host]:
+    started = Host()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def host(lasting: Host) -> Iterator[Host]:
+    yield lasting
+    lasting.go_on()
+
+
+def test_messages_of_other_processes_are_read() -> None:
+    store = dist.HashStore()
+    first, second = (ControlStore(store, rank, secret="s") for rank in range(2))
+    first.set("a/0", b"zero \xff", PATIENT)
+    second.set("a/1", b"", PATIENT)
+    assert first.wait(["a/0", "a/1"], PATIENT) == {"a/0": b"zero \xff", "a/1": b""}
+    assert second.get_many(["a/1", "absent"], PATIENT) == {"a/1": b""}
+    assert second.check(["a/0", "a/1"], PATIENT)
+    second.delete(["a/0", "absent"], PATIENT)
+    assert not first.check(["a/0"], PATIENT)
+
+
+def test_wait_returns_who_came_in_time() -> None:
+    store = ControlStore(dist.HashStore(), 0, secret="s")
+    store.set("here", b"1", PATIENT)
+    assert store.wait(["here", "never"], 0.5) == {"here": b"1"}
+
+
+@pytest.mark.parametrize("forged", [b"", b"yes", b"accel1 - 1 9 yes", b"accel1 " + b"0" * 32 + b" 1 99 yes"])
+def test_unsigned_messages_are_ignored_and_reported_once(forged: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    shared = dist.HashStore()
+    shared.set("asked", forged)
+    store = ControlStore(shared, 0, secret="s")
+    with caplog.at_level(logging.WARNING):
+        assert store.get_many(["asked"], PATIENT) == {}
+        assert store.get_many(["asked"], PATIENT) == {}
+    assert len(caplog.records) == 1
+    assert "'asked'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [
+        pytest.param({"secret": "another"}, id="secret of another run"),
+        pytest.param({"secret": ""}, id="no secret"),
+        pytest.param({"secret": "s", "scope": "attempt0"}, id="another attempt"),
+    ],
+)
+def test_messages_of_other_runs_are_ignored(writer: dict[str, str]) -> None:
+    shared = dist.HashStore()
+    ControlStore(shared, 1, **writer).set("asked", b"yes", PATIENT)
+    assert ControlStore(shared, 0, secret="s", scope="attempt1").get_many(["asked"], PATIENT) == {}
+
+
+def test_messages_moved_to_another_key_are_ignored() -> None:
+    shared = dist.HashStore()
+    ControlStore(shared, 1, secret="s").set("vote/1", b"yes", PATIENT)
+    shared.set("vote/2", shared.get("vote/1"))
+    assert ControlStore(shared, 0, secret="s").get_many(["vote/1", "vote/2"], PATIENT) == {"vote/1": b"yes"}
+
+
+def test_older_messages_played_again_are_ignored() -> None:
+    shared = dist.HashStore()
+    writer, reader = ControlStore(shared, 1, secret="s"), ControlStore(shared, 0, secret="s")
+    writer.set("step", b"1", PATIENT)
+    old = shared.get("step")
+    writer.set("step", b"2", PATIENT)
+    assert reader.get_many(["step"], PATIENT) == {"step": b"2"}
+    shared.set("step", old)
+    assert reader.get_many(["step"], PATIENT) == {}
+    # A process that takes the rank of one that ended goes on after it.
+    ControlStore(shared, 1, secret="s").set("step", b"3", PATIENT)
+    assert reader.get_many(["step"], PATIENT) == {"step": b"3"}
+
+
+def test_wait_goes_past_a_forged_message() -> None:
+    shared = dist.HashStore()
+    shared.set("vote", b"forged")
+    reader, writer = ControlStore(shared, 0, secret="s"), ControlStore(shared, 1, secret="s")
+    threading.Timer(0.3, writer.set, ("vote", b"mine", PATIENT)).start()
+    assert reader.wait(["vote"], PATIENT) == {"vote": b"mine"}
+
+
+def test_processes_without_a_secret_hear_each_other() -> None:
+    shared = dist.HashStore()
+    ControlStore(shared, 1, secret="").set("vote", b"yes", PATIENT)
+    assert ControlStore(shared, 0, secret="").get_many(["vote"], PATIENT) == {"vote": b"yes"}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop a process")
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "before the first request"])
+def test_every_call_keeps_its_deadline_while_the_host_is_stopped(host: Host, connected: bool) -> None:
+    store = ControlStore(host.connect(), 0, secret="s")
+    if connected:
+        store.set("before", b"1", PATIENT)
+    host.stop()
+    calls = [
+        lambda: store.check(["before"], 0.5),
+        lambda: store.get_many(["before"], 0.5),
+        lambda: store.wait(["before"], 0.5),
+        lambda: store.delete(["before"], 0.5),
+        lambda: store.check(["before"], 0.5),
+        lambda: store.check(["before"], 0.5),
+    ]
+    begun = time.monotonic()
+    for call in calls:
+        with pytest.raises(StoreUnreachable) as caught:
+            call()
+        assert isinstance(caught.value, CollectiveError)
+        assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+    # torch's own deadline of the store is five minutes.
+    assert time.monotonic() - begun < PATIENT
+    assert sum(thread.name == "accel-control-store" for thread in threading.enumerate()) <= 4
+    host.go_on()
+    deadline = time.monotonic() + PATIENT
+    while time.monotonic() < deadline:
+        try:
+            store.set("after", b"2", 5)
+            assert store.get_many(["after"], 5) == {"after": b"2"}
+            break
+        except StoreUnreachable:
+            time.sleep(0.1)
+    else:
+        pytest.fail("the store answers again, and is not asked")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop a process")
+def test_wait_survives_a_host_that_is_stopped_for_a_while(host: Host) -> None:
+    store, other = (ControlStore(host.connect(), rank, secret="s") for rank in range(2))
+    other.set("ready", b"", PATIENT)
+    host.stop()
+    threading.Timer(1.0, host.go_on).start()
+    threading.Timer(1.5, other.set, ("vote", b"yes", PATIENT)).start()
+    assert store.wait(["vote"], PATIENT) == {"vote": b"yes"}
+
+
+def test_a_host_that_is_gone_is_reported_by_a_typed_error() -> None:
+    host = Host()
+    store = ControlStore(host.connect(), 0, secret="s")
+    store.set("before", b"1", PATIENT)
+    host.process.kill()
+    host.process.communicate()
+    with pytest.raises(StoreUnreachable):
+        store.wait(["before"], PATIENT)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_is_refused() -> None:
+    store = ControlStore(dist.HashStore(), 0, secret="s")
+    store.set("a", b"1", PATIENT)
+    child = os.fork()
+    if child == 0:
+        try:
+            store.check(["a"], PATIENT)
+        except NotReady:
+            os._exit(3)
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_process_ends_well_while_its_store_is_stopped(host: Host) -> None:
+    script = f"""
+import torch.distributed as dist
+from accel_state.errors import StoreUnreachable
+from accel_state.transport.control import ControlStore
+store = ControlStore(dist.TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False), 0, secret="s")
+store.set("a", b"1", 60)
+print("ready", flush=True)
+input()
+try:
+    store.check(["a"], 0.5)
+except StoreUnreachable:
+    print("left", flush=True)
+"""
+    ending = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert ending.stdout is not None
+    assert ending.stdout.readline() == "ready\n"
+    host.stop()
+    output, _ = ending.communicate("\n", timeout=PATIENT)
+    assert (output, ending.returncode) == ("left\n", 0)
