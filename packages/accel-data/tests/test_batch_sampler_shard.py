@@ -60,7 +60,7 @@ def dealt(
         step = order[at : at + step_size]
         if len(step) < step_size and drop_last:
             continue
-        while even and len(step) < step_size:
+        while even and processes > 1 and len(step) < step_size:
             step = step + order[: step_size - len(step)]
         for process in range(processes):
             if batch := step[process * width : (process + 1) * width]:

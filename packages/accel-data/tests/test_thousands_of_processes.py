@@ -57,7 +57,7 @@ def part_of(order: list[int], width: int, processes: int, index: int, even: bool
         if not complete and drop_last:
             break
         places = range(begin + index * width, begin + (index + 1) * width)
-        if not complete and even:
+        if not complete and even and processes > 1:
             # The last step goes on with what the first step began with, again and again.
             first = order[:step]
             parts.append([order[at] if at < len(order) else first[(at - len(order)) % len(first)] for at in places])

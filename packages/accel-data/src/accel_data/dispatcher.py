@@ -140,9 +140,11 @@ class DataLoaderDispatcher(PreparedLoader):
             progress.base = arrival.base
             progress.padding = padding = arrival.padding
             progress.end_of_dataloader = arrival.last
-            if arrival.last and padding is not None and padding.total >= 0:
-                progress.remainder = padding.total
             part = arrival.part
+            if arrival.last and padding is not None and padding.total >= 0:
+                progress.remainder = padding.total % (self.source.step_size or padding.total + 1)
+            elif arrival.last:
+                self._count_last(part)
             yield part if device is None else send_to_device(part, device, self._non_blocking)
             arrival = END if arrival.last else self._next(batches)
         return number

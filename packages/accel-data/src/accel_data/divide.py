@@ -84,8 +84,7 @@ def divide_indexed(
         if replacement is not sampler:
             below = copy.copy(below)
             below.sampler = sampler = replacement
-    # A single process has nobody to be even with.
-    shard = BatchSamplerShard(below, part.processes, part.index, part.split, part.even and part.processes > 1)
+    shard = BatchSamplerShard(below, part.processes, part.index, part.split, part.even)
     changes = {} if single or sampler is None else {"sampler": sampler}
     source = MapSource.over(loader, shard, _sample_seed(part, shuffling), **changes)
     return source, _generator_of(sampler, below)

@@ -136,7 +136,7 @@ class MapSource:
     def shortage(self) -> str | None:
         """See `Source`."""
         shard = self.shard
-        return shortage(self.length(), shard.num_processes, shard.even_batches and not shard.drop_last)
+        return shortage(self.length(), shard.num_processes, shard.pads and not shard.drop_last)
 
     def steps(self, at: Position | None) -> int | None:
         """See `Source`."""
@@ -145,14 +145,14 @@ class MapSource:
             length = length_of(shard.sampler)
             return None if length is None else len(shard.plan(length, None if at is None else at.samples))
         # Which of the batches that are cut has nothing for a process is known when they come.
-        if length_of(shard.batch_sampler) is None or (shard.split_batches and not shard.even_batches):
+        if length_of(shard.batch_sampler) is None or (shard.split_batches and not shard.pads):
             return None
         return max(shard.rounds() - (shard.skipped_steps if at is None else at.steps), 0)
 
     @property
     def pads(self) -> bool:
         """See `Source`."""
-        return self.shard.even_batches and not self.shard.walked
+        return self.shard.pads and not self.shard.walked
 
     @property
     def may_be_empty(self) -> bool:

@@ -29,7 +29,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         num_processes: number of processes.
         process_index: which of them.
         split_batches: see `batch_size`.
-        even_batches: fill up the last step with samples from the beginning.
+        even_batches: fill up the last step with samples from the beginning; a single process never fills up.
         marking: give the last sample of a step that was filled up as `accel_data.padding.LastOfStep`, for a loader that
             collates with `MarkingCollate`; and refuse a stream that has nothing for some process.
 
@@ -63,10 +63,15 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
         self.skipped_samples = 0
 
+    @property
+    def pads(self) -> bool:
+        """Whether a short last step is filled up: a single process has nobody to be even with."""
+        return self.even_batches and self.num_processes > 1
+
     def plan(self, length: int = 0) -> ShardPlan:
         """This process's part of a stream of `length` samples."""
         width = self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        start, even, drop_last = self.skipped_samples, self.even_batches, self.drop_last
+        start, even, drop_last = self.skipped_samples, self.pads, self.drop_last
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def set_epoch(self, epoch: int) -> None:

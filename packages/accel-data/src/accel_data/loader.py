@@ -108,6 +108,8 @@ class DataLoaderShard(PreparedLoader):
                 progress.end_of_dataloader = True
                 if padding is not None and padding.total >= 0:
                     progress.remainder = padding.total
+                elif progress.remainder < 0:
+                    self._count_last(batch)
             yield batch
         return number
 
@@ -140,5 +142,5 @@ def source_of(loader: DataLoader[Any]) -> Source:
     if isinstance(loader.batch_sampler, BatchSamplerShard):
         return MapSource(loader, loader.batch_sampler)
     if loader.batch_sampler is None:
-        return MapSource.over(loader, BatchSamplerShard(BatchSampler(loader.sampler, 1, False), even_batches=False))
-    return MapSource.over(loader, BatchSamplerShard(loader.batch_sampler, even_batches=False))  # type: ignore[arg-type]
+        return MapSource.over(loader, BatchSamplerShard(BatchSampler(loader.sampler, 1, False)))
+    return MapSource.over(loader, BatchSamplerShard(loader.batch_sampler))  # type: ignore[arg-type]

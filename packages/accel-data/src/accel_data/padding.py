@@ -53,7 +53,7 @@ class Padding:
         return self.counts is not None or self.total < self.batch_size * self.processes
 
 
-def drop_padding(gathered: Any, padding: Padding | None) -> Any:
+def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None = None) -> Any:
     """What was gathered from all processes at one step, without the samples that were added.
 
     Tensors hold the processes' parts one after another in their first dimension; those whose parts are no multiple of
@@ -62,19 +62,28 @@ def drop_padding(gathered: Any, padding: Padding | None) -> Any:
     Args:
         gathered: tensors in any nesting.
         padding: of the step; None when nothing was added.
+        full_batch: samples of one process in a full step. A script may repeat a value for each of them also in a
+            shorter step, as the Trainer of transformers does with a loss; such rows count as often as the process has
+            real samples.
     """
-    if not padding:
+    shortened = padding is not None and bool(full_batch) and padding.batch_size not in (0, full_batch)
+    if padding is None or not (padding or shortened):
         return gathered
-    return recursively_apply(_drop, gathered, padding)
+    return recursively_apply(_drop, gathered, padding, full_batch if shortened else None)
 
 
-def _drop(tensor: torch.Tensor, padding: Padding) -> torch.Tensor:
+def _drop(tensor: torch.Tensor, padding: Padding, full_batch: int | None) -> torch.Tensor:
     if tensor.ndim == 0 or tensor.shape[0] % padding.processes:
         return tensor
     part = tensor.shape[0] // padding.processes
-    if part == 0 or (padding.batch_size and part % padding.batch_size):
+    size = padding.batch_size
+    if full_batch and part and part % full_batch == 0:
+        size = full_batch
+    elif not padding:
         return tensor
-    rows = part // padding.batch_size if padding.batch_size else 1
+    if part == 0 or (size and part % size):
+        return tensor
+    rows = part // size if size else 1
     kept = [padding.of(process) for process in range(padding.processes)]
     if all(count is None or count * rows >= part for count in kept):
         return tensor

@@ -26,7 +26,7 @@ class Arrival:
 
     Args:
         part: its batch.
-        padding: of the step; None when nothing was added.
+        padding: see `Round`.
         last: whether the epoch ends with it.
         base: what torchdata needs to continue after it, in the main process.
     """

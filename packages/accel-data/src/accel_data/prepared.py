@@ -13,6 +13,7 @@ from accel_data.foreign import is_foreign, position_in
 from accel_data.order import Draw
 from accel_data.progress import Outlook, Position, Progress
 from accel_data.samplers import innermost_sampler
+from accel_data.slicing import samples_in
 from accel_data.sources import Source
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
 from accel_state import current
@@ -206,13 +207,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _open(self, at: Position | None) -> Iterator[Any]:
         return self.source.open(at)
 
+    def _count_last(self, batch: Any) -> None:
+        """Learn the remainder from the last batch, where one process reads all samples and no length told it before."""
+        size = self.source.step_size
+        if self.source.processes > 1 or not size or self.progress.remainder >= 0:
+            return
+        count = samples_in(batch)
+        if count is not None and count <= size:
+            self.progress.remainder = count % size
+
     def _broken_promise(self, outlook: Outlook, given: int) -> DataError | None:
         """What is wrong with the length that was reported, now that every batch was given out."""
         promised, remainder = outlook.batches, outlook.remainder
         if promised is None:
             return None
         padding, obstacle = self.progress.padding, ""
-        real = padding.total if padding is not None else 0 if self.source.pads else -1
+        real = padding.total if padding else 0 if self.source.pads else -1
         if given != promised:
             obstacle = f"It gave this process {given} batches; by its length they should have been {promised}."
         elif real >= 0 <= remainder != real:

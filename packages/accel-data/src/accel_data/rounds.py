@@ -25,7 +25,7 @@ class Round:
 
     Args:
         parts: one for each process.
-        padding: of the step; None when nothing was added.
+        padding: of a step that was cut at the end of the epoch or to which samples were added, else None.
         base: what torchdata needs to continue after it; None where a position is enough.
     """
 
@@ -72,7 +72,7 @@ def rounds(
         ends = not upcoming and failure is None
         sizes = {samples_in(batch) for batch in taken} if ends else {None}
         cuts = split or slice_fn is not None or incomplete or len(sizes) > 1
-        step = _cut_round(taken, head, processes, slice_fn) if cuts else Round(taken)
+        step = _cut_round(taken, head, processes, slice_fn, ends) if cuts else Round(taken)
         step.base = base
         yield step
     if failure is not None:
@@ -100,7 +100,7 @@ def _first_samples(taken: list[Any], processes: int) -> Any:
     return recursively_apply(torch.clone, cut(whole, 0, max(processes - 1, 1)))
 
 
-def _cut_round(taken: list[Any], head: Any, processes: int, slice_fn: SliceFunction | None) -> Round:
+def _cut_round(taken: list[Any], head: Any, processes: int, slice_fn: SliceFunction | None, ends: bool) -> Round:
     if samples_in(taken[0]) is None:
         return _single(taken, head, processes)
     whole = join(taken)
@@ -110,7 +110,7 @@ def _cut_round(taken: list[Any], head: Any, processes: int, slice_fn: SliceFunct
     filled = join([whole, cut(join(filler), 0, missing)]) if missing else whole
     width = (total + missing) // processes
     parts = [_part(filled, index, width, processes, slice_fn) for index in range(processes)]
-    return Round(parts, Padding(total, width, processes) if missing else None)
+    return Round(parts, Padding(total, width, processes) if missing or ends else None)
 
 
 def _part(whole: Any, index: int, width: int, processes: int, slice_fn: SliceFunction | None) -> Any:

@@ -79,7 +79,8 @@ class BatchSamplerShard(BatchSampler):
         num_processes: number of processes.
         process_index: which of them.
         split_batches: cut each batch into one part per process; otherwise hand whole batches round.
-        even_batches: fill up the last step with samples from the beginning, so that all processes have equal batches.
+        even_batches: fill up the last step with samples from the beginning, so that all processes have equal batches;
+            a single process never fills up.
 
     Raises:
         SettingError: a number is out of range, or a batch cannot be cut into equal parts.
@@ -124,6 +125,11 @@ class BatchSamplerShard(BatchSampler):
         return type(self.batch_sampler) is not BatchSampler
 
     @property
+    def pads(self) -> bool:
+        """Whether a short last step is filled up: a single process has nobody to be even with."""
+        return self.even_batches and self.num_processes > 1
+
+    @property
     def per_process(self) -> int | None:
         """Samples of one process in one step; None when the batch sampler has no batch size."""
         if self.batch_size is None:
@@ -150,7 +156,7 @@ class BatchSamplerShard(BatchSampler):
         """This process's part of an order of `length` samples from a position on."""
         width = self.per_process or 1
         start = self.skipped_steps * width * self.num_processes if position is None else position
-        even, drop_last = self.even_batches, self.drop_last
+        even, drop_last = self.pads, self.drop_last
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -184,7 +190,7 @@ class BatchSamplerShard(BatchSampler):
                 yield from walk_split_batches(self.batch_sampler, self.plan(0), skip)
             else:
                 processes, index = self.num_processes, self.process_index
-                even, drop_last, size = self.even_batches, self.drop_last, self.batch_size
+                even, drop_last, size = self.pads, self.drop_last, self.batch_size
                 yield from walk_batches(self.batch_sampler, processes, index, even, drop_last, size, skip)
 
     def __len__(self) -> int:
@@ -198,7 +204,7 @@ class BatchSamplerShard(BatchSampler):
         if self.split_batches:
             return whole
         rounds, rest = divmod(whole, self.num_processes)
-        return rounds + bool(rest and not self.drop_last and (self.even_batches or self.process_index < rest))
+        return rounds + bool(rest and not self.drop_last and (self.pads or self.process_index < rest))
 
 
 def _mark(steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
@@ -223,7 +229,7 @@ class SkipBatchSampler(BatchSampler):
         if isinstance(batch_sampler, BatchSamplerShard):
             self._jumping = batch_sampler.skipping(skip_batches)
         elif type(batch_sampler) is BatchSampler:
-            self._jumping = BatchSamplerShard(batch_sampler, even_batches=False).skipping(skip_batches)
+            self._jumping = BatchSamplerShard(batch_sampler).skipping(skip_batches)
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]

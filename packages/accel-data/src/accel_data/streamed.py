@@ -157,7 +157,7 @@ class StreamSource:
     def pads(self) -> bool:
         """See `Source`."""
         dataset = self.base.dataset
-        return isinstance(dataset, IterableDatasetShard) and dataset.even_batches
+        return isinstance(dataset, IterableDatasetShard) and dataset.pads
 
     @property
     def may_be_empty(self) -> bool:

@@ -38,20 +38,21 @@ def gather_for_metrics(
     loader: Any = gradient.left if gradient.active_dataloader is None else gradient.active_dataloader
     if loader is None:
         return gathered
-    padding = loader.progress.padding or _short_last_step(loader, mesh)
-    return drop_padding(gathered, padding) if tensors else _real_objects(gathered, padding)
+    padding, full_batch = loader.progress.padding, _full_batch(loader, mesh)
+    if padding is None and full_batch and loader.progress.end_of_dataloader and loader.progress.remainder > 0:
+        padding = Padding(loader.progress.remainder, full_batch, _readers(mesh))
+    return drop_padding(gathered, padding, full_batch) if tensors else _real_objects(gathered, padding)
 
 
-def _short_last_step(loader: Any, mesh: DeviceMesh | None) -> Padding | None:
-    """What is too much in results that a script filled up to the full batch, where the last step has fewer samples.
+def _full_batch(loader: Any, mesh: DeviceMesh | None) -> int | None:
+    """Samples of one process in a full step; None where batches have no size of their own."""
+    size: int | None = loader.source.step_size
+    return None if size is None else size // _readers(mesh)
 
-    A loss repeated for each sample of a full batch, as transformers does it, counts as often as there are samples.
-    """
-    progress, size = loader.progress, loader.source.step_size
-    if not (progress.end_of_dataloader and size and 0 < progress.remainder < size):
-        return None
-    processes = current.process().world_size if mesh is None else len(set(coordinates(mesh, mesh.size())))
-    return Padding(progress.remainder, size // processes, processes)
+
+def _readers(mesh: DeviceMesh | None) -> int:
+    """How many processes read different samples."""
+    return current.process().world_size if mesh is None else len(set(coordinates(mesh, mesh.size())))
 
 
 def _one_of_each(gathered: Any, mesh: DeviceMesh, tensors: bool) -> Any:
