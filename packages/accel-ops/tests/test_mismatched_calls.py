@@ -23,6 +23,8 @@ from accel_ops import (
 )
 from accel_state import PartialState
 from accel_state.errors import AccelError, SettingError, ShapeMismatch, UnknownKind
+from accel_state.logging import get_logger
+from accel_state.process import wait_for_everyone
 from accel_state.testing.processes import Processes
 
 
@@ -60,6 +62,9 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "dim": (lambda: pad_across_processes(tensor(2, 2), dim=0), lambda: pad_across_processes(tensor(2, 2), dim=1)),
     "dimensions": (lambda: pad_across_processes(tensor(2)), lambda: pad_across_processes(tensor(2, 2))),
     "scatter": (lambda: scatter(tensor(4)), lambda: gather(tensor(4))),
+    "barrier": (lambda: wait_for_everyone(), lambda: gather(tensor(2))),
+    "barrier around a block": (lambda: one_after_another(), lambda: reduce(tensor(2))),
+    "lines in the order of the ranks": (lambda: log_in_order(), lambda: wait_for_everyone()),
 }
 
 WORDS = {
@@ -71,7 +76,19 @@ WORDS = {
     "reduction": ["reduction is sum on rank", "mean on rank"],
     "length": ["length is 1 on rank", "2 on rank"],
     "dim": ["dim is 0 on rank"],
+    "barrier": ["wait_for_everyone() at ", "gather() at ", "test_mismatched_calls.py:"],
+    "barrier around a block": ["wait_for_everyone() at ", "reduce() at ", "test_mismatched_calls.py:"],
+    "lines in the order of the ranks": ["log() at ", "wait_for_everyone() at ", "test_mismatched_calls.py:"],
 }
+
+
+def one_after_another() -> None:
+    with PartialState().main_process_first():
+        pass
+
+
+def log_in_order() -> None:
+    get_logger(__name__, "INFO").info("here", main_process_only=False, in_order=True)
 
 
 def differ(name: str, known: bool) -> str:

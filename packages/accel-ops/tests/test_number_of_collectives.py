@@ -20,9 +20,9 @@ from accel_ops import (
     synchronize_rng_states,
 )
 from accel_ops.plan import LARGE
-from accel_ops.slot import HEADER, slot_size
 from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
+from accel_state.protocol.slot import HEADER, slot_size
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 

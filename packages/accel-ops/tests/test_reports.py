@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from accel_ops.call_log import CallLog, Location, locate
-from accel_ops.sightings import Sighting, describe, look, ranks
+from accel_state.hang_report.call_log import CallLog, Location, locate
+from accel_state.hang_report.sightings import Sighting, describe, look, ranks
 
 IN_GATHER = Sighting(17, "gather", "eval.py:88", True, "", "")
 IN_REDUCE = Sighting(17, "reduce", "train.py:41", True, "", "")

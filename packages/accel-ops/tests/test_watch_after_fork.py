@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from accel_ops.call_log import CallLog
-from accel_ops.watch import Watch
+from accel_state.hang_report.call_log import CallLog
+from accel_state.hang_report.watch import Watch
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from accel_state.settings.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from accel_ops.call_log import Call as Call
     from accel_ops.checked import DistributedOperationException as DistributedOperationException
     from accel_ops.checked import chained_operation as chained_operation
     from accel_ops.checked import verify_operation as verify_operation
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from accel_ops.tree import is_tensor_information as is_tensor_information
     from accel_ops.tree import is_torch_tensor as is_torch_tensor
     from accel_ops.tree import recursively_apply as recursively_apply
+    from accel_state.hang_report.call_log import Call as Call
 
 __all__ = (
     "TENSOR_INT_TO_DTYPE",
@@ -100,7 +100,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "accel_ops.call_log": ("Call",),
+        "accel_state.hang_report.call_log": ("Call",),
         "accel_ops.checked": ("DistributedOperationException", "chained_operation", "verify_operation"),
         "accel_ops.collectives": ("broadcast", "gather", "reduce"),
         "accel_ops.dtype": ("ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"),

@@ -12,82 +12,24 @@ What fails before `agree` is told to the other processes in place of it, so that
 from __future__ import annotations
 
 import struct
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
-from datetime import timedelta
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
-from accel_ops.call_log import CallLog
-from accel_ops.failure import explain
-from accel_ops.plan import Description, Plan, check_leaf, fingerprint_of, plan_for
-from accel_ops.slot import Header, Slot
+from accel_ops.plan import Plan, check_leaf, plan_for
 from accel_ops.tree import Structure, flatten, leaves_with_paths
-from accel_ops.verify import mismatch
-from accel_ops.watch import Watch
 from accel_ops.whole import is_dtensor, placement_of, whole
-from accel_state.errors import AccelError, ShapeMismatch
-from accel_state.transport.base import Transport, Work
+from accel_state.protocol.call import HeaderCall
+from accel_state.protocol.descriptions import fingerprint_of
 
-__all__ = ("CheckedCall", "Exchange", "exchange_of", "share_exchange")
-
-_SLICE: Final = timedelta(seconds=1)
-"""How long a wait lasts before Python looks up, so that a signal such as Ctrl-C is acted on."""
+__all__ = ("CheckedCall",)
 
 _HOST: Final = torch.device("cpu")
-_DIFFERENT: Final = 0
-"""The fingerprint of a process that has none, or none that counts."""
-
-_REFUSED: Final = 1
-_DESCRIBED: Final = 2
 _PLANS_KEPT: Final = 1024
 
 
-class Exchange:
-    """What is kept for the calls on one transport: slot, call log, plans, and the watch.
-
-    Args:
-        transport: how the slots travel; not kept.
-        like: the exchange of another transport between the same processes, to go on with its log.
-    """
-
-    __slots__ = ("__weakref__", "bare", "lock", "log", "plans", "slot", "watch")
-
-    def __init__(self, transport: Transport, like: Exchange | None = None) -> None:
-        self.slot = Slot(transport.world_size)
-        self.plans: dict[Hashable, Plan] = {}
-        self.bare: dict[Hashable, tuple[int, Description]] = {}
-        self.lock: threading.RLock = like.lock if like else threading.RLock()
-        self.log: CallLog = like.log if like else CallLog()
-        self.watch: Watch = like.watch if like else self._begin_watch(transport)
-
-    def _begin_watch(self, transport: Transport) -> Watch:
-        watch = Watch(self.log, transport.store(), transport.rank, transport.world_size)
-        weakref.finalize(self, watch.stop)
-        return watch
-
-
-_exchanges: weakref.WeakKeyDictionary[Transport, Exchange] = weakref.WeakKeyDictionary()
-
-
-def exchange_of(transport: Transport) -> Exchange:
-    """What is kept for a transport; made at the first call."""
-    exchange = _exchanges.get(transport)
-    if exchange is None:
-        exchange = _exchanges[transport] = Exchange(transport)
-    return exchange
-
-
-def share_exchange(transport: Transport, original: Transport) -> None:
-    """Let a transport that passes its calls on to `original` go on with the log of that one."""
-    _exchanges[transport] = Exchange(transport, like=exchange_of(original))
-
-
-class CheckedCall:
+class CheckedCall(HeaderCall):
     """One checked collective; a context manager.
 
     Args:
@@ -96,32 +38,7 @@ class CheckedCall:
         arguments: what must be equal on all processes, by name.
     """
 
-    __slots__ = ("_arguments", "_exchange", "_met", "_no_grad", "_operation", "_transport")
-
-    def __init__(self, transport: Transport, operation: str, **arguments: Any) -> None:
-        self._transport = transport
-        self._operation = operation
-        self._arguments = {name: str(value) for name, value in arguments.items()}
-        self._exchange = exchange_of(transport)
-        self._met = False
-        self._no_grad = torch.no_grad()
-
-    def __enter__(self) -> CheckedCall:
-        self._exchange.lock.acquire()
-        self._exchange.log.enter(self._operation)
-        self._no_grad.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if isinstance(error, Exception) and not self._met:
-                self._refuse(error)
-        finally:
-            self._no_grad.__exit__(kind, error, trace)
-            self._exchange.log.leave()
-            self._exchange.lock.release()
+    __slots__ = ()
 
     def plan(
         self,
@@ -188,10 +105,6 @@ class CheckedCall:
         self._meet(plan.fingerprint, plan.description, nbytes if along else 0)
         return slot.rows(nbytes) if along else None
 
-    def swap_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of all processes, which may differ in length, by rank."""
-        return self._swap(*self._bare(), data)
-
     def swap_numbers(self, plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """One number for each leaf of the plan, of all processes, by rank."""
         layout = struct.Struct(f"<{len(numbers)}q")
@@ -213,18 +126,6 @@ class CheckedCall:
         buffer = buffer.to(self._transport.device)
         self.wait([self._transport.broadcast(buffer, source)])
         return buffer.cpu().numpy().tobytes()
-
-    def wait(self, works: Iterable[Work]) -> None:
-        """Wait until data has arrived.
-
-        Raises:
-            CollectiveError: a process is gone or does not answer.
-        """
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._failure(error) from error
 
     def _whole(self, data: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """All DTensors as whole tensors, once all processes were seen to have the same: making one is a collective."""
@@ -278,73 +179,3 @@ class CheckedCall:
             for path, leaf in leaves_with_paths(data):
                 check_leaf(path, leaf, self._operation)
             raise
-
-    def _bare(self) -> tuple[int, Description]:
-        """Fingerprint and description of a call in which operation and arguments alone must be equal."""
-        bare, key = self._exchange.bare, (self._operation, *self._arguments.items())
-        found = bare.get(key)
-        if found is None:
-            if len(bare) >= _PLANS_KEPT:
-                bare.clear()
-            description = self._describe([])
-            found = bare[key] = (fingerprint_of(description), description)
-        return found
-
-    def _describe(self, leaves: list[tuple[str, str, str]]) -> Description:
-        return Description(self._operation, self._arguments, leaves)
-
-    def _swap(self, fingerprint: int, description: Description, data: bytes, flags: int = 0) -> list[bytes]:
-        slot = self._exchange.slot
-        if len(data) <= slot.capacity:
-            slot.write(data)
-        self._meet(fingerprint, description, len(data), flags)
-        lengths = slot.lengths()
-        longest = max(lengths)
-        if longest <= slot.capacity:
-            return [slot.row(rank, length) for rank, length in enumerate(lengths)]
-        given = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        received = torch.empty(len(lengths), longest, dtype=torch.uint8)
-        self.wait([self._transport.all_gather(received.view(-1), given, header=True)])
-        return [received[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
-
-    def _meet(self, fingerprint: int, description: Description, length: int, flags: int = 0) -> None:
-        """Exchange slots, and raise on every process when fingerprints or flags differ."""
-        self._met = True
-        slot, log = self._exchange.slot, self._exchange.log
-        log.fingerprint = fingerprint
-        self._wait_in_slices(slot.start(self._transport, Header(fingerprint, flags, length, log.number)))
-        if not slot.agreed():
-            raise self._difference(description)
-
-    def _difference(self, description: Description) -> AccelError:
-        """What the calls of the processes differ in; asked only after all have seen that they differ."""
-        call = self._exchange.log.last()
-        described = replace(description, location=str(call.location) if call else "")
-        rows = self._swap(_DIFFERENT, described, described.to_json(), _DESCRIBED)
-        return mismatch([Description.from_json(row) for row in rows])
-
-    def _refuse(self, error: Exception) -> None:
-        """Tell the others that this process cannot take part, so that they raise as well."""
-        if isinstance(error, AccelError):
-            reason = (error.asked, error.obstacle, error.remedy)
-        else:
-            reason = (f"{type(error).__name__}: {error}", "", "See the traceback of that process.")
-        try:
-            self._meet(_DIFFERENT, replace(self._describe([]), refusal=reason), 0, _REFUSED)
-        except ShapeMismatch:
-            return
-
-    def _wait_in_slices(self, work: Work) -> None:
-        while True:
-            try:
-                work.wait(_SLICE)
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise self._failure(error) from error
-            else:
-                return
-
-    def _failure(self, error: BaseException) -> AccelError:
-        exchange, transport = self._exchange, self._transport
-        exchange.slot.renew()
-        return explain(error, exchange.log.last(), transport.rank, transport.world_size, exchange.watch)

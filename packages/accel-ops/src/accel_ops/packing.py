@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-__all__ = ("ALIGNMENT", "Packing", "Segment", "as_bytes", "gathered_shape")
+from accel_state.protocol.slot import ALIGNMENT
 
-ALIGNMENT: Final = 16
-"""Bytes; the size of complex128, so that every dtype can be read where a segment begins."""
+__all__ = ("Packing", "Segment", "as_bytes", "gathered_shape")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

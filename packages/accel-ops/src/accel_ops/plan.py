@@ -6,55 +6,19 @@ in the order of their paths; processes whose dictionaries were filled in differe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from typing import Any, Final
 
 import torch
 
 from accel_ops.packing import Packing
 from accel_state.errors import UnknownKind
+from accel_state.protocol.descriptions import Description, fingerprint_of
 
-__all__ = ("LARGE", "Description", "Plan", "check_leaf", "fingerprint_of", "plan_for")
+__all__ = ("LARGE", "Plan", "check_leaf", "plan_for")
 
 LARGE: Final = 256 * 1024
 """Bytes above which a leaf travels by itself, straight into its final tensor; below, packing with others is quicker."""
-
-_PROTOCOL: Final = 1
-"""Version of what travels; part of every fingerprint, so that processes with different versions are told apart."""
-
-
-@dataclass(frozen=True)
-class Description:
-    """What one process called, in words; exchanged only when the fingerprints differ.
-
-    Args:
-        operation: name of the collective.
-        arguments: those that must be equal, as text by name.
-        leaves: path, shape and dtype of each leaf.
-        location: the line of the user's code.
-        refusal: why the process could not take part, in the three parts of an error; empty when it could.
-    """
-
-    operation: str
-    arguments: dict[str, str]
-    leaves: list[tuple[str, str, str]]
-    location: str = ""
-    refusal: tuple[str, str, str] | None = None
-
-    def to_json(self) -> bytes:
-        """The description as it travels."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Description:
-        """The description that `to_json` wrote."""
-        fields = json.loads(text)
-        fields["leaves"] = [tuple(leaf) for leaf in fields["leaves"]]
-        fields["refusal"] = fields["refusal"] and tuple(fields["refusal"])
-        return cls(**fields)
 
 
 class Plan:
@@ -128,12 +92,6 @@ def plan_for(
         check(path, leaf, operation)
         told.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
     return Plan(Description(operation, arguments, sorted(told)), paths, leaves, device, world_size)
-
-
-def fingerprint_of(description: Description) -> int:
-    """64 bits that are equal on all processes for equal descriptions; Python's own `hash` differs between them."""
-    text = json.dumps((_PROTOCOL, description.operation, description.arguments, description.leaves), sort_keys=True)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from accel_ops.call_log import Call
-from accel_ops.exchange import exchange_of
-from accel_ops.sightings import describe
 from accel_state import current
+from accel_state.hang_report.call_log import Call
+from accel_state.hang_report.sightings import describe
+from accel_state.protocol.call import exchange_of
 
 __all__ = ("recent_calls", "where_is_everyone")
 

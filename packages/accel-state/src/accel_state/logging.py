@@ -58,11 +58,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     def _log_in_order(
         self, level: int, msg: object, args: tuple[object, ...], kwargs: MutableMapping[str, Any]
     ) -> None:
+        from accel_state.protocol.call import meet
+
         process = current.process()
         for rank in range(process.world_size):
             if rank == process.rank:
                 self._emit(level, msg, args, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
-            process.transport.barrier()
+            meet(process.transport, "log")
 
     @functools.cache  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
+from accel_state.protocol.call import meet
 from accel_state.shared import SharedState
 from accel_state.split import split_inputs
 from accel_state.start import start_process
@@ -30,8 +31,13 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def wait_for_everyone() -> None:
-    """Return when every process has called this."""
-    current.process_or_start().transport.barrier()
+    """Return when every process has called this.
+
+    Raises:
+        ShapeMismatch: on every process, when one of them called another collective.
+        CollectiveError: a process is gone or did not come in time.
+    """
+    meet(current.process_or_start().transport, "wait_for_everyone")
 
 
 def _facts() -> dict[str, Any]:
@@ -168,8 +174,13 @@ class PartialState:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has called this."""
-        self._process.transport.barrier()
+        """Return when every process has called this.
+
+        Raises:
+            ShapeMismatch: on every process, when one of them called another collective.
+            CollectiveError: a process is gone or did not come in time.
+        """
+        meet(self._process.transport, "wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

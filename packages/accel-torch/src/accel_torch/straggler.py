@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ops import gather_object
-from accel_ops.exchange import share_exchange
 from accel_state import current
+from accel_state.protocol.call import share_exchange
 from accel_torch.stopwatch import SHARES, Stopwatch, TimedSource, TimedTransport
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ops.exchange import share_exchange
 from accel_state import current
+from accel_state.protocol.call import share_exchange
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.control import ControlStore
 

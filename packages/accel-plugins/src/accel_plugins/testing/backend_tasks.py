@@ -17,6 +17,7 @@ from accel_plugins.testing.reference_loop import Case, Plain, Session, Small, ba
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState
+from accel_state.protocol.call import meet
 
 Answer = dict[str, Any]
 
@@ -283,7 +284,7 @@ def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
         if saves:
             target = Path(folder, str(number))
             target.mkdir(exist_ok=True)
-            session.process.transport.barrier()
+            meet(session.process.transport, "wait_for_everyone")
             session.save(target)
     return {"losses": losses}
 

@@ -32,6 +32,7 @@ from accel_state import current
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
+from accel_state.protocol.call import meet
 
 __all__ = ("Case", "Plain", "Session", "Small", "batches", "make_model", "make_optimizer")
 
@@ -223,7 +224,7 @@ class Session:
     def save(self, folder: Path, step: int = 0) -> None:
         """Write a checkpoint."""
         save_folder(folder, self._contents(), self.strategy, self.process, step=step)
-        self.process.transport.barrier()
+        meet(self.process.transport, "wait_for_everyone")
 
     def load(self, folder: Path) -> int:
         """Read a checkpoint; the step it was written at."""

@@ -88,7 +88,11 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every process has called this."""
+        """Return when every process has called this.
+
+        Nothing checks that the others do: `accel_state.protocol.call.meet` does, and is what a run calls once it has
+        begun.
+        """
 
     @abstractmethod
     def store(self) -> Any | None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from accel_ops.call_log import Call
-from accel_ops.sightings import all_told, describe
-from accel_ops.watch import TICK, Picture, Watch
 from accel_state.errors import CollectiveError
+from accel_state.hang_report.call_log import Call
+from accel_state.hang_report.sightings import all_told, describe
+from accel_state.hang_report.watch import TICK, Picture, Watch
 
 __all__ = ("explain",)
 

@@ -12,11 +12,10 @@ import threading
 from dataclasses import dataclass
 from typing import Final
 
-from accel_ops.call_log import OURS, Location, locate
+from accel_state.hang_report.call_log import LIBRARIES, Location, locate
 
 __all__ = ("Place", "main_thread_place")
 
-_LIBRARIES: Final = OURS | {"torch", "contextlib", "functools", "threading", "typing_extensions"}
 _DECORATORS: Final = frozenset({"wrapper", "wrapped", "inner", "decorate_context"})
 """Functions around the one whose name says something."""
 
@@ -41,7 +40,7 @@ def main_thread_place() -> Place | None:
     try:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         inside = ""
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
             name = frame.f_code.co_name
             inside = inside if name in _DECORATORS and inside else name
             frame = frame.f_back

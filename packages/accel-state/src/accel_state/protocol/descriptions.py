@@ -1,15 +1,20 @@
-"""Saying in words how the calls of the processes differ."""
+"""What each process called, what of it must be equal, and how the calls differ in words."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Final
 
-from accel_ops.plan import Description
-from accel_ops.sightings import ranks
 from accel_state.errors import ShapeMismatch
+from accel_state.hang_report.sightings import ranks
 
-__all__ = ("mismatch",)
+__all__ = ("Description", "fingerprint_of", "mismatch")
+
+_PROTOCOL: Final = 1
+"""Version of what travels; part of every fingerprint, so that processes with different versions are told apart."""
 
 _MOST_LEAVES: Final = 5
 _ABSENT: Final = "absent"
@@ -19,6 +24,43 @@ _SAME_CALL: Final = (
     "cause."
 )
 _PAD: Final = "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one process called, in words; exchanged only when the fingerprints differ.
+
+    Args:
+        operation: name of the collective.
+        arguments: those that must be equal, as text by name.
+        leaves: path, shape and dtype of each leaf.
+        location: the line of the user's code.
+        refusal: why the process could not take part, in the three parts of an error; empty when it could.
+    """
+
+    operation: str
+    arguments: dict[str, str]
+    leaves: list[tuple[str, str, str]]
+    location: str = ""
+    refusal: tuple[str, str, str] | None = None
+
+    def to_json(self) -> bytes:
+        """The description as it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Description:
+        """The description that `to_json` wrote."""
+        fields = json.loads(text)
+        fields["leaves"] = [tuple(leaf) for leaf in fields["leaves"]]
+        fields["refusal"] = fields["refusal"] and tuple(fields["refusal"])
+        return cls(**fields)
+
+
+def fingerprint_of(description: Description) -> int:
+    """64 bits that are equal on all processes for equal descriptions; Python's own `hash` differs between them."""
+    text = json.dumps((_PROTOCOL, description.operation, description.arguments, description.leaves), sort_keys=True)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mismatch(descriptions: Sequence[Description]) -> ShapeMismatch:
@@ -34,7 +76,7 @@ def mismatch(descriptions: Sequence[Description]) -> ShapeMismatch:
         or _different_leaves(descriptions)
         or ShapeMismatch(
             f"{_asked(descriptions)} could not begin.",
-            "The processes run different versions of accel-ops or of Python.",
+            "The processes run different versions of this library or of Python.",
             "Install the same versions everywhere.",
         )
     )

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from accel_ops.call_log import CallLog
-from accel_ops.main_thread import main_thread_place
+from accel_state.hang_report.call_log import CallLog
+from accel_state.hang_report.main_thread import main_thread_place
 
 __all__ = ("Sighting", "all_told", "describe", "look", "ranks")
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
-from accel_ops.call_log import CallLog
-from accel_ops.sightings import Sighting, look
+from accel_state.hang_report.call_log import CallLog
+from accel_state.hang_report.sightings import Sighting, look
 
 __all__ = ("Picture", "Watch")
 
@@ -72,7 +72,7 @@ class Watch:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         if self._store is not None:
-            self._thread = threading.Thread(target=self._run, name="accel_ops.watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="accel_state.hang_report.watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:

@@ -12,10 +12,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from accel_ops.packing import ALIGNMENT
 from accel_state.transport.base import Transport, Work
 
-__all__ = ("HEADER", "Header", "Slot", "slot_size")
+__all__ = ("ALIGNMENT", "HEADER", "Header", "Slot", "slot_size")
+
+ALIGNMENT: Final = 16
+"""Bytes; the size of complex128, so that every dtype can be read where a segment of a payload begins."""
 
 _LAYOUT: Final = struct.Struct("<QQQQ")
 HEADER: Final = _LAYOUT.size

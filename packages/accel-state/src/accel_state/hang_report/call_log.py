@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Final
 
-__all__ = ("Call", "CallLog", "Location", "locate")
+__all__ = ("LIBRARIES", "Call", "CallLog", "Location", "caller", "locate")
 
-OURS: Final = frozenset(
-    {"accel_ops", "accel_state", "accel_data", "accel_bigmodel", "accel_plugins", "accel_torch", "accelerate"}
+LIBRARIES: Final = frozenset(
+    {
+        *("accel_ops", "accel_state", "accel_data", "accel_bigmodel", "accel_plugins", "accel_torch", "accelerate"),
+        *("contextlib", "functools", "logging", "threading", "torch", "typing_extensions"),
+    }
 )
 """Packages whose lines are not the user's."""
 
@@ -69,10 +72,8 @@ class CallLog:
 
     def enter(self, operation: str) -> None:
         """Begin a call."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
-            frame = frame.f_back
-        self._operation, self._code, self._line = operation, frame.f_code, frame.f_lineno
+        self._code, self._line = caller()
+        self._operation = operation
         self.fingerprint = 0
         self.number += 1
         self.active = True
@@ -99,6 +100,14 @@ class CallLog:
             Call(number, operation, fingerprint, locate(code.co_filename, line), seconds)
             for number, operation, fingerprint, code, line, seconds in kept[-count if count else 0 :]
         )
+
+
+def caller() -> tuple[CodeType, int]:
+    """The code of the user, and the line in it, that called what is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
 
 
 def locate(path: str, line: int) -> Location:
