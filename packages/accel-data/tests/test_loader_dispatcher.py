@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from collections.abc import Iterator
 from itertools import product
@@ -12,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from accel_ops import gather
 from accel_state import GradientState, PartialState
-from accel_state.errors import Conflict, DataError, SettingError
+from accel_state.errors import CollectiveError, Conflict, DataError, SettingError, ShapeMismatch
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
@@ -264,6 +266,48 @@ def test_each_step_is_one_message_with_one_part(two: Processes) -> None:
     assert len(sent) == len(received) == 4
     part = 8 * 4000
     assert all(2 * part < nbytes < 2 * (part + 128) for _, nbytes in sent)
+
+
+def leaves_early(leaves: int) -> tuple[str, str]:
+    """One process leaves the loop after a step and gathers; the others go on, and later iterate once more."""
+    rank = PartialState(cpu=True).process_index
+    loader = prepared(DataLoader(range(40), batch_size=4))  # type: ignore[arg-type]
+    steps = iter(loader)
+    next(steps)
+    if rank == leaves:
+        del steps
+        with pytest.raises(ShapeMismatch) as caught:
+            gather(torch.ones(2))
+    else:
+        with pytest.raises(ShapeMismatch) as caught:
+            list(steps)
+    assert gather(torch.tensor([rank])).tolist() == [0, 1]
+    with pytest.raises((CollectiveError, ShapeMismatch)) as again:
+        list(loader)
+    return str(caught.value), str(again.value)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_process_that_leaves_the_loop_alone_is_named(two: Processes, leaves: int) -> None:
+    (first, again), (second, again_too) = two.run(leaves_early, leaves, timeout=60)
+    assert first == second
+    assert re.search(rf"gather\(\) at \S*test_loader_dispatcher.py:\d+ on rank {leaves}", first), first
+    assert re.search(rf"DataLoader.__next__\(\) at \S*test_loader_dispatcher.py:\d+ on rank {1 - leaves}", first), first
+    for text in (again, again_too):
+        assert "left by some of the processes alone" in text
+
+
+def only_one_iterates() -> str:
+    state = PartialState(cpu=True)
+    loader = prepared(DataLoader(range(40), batch_size=4))  # type: ignore[arg-type]
+    with pytest.raises(ShapeMismatch) as caught:
+        list(loader) if state.is_main_process else state.wait_for_everyone()
+    return str(caught.value)
+
+
+def test_a_process_that_iterates_alone_is_named(two: Processes) -> None:
+    (text,) = set(two.run(only_one_iterates, timeout=60))
+    assert re.search(r"at \S*test_loader_dispatcher.py:\d+ on rank 0, wait_for_everyone\(\) at ", text), text
 
 
 def resumed() -> list[tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -13,8 +14,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import DataLoaderDispatcher, DataLoaderShard, drop_padding, prepare_data_loader, skip_first_batches
 from accel_data.streams import own_part
+from accel_ops import gather
 from accel_state import PartialState
-from accel_state.errors import Conflict, DataError
+from accel_state.errors import Conflict, DataError, ShapeMismatch
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
@@ -164,6 +166,33 @@ def test_a_stream_that_cannot_be_read_ends_all_processes_at_once(two: Processes)
     assert first.startswith("1 DataError")
     assert "Process 1 could not read" in first
     assert second == "1 ValueError corrupt record"
+
+
+def leaves_early(calls_in_the_loop: bool) -> str:
+    """Process 0 leaves the loop after a step and gathers; process 1 goes on."""
+    rank = PartialState(cpu=True).process_index
+    loader = prepare_data_loader(DataLoader(Files(range(10), range(10)), batch_size=2), sharding="already")
+
+    def loop() -> None:
+        for number, batch in enumerate(loader):
+            if number == 1 and rank == 0:
+                break
+            if number > 1 and calls_in_the_loop:
+                gather(batch)
+        gather(torch.ones(2))
+
+    with pytest.raises(ShapeMismatch) as caught:
+        loop()
+    assert gather(torch.tensor([rank])).tolist() == [0, 1]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("calls_in_the_loop", [False, True])
+def test_a_process_that_leaves_the_loop_alone_is_named(two: Processes, calls_in_the_loop: bool) -> None:
+    first, second = two.run(leaves_early, calls_in_the_loop, timeout=60)
+    assert first == second
+    assert re.search(r"gather\(\) at \S*test_stream_sharding.py:\d+ on rank 0", first), first
+    assert re.search(r"DataLoader.__next__\(\) at \S*test_stream_sharding.py:\d+ on rank 1", first), first
 
 
 def distributed_sampler(shuffle: bool) -> list[list[int]]:

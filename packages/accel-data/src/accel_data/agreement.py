@@ -8,10 +8,10 @@ has run out too.
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-import torch
 from torch.utils.data import DataLoader
 
 from accel_data.order import Draw, Draws
@@ -23,13 +23,16 @@ from accel_data.sources import Source, first_batches
 from accel_data.stateful import is_finished
 from accel_state import current
 from accel_state.errors import DataError
-from accel_state.transport.base import Work
+from accel_state.protocol.call import Posted, post
 
 __all__ = ("AgreedSource", "in_step")
 
 _OVER: Final = object()
 _FAILED: Final = -1
 """Told in place of a size by a process that could not read."""
+
+_SIZES: Final = struct.Struct("<qq")
+"""Samples of the next batch, and how many of them are real."""
 
 
 class AgreedSource:
@@ -249,10 +252,10 @@ class _Asking:
         self.real = real
         self.base_read: dict[str, Any] | None = None
         self.base_given: dict[str, Any] | None = None
-        self.work: Work | None = None
+        self.posted: Posted | None = None
+        self.told: list[tuple[int, int]] = []
         self.batch: Any = None
         self.failure: Exception | None = None
-        self.sizes = torch.empty(2 * self.transport.world_size, dtype=torch.int64)
 
     def ask(self) -> None:
         """Read the next batch, which lets the one before count as given out, and start telling the others its size."""
@@ -261,11 +264,10 @@ class _Asking:
             self.batch = next(self.batches, _OVER)
             self.base_read = self.base_state()
             size = self._size()
-            told = [size, self._count(size)]
+            mine = _SIZES.pack(size, self._count(size))
         except Exception as error:
-            self.failure, told = error, [_FAILED, 0]
-        self.sizes = torch.empty_like(self.sizes)
-        self.work = self.transport.all_gather(self.sizes, torch.tensor(told, dtype=torch.int64), header=True)
+            self.failure, mine = error, _SIZES.pack(_FAILED, 0)
+        self.posted = post(self.transport, "DataLoader.__next__", mine)
 
     def _size(self) -> int:
         if self.batch is _OVER:
@@ -282,11 +284,10 @@ class _Asking:
 
     def answers(self, fails: bool = True) -> tuple[Any, list[int], list[int]]:
         """The batch, or what says that there is none; its size in each part of the data; and what of it is real."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        told: list[int] = self.sizes.tolist()
-        sizes, real = told[::2], told[1::2]
+        if self.posted is not None:
+            posted, self.posted = self.posted, None
+            self.told = [_SIZES.unpack(row) for row in posted.wait()]
+        sizes, real = [size for size, _ in self.told], [real for _, real in self.told]
         if fails and self.failure is not None:
             raise self.failure
         if fails and _FAILED in sizes:

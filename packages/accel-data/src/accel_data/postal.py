@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 
-from accel_data.envelope import BATCH, END, FAILURE, HEADER, Announcement, Form, put_together, take_apart
+from accel_data.envelope import BATCH, END, FAILURE, Announcement, Form, put_together, take_apart
 from accel_data.padding import Padding
 from accel_data.rounds import Round
 from accel_ops.objects import broadcast_object_list
-from accel_state.errors import CollectiveError, DataError
-from accel_state.transport.base import Transport, Work
+from accel_state.errors import AccelError, CollectiveError, DataError
+from accel_state.protocol.call import HeaderCall, post
+from accel_state.transport.base import Transport
 
 __all__ = ("Arrival", "alone", "receive", "send")
 
@@ -43,6 +45,51 @@ def alone(steps: Iterator[Round], index: int = 0) -> Iterator[Arrival]:
     while upcoming is not None:
         step, upcoming = upcoming, next(steps, None)
         yield Arrival(step.parts[index], step.padding, upcoming is None, step.base)
+
+
+_out_of_step: WeakSet[Transport] = WeakSet()
+"""Transports on which a message was sent that nobody took, or is awaited that nobody sends."""
+
+
+def _begin(transport: Transport, announced: Announcement | None = None) -> Announcement:
+    """What the main process announces, once all processes iterate a loader."""
+    with HeaderCall(transport, "DataLoader.__iter__") as call:
+        if transport in _out_of_step:
+            raise CollectiveError(
+                "A dispatching loader was to be iterated.",
+                "One before it was left by some of the processes alone, whose messages would be taken for its own.",
+                "Start the run anew, and let all processes iterate loaders to the same step.",
+            )
+        everyones = call.swap_bytes(b"" if announced is None else announced.header().numpy().tobytes())
+    return announced or Announcement.read(torch.frombuffer(bytearray(everyones[_MAIN]), dtype=torch.uint8))
+
+
+class _Step:
+    """A message that is under way, behind a header that says that all processes take part in it.
+
+    Args:
+        transport: between the processes.
+        output: where the own part comes.
+        inputs: the parts of all, in the main process.
+    """
+
+    def __init__(self, transport: Transport, output: torch.Tensor, inputs: list[torch.Tensor] | None) -> None:
+        self._transport = transport
+        self._posted = post(transport, "DataLoader.__next__", b"")
+        self._work = transport.scatter(output, inputs, _MAIN)
+
+    def wait(self) -> None:
+        """Return when it has arrived.
+
+        Raises:
+            ShapeMismatch: on every process, when one of them called something else.
+            CollectiveError: a process is gone or did not come in time.
+        """
+        try:
+            self._posted.wait((self._work,))
+        except AccelError:
+            _out_of_step.add(self._transport)
+            raise
 
 
 class _Outgoing:
@@ -98,7 +145,7 @@ class _Sender:
         self.forms = outgoing.forms
         return outgoing
 
-    def post(self, outgoing: _Outgoing, following: _Upcoming) -> Work:
+    def post(self, outgoing: _Outgoing, following: _Upcoming) -> _Step:
         """Start sending a step."""
         if outgoing.new_form:
             broadcast_object_list([outgoing.forms], _MAIN)
@@ -112,7 +159,8 @@ class _Sender:
             parcel.write(header, message)
         device = self.transport.device
         own = own.to(device)
-        return self.transport.scatter(own, [own, *(message.to(device) for message in messages)], _MAIN)
+        inputs = [own, *(message.to(device) for message in messages)]
+        return _Step(self.transport, own, inputs)
 
     def _messages(self, nbytes: int) -> list[torch.Tensor]:
         self.buffers.reverse()
@@ -131,15 +179,15 @@ def send(transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -
     """
     sender = _Sender(transport, steps, indices)
     outgoing, following = sender.read(), None
-    _wait(transport.broadcast(_announced(outgoing).header().to(transport.device), _MAIN))
-    work: Work | None = None
+    _begin(transport, _announced(outgoing))
+    work: _Step | None = None
     try:
         while isinstance(outgoing, _Outgoing):
             if work is None:
                 following = sender.read()
                 work = sender.post(outgoing, following)
-            _wait(work)
-            work = None
+            posted, work = work, None
+            posted.wait()
             step, outgoing = outgoing.step, following
             if isinstance(outgoing, _Outgoing):
                 following = sender.read()
@@ -150,7 +198,7 @@ def send(transport: Transport, steps: Iterator[Round], indices: Sequence[int]) -
             raise outgoing
     finally:
         if work is not None:
-            _wait(work)
+            work.wait()
 
 
 def receive(transport: Transport, processes: int) -> Iterator[Arrival]:
@@ -165,13 +213,12 @@ def receive(transport: Transport, processes: int) -> Iterator[Arrival]:
         DataError: the main process could not read.
     """
     inbox = _Inbox(transport)
-    header = torch.empty(HEADER, dtype=torch.uint8, device=transport.device)
-    _wait(transport.broadcast(header, _MAIN))
-    announced = Announcement.read(header)
+    announced = _begin(transport)
     message, work = inbox.expect(announced)
     try:
         while work is not None:
-            _wait(work)
+            posted, work = work, None
+            posted.wait()
             form, arrived = inbox.form, message
             announced = Announcement.read(arrived)
             message, work = inbox.expect(announced)
@@ -179,7 +226,7 @@ def receive(transport: Transport, processes: int) -> Iterator[Arrival]:
             yield Arrival(part, _padding_in(announced, processes), announced.kind == END)
     finally:
         if work is not None:
-            _wait(work)
+            work.wait()
     if announced.kind == FAILURE:
         reason = [""]
         broadcast_object_list(reason, _MAIN)
@@ -196,7 +243,7 @@ class _Inbox:
         self.form = Form(None, ())
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=transport.device) for _ in range(2)]
 
-    def expect(self, announced: Announcement) -> tuple[torch.Tensor, Work | None]:
+    def expect(self, announced: Announcement) -> tuple[torch.Tensor, _Step | None]:
         """Start receiving the message that was announced, if one was."""
         if announced.kind != BATCH:
             return self.buffers[0], None
@@ -208,7 +255,7 @@ class _Inbox:
         self.buffers.reverse()
         if self.buffers[0].numel() != announced.nbytes:
             self.buffers[0] = torch.empty(announced.nbytes, dtype=torch.uint8, device=self.transport.device)
-        return self.buffers[0], self.transport.scatter(self.buffers[0], None, _MAIN)
+        return self.buffers[0], _Step(self.transport, self.buffers[0], None)
 
 
 def _announced(following: _Upcoming) -> Announcement:
@@ -232,14 +279,3 @@ def _padding_in(announced: Announcement, processes: int) -> Padding | None:
         return None
     padding = Padding(announced.total, announced.part, processes)
     return padding.of_single() if announced.single else padding
-
-
-def _wait(work: Work) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise CollectiveError(
-            "A step of a dispatching loader was to be sent from the main process to all.",
-            f"A process is gone or did not come in time: {str(error).splitlines()[0]}",
-            "Look at what the other processes printed; all of them have to iterate the loader to the same step.",
-        ) from error

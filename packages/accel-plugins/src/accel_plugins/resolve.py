@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ("Found", "available", "build", "choose", "config_among")
 
 _GROUP: Final = "accel.backends"
-_SLOT: Final = 64
 
 
 class Found(NamedTuple):
@@ -322,13 +321,10 @@ def _everyones_choice(process: Process, name: str) -> tuple[str, ...]:
     """The names that all processes chose, by rank; empty for one that could not choose."""
     if process.world_size == 1:
         return (name,)
-    import torch
+    from accel_state.protocol.call import HeaderCall
 
-    mine = torch.frombuffer(bytearray(name.encode().ljust(_SLOT, b"\0")), dtype=torch.uint8)
-    all_of_them = torch.empty(process.world_size * _SLOT, dtype=torch.uint8)
-    process.transport.all_gather(all_of_them, mine, header=True).wait()
-    slots = all_of_them.view(process.world_size, _SLOT)
-    return tuple(bytes(slot.tolist()).rstrip(b"\0").decode() for slot in slots)
+    with HeaderCall(process.transport, "Accelerator") as call:
+        return tuple(choice.decode() for choice in call.swap_bytes(name.encode()))
 
 
 def _refuse_difference(choices: Sequence[str]) -> NoReturn:

@@ -9,22 +9,26 @@ travels once a step, while the last micro-batch computes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+import struct
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
 from accel_state.errors import SettingError
+from accel_state.protocol.call import Posted, post
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
     from accel_state.identity import Process
-    from accel_state.transport.base import Work
 
 __all__ = ("LossIs", "Weighting")
 
 LossIs = Literal["mean", "sum"]
+
+_WEIGHTS: Final = struct.Struct("<dq")
+"""Sum of the weights of a process, and how many micro-batches they are of."""
 
 
 class Weighting:
@@ -41,8 +45,8 @@ class Weighting:
         self._process = process
         self._sum = 0.0
         self._count = 0
-        self._everyones = torch.empty(process.world_size * 2, dtype=torch.float64)
-        self._travelling: Work | None = None
+        self._everyones: list[tuple[float, int]] = []
+        self._travelling: Posted | None = None
         self._factor = 1.0
         self._completed: set[int] = set()
         # Losses are multiplied by weights of a thousand tokens and more. Dividing them by about as much, by a power of
@@ -66,20 +70,21 @@ class Weighting:
         self._count += 1
         self.unfinished = not last
         if not self._unit:
-            self._send().wait()
+            self._receive(self._send())
             self._unit = _power_of_two_near(*self._totals())
         if last:
             self._travelling = self._send()
         return (1.0 if loss_is == "sum" else number) / self._unit
 
-    def _send(self) -> Work:
-        mine = torch.tensor([self._sum, self._count], dtype=torch.float64)
-        return self._process.transport.all_gather(self._everyones, mine, header=True)
+    def _send(self) -> Posted:
+        return post(self._process.transport, "accumulate", _WEIGHTS.pack(self._sum, self._count))
+
+    def _receive(self, posted: Posted) -> None:
+        self._everyones = [_WEIGHTS.unpack(row) for row in posted.wait()]
 
     def _totals(self) -> tuple[float, float]:
         """(sum of all weights, number of all micro-batches) of those that were sent last."""
-        sums, counts = self._everyones.view(-1, 2).sum(dim=0).tolist()
-        return sums, counts
+        return sum(weight for weight, _ in self._everyones), sum(count for _, count in self._everyones)
 
     def complete(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's complete gradients by the sum of all weights; once a window.
@@ -90,7 +95,7 @@ class Weighting:
         if id(optimizer) in self._completed or self.unfinished:
             return
         if self._travelling is not None:
-            self._travelling.wait()
+            self._receive(self._travelling)
             self._travelling = None
             self._settle()
         self._completed.add(id(optimizer))
@@ -103,7 +108,7 @@ class Weighting:
     def _settle(self) -> None:
         total, count = self._totals()
         if not math.isfinite(total):
-            wrong = [str(rank) for rank, sent in enumerate(self._everyones[::2].tolist()) if not math.isfinite(sent)]
+            wrong = [str(rank) for rank, (sent, _) in enumerate(self._everyones) if not math.isfinite(sent)]
             raise SettingError(
                 "accumulate(model, weight=...) was asked for.",
                 f"A weight was negative or not finite on process {', '.join(wrong)}.",

@@ -283,8 +283,8 @@ class Posted(HeaderCall):
             self._work: Work | None = self._slot.start(transport, header)
             exchange.posted.append(self)
 
-    def wait(self) -> list[bytes]:  # type: ignore[override]
-        """The bytes of all processes, by rank.
+    def wait(self, works: Iterable[Work] = ()) -> list[bytes]:  # type: ignore[override]
+        """The bytes of all processes, by rank, once data that follow them have arrived too.
 
         Raises:
             ShapeMismatch: on every process, when they call different things.
@@ -293,8 +293,9 @@ class Posted(HeaderCall):
         with self:
             while self._work is not None:
                 self._exchange.posted[0].complete()
-        if self._error is not None:
-            raise self._error
+            if self._error is not None:
+                raise self._error
+            super().wait(works)
         return [self._slot.row(rank, length) for rank, length in enumerate(self._slot.lengths())]
 
     def complete(self) -> None:
