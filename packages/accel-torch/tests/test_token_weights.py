@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from accel_ops.testing.recording_transport import recording
 from accel_state.errors import Conflict, NotReady, SettingError
+from accel_state.protocol.slot import slot_size
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
@@ -127,7 +128,7 @@ def test_gradients_are_those_of_one_big_batch(
 
 def test_one_exchange_a_step_and_one_at_the_start_is_all_it_takes(processes: Processes) -> None:
     for told in processes.run(train, "ddp", "mean", False, "no"):
-        assert told["own"] == [("all_gather", 16)] * (1 + 2)
+        assert told["own"] == [("all_gather", slot_size(processes.count))] * (1 + 2)
 
 
 def test_an_fp16_run_is_near_it(processes: Processes) -> None:
