@@ -16,7 +16,7 @@ from pathlib import Path
 
 NAME = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
 LONGEST = 48
-TAKEN = ("single", "ddp", "fsdp", "fsdp2", "deepspeed", "megatron", "xla")
+TAKEN = ("single", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "xla")
 
 PYPROJECT = """\
 [build-system]

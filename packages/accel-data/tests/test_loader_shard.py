@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accel_data import DataLoaderShard, prepare_data_loader
 from accel_state import GradientState
@@ -209,6 +209,20 @@ def test_the_sampler_below_can_be_read_and_replaced() -> None:
     assert loader.get_sampler() is loader.batch_sampler.sampler
     loader.set_sampler([3, 2, 1, 0])
     assert lists(loader) == [[3, 2], [1, 0]]
+
+
+def test_the_sampler_of_a_loader_without_batches_can_be_read_and_replaced() -> None:
+    sampler = RandomSampler(range(4))
+    loader: Any = prepare_data_loader(DataLoader(range(4), batch_size=None, sampler=sampler))
+    assert loader.get_sampler() is sampler
+    loader.set_sampler([3, 2, 1, 0])
+    assert [int(sample) for sample in loader] == [3, 2, 1, 0]
+
+
+def test_the_sampler_of_a_stream_cannot_be_replaced() -> None:
+    loader: Any = prepare_data_loader(DataLoader(Stream(4), batch_size=2))
+    with pytest.raises(DataError, match="no sampler that gives indices"):
+        loader.set_sampler([3, 2, 1, 0])
 
 
 def test_made_directly_it_takes_its_samplers_as_they_are() -> None:

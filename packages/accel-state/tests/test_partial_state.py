@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import namedtuple
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -251,6 +252,12 @@ def test_a_method_in_the_place_of_the_backend() -> None:
 )
 def test_splitting(inputs: Any, parts: list[Any]) -> None:
     assert [split_inputs(inputs, 2, index) for index in range(2)] == parts
+
+
+def test_splitting_a_named_tuple_gives_plain_tuples() -> None:
+    pair = namedtuple("pair", ["first", "second", "third"])
+    assert [split_inputs(pair(1, 2, 3), 2, index) for index in range(2)] == [(1, 2), (3,)]
+    assert split_inputs(pair(1, 2, 3), 2, 1, apply_padding=True) == (3, 3)
 
 
 def test_splitting_with_padding() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state import PartialState, affinity, processors
+from accel_state import PartialState, affinity, processors, start
 from accel_state.affinity import override_numa_affinity, set_numa_affinity
 from accel_state.devices import cpu
+from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
@@ -133,3 +134,30 @@ def test_a_system_that_cannot_bind_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
     with pytest.raises(NotOffered, match="Unset ACCELERATE_CPU_AFFINITY"):
         PartialState(cpu=True)
+
+
+class TwoDevices(CPU):
+    """A family of two devices that are made of host memory; each is attached to a node of its own."""
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("meta", local_rank % 2)
+
+    def numa_node(self, index: int) -> int | None:
+        return index
+
+
+@pytest.mark.parametrize(("local_rank", "given", "node"), [(0, "meta:1", 1), (3, "", 1), (1, "", 1), (2, "", 0)])
+def test_a_process_is_bound_to_the_node_of_its_device_not_of_its_local_rank(
+    local_rank: int, given: str, node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound_to: list[int] = []
+    monkeypatch.setattr(start, "bind", lambda family, index, verbose: bound_to.append(family.numa_node(index)))
+    monkeypatch.setattr(start, "wanted_family", lambda settings: TwoDevices())
+    monkeypatch.setattr(
+        TwoDevices, "placed", lambda self, topology: topology._replace(local_rank=local_rank), raising=False
+    )
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    if given:
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", given)
+    start.start_process()
+    assert bound_to == [node]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.feed import Feed
@@ -284,13 +285,29 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def get_sampler(self) -> Any:
         """The sampler that gives single indices, or None."""
-        return innermost_sampler(self.batch_sampler) if self.batch_sampler is not None else self.sampler
+        if self.batch_sampler is not None:
+            return innermost_sampler(self.batch_sampler)
+        # A loader without batches reads through a sampler of ours that takes single indices out of batches of one.
+        shard = getattr(self.sampler, "shard", None)
+        return self.sampler if shard is None else innermost_sampler(shard)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that gives single indices."""
+        """Replace the sampler that gives single indices.
+
+        Raises:
+            DataError: the loader reads a stream, which has no sampler.
+        """
         below: Any = self.batch_sampler
+        if below is None:
+            below = getattr(self.base_dataloader.sampler, "shard", None)
         while hasattr(below, "batch_sampler"):
             below = below.batch_sampler
+        if below is None or isinstance(self.base_dataloader.dataset, IterableDataset):
+            raise self._error(
+                "its sampler cannot be replaced.",
+                "It has no sampler that gives indices of a data set.",
+                "Prepare a DataLoader over a data set with indices, or make another stream.",
+            )
         below.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
 from accel_ops.exchange import CheckedCall
 from accel_ops.packing import as_bytes, gathered_shape
-from accel_ops.plan import Plan, check_leaf
-from accel_ops.tree import flatten, rebuild, recursively_apply
+from accel_ops.plan import Plan, check_leaf, check_rank
+from accel_ops.tree import flatten, leaves_with_paths, rebuild, recursively_apply
 from accel_ops.whole import check_writable, is_dtensor, write_whole
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
@@ -64,9 +64,11 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
+        check_rank("gather", "dst", dst, transport)
+        _check_alone("gather", tensor)
         return tensor
     with CheckedCall(transport, "gather", dst=dst) as call:
-        _check_rank("gather", "dst", dst, transport)
+        check_rank("gather", "dst", dst, transport)
         plan, leaves = call.plan(tensor)
         gathered = _gather(call, transport, plan, leaves, dst)
         return rebuild(tensor, _back(gathered, plan)) if dst in (None, transport.rank) else None
@@ -100,10 +102,11 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     transport = current.process_or_start().transport
     if reduction == "none":
         return tensor
+    check = _check_sum if reduction == "sum" and scale == 1.0 else _check_fraction
     if transport.world_size == 1:
-        return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
+        _check_alone("reduce", tensor, check)
+        return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
     with CheckedCall(transport, "reduce", reduction=reduction, scale=scale) as call:
-        check = _check_sum if reduction == "sum" and scale == 1.0 else _check_fraction
         plan, leaves = call.plan(tensor, check=check)
         divisor = transport.world_size if reduction == "mean" else 1
         return rebuild(tensor, _back(_reduce(call, transport, plan, leaves, divisor, scale), plan))
@@ -126,9 +129,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
+        check_rank("broadcast", "from_process", from_process, transport)
+        _check_alone("broadcast", tensor)
         return tensor
     with CheckedCall(transport, "broadcast", from_process=from_process) as call:
-        _check_rank("broadcast", "from_process", from_process, transport)
+        check_rank("broadcast", "from_process", from_process, transport)
         targets, structure = flatten(tensor, "broadcast")
         for target in targets:
             if type(target) is not torch.Tensor and is_dtensor(target):
@@ -298,13 +303,15 @@ def _back(results: list[torch.Tensor], plan: Plan) -> Iterator[torch.Tensor]:
     return (result.to(device) for result, device in zip(results, plan.devices, strict=True))
 
 
-def _check_rank(operation: str, name: str, rank: int | None, transport: Transport) -> None:
-    if rank is not None and not 0 <= rank < transport.world_size:
-        raise SettingError(
-            f"{operation}() was asked for {name}={rank}.",
-            f"There are {transport.world_size} processes, with ranks from 0.",
-            f"Give a rank from 0 to {transport.world_size - 1}.",
-        )
+def _check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, str], None] = check_leaf) -> None:
+    """Refuse on one process what several refuse, so that a script fails before it is launched on more."""
+    leaves, _ = flatten(data, operation)
+    try:
+        for leaf in leaves:
+            check("", leaf, operation)
+    except UnknownKind:
+        for path, leaf in leaves_with_paths(data):
+            check(path, leaf, operation)
 
 
 def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:

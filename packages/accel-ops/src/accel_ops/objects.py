@@ -8,8 +8,9 @@ from typing import Any
 
 from accel_ops.exchange import CheckedCall
 from accel_ops.pickling import dumps, loads
+from accel_ops.plan import check_rank
 from accel_state import current
-from accel_state.errors import SettingError, UnknownKind
+from accel_state.errors import UnknownKind
 
 __all__ = ("broadcast_object_list", "gather_object")
 
@@ -55,27 +56,28 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
+        _check_list(object_list)
+        check_rank("broadcast_object_list", "from_process", from_process, transport)
         return object_list
     length = len(object_list) if isinstance(object_list, MutableSequence) else None
     with CheckedCall(transport, "broadcast_object_list", from_process=from_process, length=length) as call:
-        if length is None:
-            raise UnknownKind(
-                f"broadcast_object_list() was given an object of type {type(object_list).__name__}.",
-                "Its items cannot be overwritten in place.",
-                "Give a list, for example [object].",
-            )
-        if not 0 <= from_process < transport.world_size:
-            raise SettingError(
-                f"broadcast_object_list() was asked for from_process={from_process}.",
-                f"There are {transport.world_size} processes, with ranks from 0.",
-                f"Give a rank from 0 to {transport.world_size - 1}.",
-            )
+        _check_list(object_list)
+        check_rank("broadcast_object_list", "from_process", from_process, transport)
         sends = transport.rank == from_process
         data = _pickled("broadcast_object_list", list(object_list)) if sends else None
         received = call.bytes_of(data, from_process)
     if not sends:
         object_list[:] = loads(received)
     return object_list
+
+
+def _check_list(given: Any) -> None:
+    if not isinstance(given, MutableSequence):
+        raise UnknownKind(
+            f"broadcast_object_list() was given an object of type {type(given).__name__}.",
+            "Its items cannot be overwritten in place.",
+            "Give a list, for example [object].",
+        )
 
 
 def _items(given: Any) -> list[Any]:

@@ -12,10 +12,11 @@ from typing import Any, Final
 import torch
 
 from accel_ops.packing import Packing
-from accel_state.errors import UnknownKind
+from accel_state.errors import SettingError, UnknownKind
 from accel_state.protocol.descriptions import Description, fingerprint_of
+from accel_state.transport.base import Transport
 
-__all__ = ("LARGE", "Plan", "check_leaf", "plan_for")
+__all__ = ("LARGE", "Plan", "check_leaf", "check_rank", "plan_for")
 
 LARGE: Final = 256 * 1024
 """Bytes above which a leaf travels by itself, straight into its final tensor; below, packing with others is quicker."""
@@ -115,3 +116,17 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
         f"{f'The leaf {path}' if path else 'The value'} is {obstacle}.",
         remedy,
     )
+
+
+def check_rank(operation: str, name: str, rank: int | None, transport: Transport) -> None:
+    """Refuse a rank that no process has.
+
+    Raises:
+        SettingError: there is no such process.
+    """
+    if rank is not None and not 0 <= rank < transport.world_size:
+        raise SettingError(
+            f"{operation}() was called with {name}={rank}.",
+            f"There are {transport.world_size} processes, with ranks from 0.",
+            f"Give a rank from 0 to {transport.world_size - 1}.",
+        )

@@ -9,7 +9,7 @@ import torch
 from accel_ops.exchange import CheckedCall
 from accel_ops.packing import Packing
 from accel_ops.pickling import dumps, loads
-from accel_ops.plan import check_leaf
+from accel_ops.plan import check_leaf, check_rank
 from accel_ops.tree import (
     TensorInformation,
     flatten,
@@ -45,14 +45,11 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
+        check_rank("scatter", "from_process", from_process, transport)
+        _checked_leaves(tensor, 1)
         return tensor
     with CheckedCall(transport, "scatter", from_process=from_process) as call:
-        if not 0 <= from_process < transport.world_size:
-            raise SettingError(
-                f"scatter() was asked for from_process={from_process}.",
-                f"There are {transport.world_size} processes, with ranks from 0.",
-                f"Give a rank from 0 to {transport.world_size - 1}.",
-            )
+        check_rank("scatter", "from_process", from_process, transport)
         inputs = announcement = None
         if transport.rank == from_process:
             skeleton, inputs = _parts(tensor, transport.world_size, transport.device)
@@ -69,9 +66,7 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
 
 def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
     """What each part looks like, as nested data, and the packed parts."""
-    leaves, _ = flatten(tensor, "scatter")
-    for path, leaf in leaves_with_paths(tensor):
-        _check(path, leaf, count)
+    leaves = _checked_leaves(tensor, count)
     skeleton = recursively_apply(lambda leaf: _part_of(leaf, count), tensor)
     chunks = [leaf.to(device).chunk(count) if leaf.numel() else (leaf,) * count for leaf in leaves]
     packing = Packing((chunk[0].shape, chunk[0].dtype) for chunk in chunks)
@@ -79,6 +74,13 @@ def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[tor
     for rank, buffer in enumerate(packed):
         packing.write([chunk[rank] for chunk in chunks], buffer)
     return skeleton, packed
+
+
+def _checked_leaves(tensor: Any, count: int) -> list[torch.Tensor]:
+    leaves, _ = flatten(tensor, "scatter")
+    for path, leaf in leaves_with_paths(tensor):
+        _check(path, leaf, count)
+    return leaves
 
 
 def _part_of(leaf: torch.Tensor, count: int) -> TensorInformation:

@@ -10,6 +10,7 @@ import logging
 import os
 from typing import Final
 
+from accel_state import current
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import NotOffered
@@ -51,21 +52,28 @@ def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
         return
     os.sched_setaffinity(0, wanted)
     if verbose:
-        _logger.info("Process %d of this node runs on the processors %s.", index, sorted(wanted))
+        _logger.info(
+            "The process of device %d of the family %r runs on the processors %s.", index, family.name, sorted(wanted)
+        )
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the processors nearest to its device, whatever it was bound to before.
 
     Args:
-        local_process_index: index of the process on its node, which is that of its device.
+        local_process_index: index of the process on its node; that of this process stands for the device that it has.
         verbose: whether to log the processors; by default only with ACCELERATE_DEBUG_MODE.
 
     Raises:
         NotOffered: the system cannot bind processes to processors.
     """
     settings = from_environment(ProcessSettings)
-    bind(wanted_family(settings), local_process_index, settings.debug if verbose is None else verbose)
+    process = current.process_or_none()
+    index = local_process_index
+    if process is not None and process.topology.local_rank == index and process.device.index is not None:
+        index = process.device.index
+    family = wanted_family(settings) if process is None else process.family
+    bind(family, index, settings.debug if verbose is None else verbose)
 
 
 @functools.cache
@@ -73,7 +81,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     """`override_numa_affinity` once for each index; what was bound by hand since then stays.
 
     Args:
-        local_process_index: index of the process on its node, which is that of its device.
+        local_process_index: index of the process on its node; that of this process stands for the device that it has.
         verbose: whether to log the processors.
     """
     override_numa_affinity(local_process_index, verbose)

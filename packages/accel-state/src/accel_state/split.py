@@ -27,7 +27,7 @@ def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = Fals
     """The part of `inputs` that belongs to process `index` of `count`.
 
     Args:
-        inputs: a list, tuple, tensor, or a dict of such with equal lengths; a data set with `select` works too.
+        inputs: a list, tuple (a named one gives plain tuples), tensor, or a dict of such with equal lengths; a data set with `select` works too.
         count: number of processes.
         index: the process whose part is wanted.
         apply_padding: add the last of all items until every process has equally many, so that results can be gathered.
@@ -46,7 +46,10 @@ def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = Fals
     if isinstance(inputs, torch.Tensor):
         return inputs[torch.tensor(_indices(len(inputs), count, index, apply_padding), dtype=torch.long)]
     if isinstance(inputs, (list, tuple)):
-        return type(inputs)([inputs[position] for position in _indices(len(inputs), count, index, apply_padding)])
+        items = [inputs[position] for position in _indices(len(inputs), count, index, apply_padding)]
+        # A part of a named tuple has fewer items than the class has fields.
+        kind = tuple if hasattr(inputs, "_fields") else type(inputs)
+        return kind(items)
     raise UnknownKind(
         f"split_between_processes was given an object of type {type(inputs).__name__}.",
         "It can split lists, tuples, tensors, and dicts of those.",

@@ -43,7 +43,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     device = _device(settings, family, topology)
     family.settle(topology)
     if settings.cpu_affinity:
-        bind(family, topology.local_rank, settings.debug)
+        bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout
     transport, backend = start_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(

@@ -6,6 +6,7 @@ The trackers of this package are offered the same way as a stranger's.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -100,12 +101,13 @@ def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
 
 
 def get_available_trackers() -> list[str]:
-    """Names of the trackers whose library is installed."""
+    """Names of the trackers whose library is installed; a package whose tracker cannot be loaded is warned about."""
     names = []
     for name in tracker_names():
         try:
             requirement = tracker_class(name).requirement
-        except PluginError:
+        except PluginError as error:
+            warnings.warn(str(error), UserWarning, stacklevel=2)
             continue
         if requirement is None or requirement.obstacle() is None:
             names.append(name)

@@ -66,7 +66,8 @@ class CUDA(TorchFamily):
         return super().out_of_memory(error) or spoken
 
     def numa_node(self, index: int) -> int | None:
-        facts: Any = torch.cuda.get_device_properties(index)
+        # Several processes may share a device, so the index of a process may be past the last device.
+        facts: Any = torch.cuda.get_device_properties(index % max(self.count(), 1))
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         try:
             node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())

@@ -1,0 +1,57 @@
+"""A call that several processes refuse is refused on one process too, with the same type of error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ops import broadcast, broadcast_object_list, gather, reduce, scatter
+from accel_state import PartialState
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "gather of a number": lambda: gather(3),
+    "gather of a text in a dict": lambda: gather({"a": torch.ones(1), "b": "text"}),
+    "gather of a sparse tensor": lambda: gather(torch.eye(2).to_sparse()),
+    "gather to a rank that no process has": lambda: gather(torch.ones(1), dst=7),
+    "mean of integers": lambda: reduce(torch.arange(3), "mean"),
+    "scaled sum of integers": lambda: reduce(torch.arange(3), "sum", scale=0.5),
+    "reduce of a number": lambda: reduce(2.5, "mean"),
+    "broadcast of a number": lambda: broadcast(3),
+    "broadcast from a rank that no process has": lambda: broadcast(torch.ones(1), from_process=7),
+    "broadcast of objects that are no list": lambda: broadcast_object_list("text"),
+    "broadcast of objects from a rank that no process has": lambda: broadcast_object_list([1], from_process=7),
+    "scatter of a number": lambda: scatter(3),
+    "scatter of a scalar tensor": lambda: scatter(torch.tensor(3.0)),
+    "scatter from a rank that no process has": lambda: scatter(torch.ones(2), from_process=7),
+}
+
+
+def outcome(name: str) -> str:
+    """The type of the error that a call raises."""
+    PartialState(cpu=True)
+    try:
+        return f"returned {CALLS[name]()!r}"
+    except Exception as error:
+        return type(error).__name__
+
+
+def outcomes() -> dict[str, str]:
+    return {name: outcome(name) for name in CALLS}
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Iterator[dict[str, str]]:
+    with Processes(2) as two:
+        yield two.run(outcomes)[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_process_raises_the_error_of_two(name: str, on_two: dict[str, str]) -> None:
+    assert "returned" not in on_two[name]
+    with fresh():
+        assert outcome(name) == on_two[name]
