@@ -123,7 +123,7 @@ def test_setting_it_again_changes_nothing_and_overriding_does(
         set_numa_affinity(0, verbose=True)
         set_numa_affinity(0, verbose=True)
         assert len(calls) == 1
-        assert "Process 0 of this node runs on the processors" in caplog.text
+        assert "The process of cpu:0 runs on the processors" in caplog.text
         override_numa_affinity(0)
         assert len(calls) == 2
     set_numa_affinity.cache_clear()

@@ -52,9 +52,7 @@ def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
         return
     os.sched_setaffinity(0, wanted)
     if verbose:
-        _logger.info(
-            "The process of device %d of the family %r runs on the processors %s.", index, family.name, sorted(wanted)
-        )
+        _logger.info("The process of %s:%d runs on the processors %s.", family.name, index, sorted(wanted))
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

@@ -27,7 +27,8 @@ def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = Fals
     """The part of `inputs` that belongs to process `index` of `count`.
 
     Args:
-        inputs: a list, tuple (a named one gives plain tuples), tensor, or a dict of such with equal lengths; a data set with `select` works too.
+        inputs: a list, tuple (a named one gives plain tuples), tensor, or a dict of such with equal lengths; a data set
+            with `select` works too.
         count: number of processes.
         index: the process whose part is wanted.
         apply_padding: add the last of all items until every process has equally many, so that results can be gathered.

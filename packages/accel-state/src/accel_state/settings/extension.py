@@ -12,9 +12,23 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ("Extension", "extensions", "forget")
+__all__ = ("Extension", "extensions", "forget", "is_library")
 
 _PREFIX = "[accel."
+
+_libraries: set[str] = set()
+"""Top-level packages of the extensions that were loaded."""
+
+
+def is_library(module: str) -> bool:
+    """Whether a module belongs to this family of packages or to a loaded extension, so that it is not the user's code.
+
+    Example:
+        >>> is_library("accel_ops.collectives"), is_library("train")
+        (True, False)
+    """
+    package = module.partition(".")[0]
+    return package.startswith("accel_") or package in _libraries
 
 
 class Extension(NamedTuple):
@@ -37,6 +51,7 @@ class Extension(NamedTuple):
         import importlib
 
         module, _, attribute = self.target.partition(":")
+        _libraries.add(module.partition(".")[0])
         found: Any = importlib.import_module(module)
         for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
