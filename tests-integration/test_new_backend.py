@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import new_backend
+from accel_state.settings.extension import extensions
 from accel_state.testing.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,11 @@ def test_a_name_that_cannot_be_used_is_refused(name: str, tmp_path: Path, capsys
     assert new_backend.main(["--into", str(tmp_path), "--", name]) == 1
     assert repr(name) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_names_of_built_in_backends_are_taken() -> None:
+    built_in = {found.name for found in extensions("accel.backends") if found.target.startswith("accel_plugins.")}
+    assert set(new_backend.TAKEN) == built_in
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from accel_state.hang_report.call_log import CallLog, Location, locate
 from accel_state.hang_report.sightings import Sighting, describe, look, ranks
+from accel_state.settings import extension
 
 IN_GATHER = Sighting(17, "gather", "eval.py:88", True, "", "")
 IN_REDUCE = Sighting(17, "reduce", "train.py:41", True, "", "")
@@ -120,3 +123,15 @@ def test_lines_are_named_from_the_working_directory(tmp_path: object, monkeypatc
     monkeypatch.chdir(str(tmp_path))
     assert locate(f"{tmp_path}/sub/eval.py", 3) == Location("sub/eval.py", 3)
     assert str(locate("/elsewhere/eval.py", 3)) == "/elsewhere/eval.py:3"
+
+
+def test_lines_of_a_loaded_extension_are_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "foreign_backend.py").write_text("def call(log):\n    log.enter('gather')\n    log.leave()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(extension, "_libraries", set(extension._libraries))
+    log = CallLog()
+    importlib.import_module("foreign_backend").call(log)
+    assert log.last().location.path.endswith("foreign_backend.py")
+    extension.Extension("accel.backends", "foreign", "foreign_backend:call", "foreign 1.0").load()(log)
+    assert log.last().location.path.endswith("test_reports.py")
+    sys.modules.pop("foreign_backend")

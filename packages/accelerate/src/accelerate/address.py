@@ -13,6 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
 from accel_state.errors import AccelError, Missing
+from accel_state.settings.extension import add_library
 from accelerate.names import NAMES, NOT_PROVIDED, REMOVED, VERSION, Owner, owners, served
 
 __all__ = ("OldModule", "UnknownName", "refuse", "serve")
@@ -21,6 +22,9 @@ __all__ = ("OldModule", "UnknownName", "refuse", "serve")
 class UnknownName(AccelError, AttributeError):
     """Met when an attribute is asked for that a module at an old address does not have."""
 
+
+# A report that names the caller of a collective passes over the lines of this package.
+add_library("accelerate")
 
 # Where a name was deleted from, until it is assigned again: `mock.patch` undoes itself in these two steps.
 _deleted: Final[dict[Owner, list[ModuleType]]] = {}

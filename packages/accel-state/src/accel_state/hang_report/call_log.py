@@ -11,17 +11,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import CodeType
-from typing import Final
 
-__all__ = ("LIBRARIES", "Call", "CallLog", "Location", "caller", "locate")
+from accel_state.settings.extension import is_library
 
-LIBRARIES: Final = frozenset(
-    {
-        *("accel_ops", "accel_state", "accel_data", "accel_bigmodel", "accel_plugins", "accel_torch", "accelerate"),
-        *("contextlib", "functools", "logging", "threading", "torch", "typing_extensions"),
-    }
-)
-"""Packages whose lines are not the user's."""
+__all__ = ("Call", "CallLog", "Location", "caller", "locate")
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ class CallLog:
 def caller() -> tuple[CodeType, int]:
     """The code of the user, and the line in it, that called what is running."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
 

@@ -12,7 +12,8 @@ import threading
 from dataclasses import dataclass
 from typing import Final
 
-from accel_state.hang_report.call_log import LIBRARIES, Location, locate
+from accel_state.hang_report.call_log import Location, locate
+from accel_state.settings.extension import is_library
 
 __all__ = ("Place", "main_thread_place")
 
@@ -40,7 +41,7 @@ def main_thread_place() -> Place | None:
     try:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         inside = ""
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        while frame is not None and is_library(frame.f_globals.get("__name__", "")):
             name = frame.f_code.co_name
             inside = inside if name in _DECORATORS and inside else name
             frame = frame.f_back

@@ -12,23 +12,27 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ("Extension", "extensions", "forget", "is_library")
+__all__ = ("Extension", "add_library", "extensions", "forget", "is_library")
 
 _PREFIX = "[accel."
 
-_libraries: set[str] = set()
-"""Top-level packages of the extensions that were loaded."""
+_libraries = {"contextlib", "functools", "logging", "threading", "torch", "typing_extensions"}
 
 
 def is_library(module: str) -> bool:
-    """Whether a module belongs to this family of packages or to a loaded extension, so that it is not the user's code.
+    """Whether a module is not the user's code: of torch, of this family of packages, or of a loaded extension.
 
     Example:
         >>> is_library("accel_ops.collectives"), is_library("train")
         (True, False)
     """
     package = module.partition(".")[0]
-    return package.startswith("accel_") or package in _libraries
+    return package in _libraries or package.startswith("accel_")
+
+
+def add_library(package: str) -> None:
+    """Count a top-level package as one whose lines are not the user's; `Extension.load` does so for its own."""
+    _libraries.add(package)
 
 
 class Extension(NamedTuple):
@@ -51,7 +55,7 @@ class Extension(NamedTuple):
         import importlib
 
         module, _, attribute = self.target.partition(":")
-        _libraries.add(module.partition(".")[0])
+        add_library(module.partition(".")[0])
         found: Any = importlib.import_module(module)
         for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
