@@ -140,7 +140,7 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="meta device"):
         offload_weight(torch.zeros(1, device="meta"), "w", tmp_path)
     for name in ("../w", "a/w", "", "a\\w"):
-        with pytest.raises(CheckpointError, match="cannot be the name"):
+        with pytest.raises(CheckpointError, match="impossible name"):
             offload_weight(torch.zeros(1), name, tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_missing_shards_are_counted_and_named(tmp_path: Path) -> None:
 )
 def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, file: object) -> None:
     (tmp_path / "m.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CheckpointError, match="no file in or below its folder"):
+    with pytest.raises(CheckpointError, match="not the name of a file in or below|not a text"):
         load_weights(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_whatever_an_index_holds_only_typed_errors_come_out(
 
 def test_a_deeply_nested_index_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "m.index.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="not JSON"):
+    with pytest.raises(CheckpointError, match="deeper than 64"):
         load_weights(tmp_path)
 
 

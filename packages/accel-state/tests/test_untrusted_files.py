@@ -119,8 +119,8 @@ def test_a_name_stays_in_its_folder(tmp_path: Path) -> None:
     (folder / "away").symlink_to(outside)
     (folder / "near").symlink_to("below")
     for name in (
-        "", ".", "..", "../folder", "below/../../outside", "/etc/passwd", "//host/share", "C:/x", "C:x", "below\\x",
-        "\\x", "a\0b", "a//b", "./a", "a/", "half\ud800", 3, None,
+        "", "..", "../folder", "below/../../outside", "/etc/passwd", "//host/share", "C:/x", "C:x", "below\\x",
+        "\\x", "a\0b", "half\ud800", 3, None,
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not the name of a file"):
             inside(folder, name)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from accel_bigmodel.offload_index import read_offload_index, save_offload_index,
 from accel_bigmodel.sizes import torch_dtype
 from accel_bigmodel.weight_files.reading import WeightFile
 from accel_state.errors import CheckpointError, SettingError
+from accel_state.untrusted import open_regular
 
 __all__ = (
     "OffloadedWeightsLoader",
@@ -82,21 +83,24 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     dtype, shape = _dtype_of(path, weight_info["dtype"]), tuple(weight_info["shape"])
     count = math.prod(shape)
     try:
-        size = path.stat().st_size
-    except OSError as error:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size < count * dtype.itemsize:
+            raise CheckpointError(
+                f"Load {str(path)!r}.",
+                f"It has {size} bytes; shape {shape} in {dtype} takes {count * dtype.itemsize}.",
+                "Offload the model again into an empty folder.",
+            )
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        # Private: what is written to the tensor stays in memory.
+        return torch.from_file(str(path), shared=False, size=count, dtype=dtype).reshape(shape)
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"Load {str(path)!r}.", f"It cannot be read: {error}.", "Offload the model again."
         ) from error
-    if size < count * dtype.itemsize:
-        raise CheckpointError(
-            f"Load {str(path)!r}.",
-            f"It has {size} bytes; shape {shape} in {dtype} takes {count * dtype.itemsize}.",
-            "Offload the model again into an empty folder.",
-        )
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    # Private: what is written to the tensor stays in memory.
-    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).reshape(shape)
 
 
 def _dtype_of(path: Path, name: str) -> torch.dtype:

@@ -10,10 +10,14 @@ from typing import Any, Final
 
 from accel_bigmodel.byte_counts import convert_bytes
 from accel_state.errors import CheckpointError
+from accel_state.untrusted import inside, integer, list_of, printable, read_json, record, shown, table_of, text
 
 __all__ = ("INDEX_NAME", "read_offload_index", "save_offload_index", "weight_file")
 
 INDEX_NAME: Final = "index.json"
+_MOST_DIMENSIONS: Final = 64
+_WRITTEN: Final = record({"dtype": text(), "shape": list_of(integer())})
+_LEFT: Final = record({"safetensors_file": text()}, {"weight_name": text(), "dtype": text()})
 
 
 def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
@@ -22,9 +26,12 @@ def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
     Raises:
         CheckpointError: the name would lead out of the folder.
     """
-    if not name or any(mark in name for mark in ("/", "\\", "\0")):
-        raise _bad(Path(folder), f"{name!r} cannot be the name of a weight: it would be a path.")
-    return Path(folder) / f"{name}.dat"
+    try:
+        if not name or "/" in name:
+            raise ValueError(f"{shown(name)} is not the name of a file in the folder")
+        return Path(inside(folder, f"{name}.dat", links_out=True))
+    except ValueError as error:
+        raise _bad(Path(folder), f"A weight has an impossible name: {error}.") from error
 
 
 def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
@@ -60,33 +67,27 @@ def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, An
     """
     path = Path(folder) / INDEX_NAME
     try:
-        document = json.loads(path.read_bytes())
+        document: dict[str, dict[str, Any]] = read_json(path, table_of(_entry))
     except OSError as error:
         raise _bad(path, f"It cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, f"It is not JSON: {error}.") from error
-    if not isinstance(document, dict):
-        raise _bad(path, f"It holds a JSON {type(document).__name__}, not an object.")
-    for name, entry in document.items():
+    except ValueError as error:
+        raise _bad(path, f"It is damaged. {error}") from error
+    for name in document:
         weight_file(folder, name)
-        if not _is_entry(entry):
-            raise _bad(path, f"Its entry {name!r} is {entry!r:.200}.")
     return document
 
 
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    if "safetensors_file" in entry:
-        return all(isinstance(entry.get(key, ""), str) for key in ("safetensors_file", "weight_name", "dtype"))
-    shape = entry.get("shape")
-    sizes_fit = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-    return sizes_fit and isinstance(entry.get("dtype"), str)
+def _entry(value: Any) -> str:
+    """Shape of an entry of either kind."""
+    fault = (_LEFT if isinstance(value, dict) and "safetensors_file" in value else _WRITTEN)(value)
+    if not fault and len(value.get("shape", ())) > _MOST_DIMENSIONS:
+        return f" has {len(value['shape'])} dimensions"
+    return fault
 
 
 def _bad(path: Path, obstacle: str) -> CheckpointError:
     return CheckpointError(
         f"Read the offloaded weights listed in {str(path)!r}.",
-        obstacle,
+        printable(obstacle),
         "Offload the model again into an empty folder.",
     )

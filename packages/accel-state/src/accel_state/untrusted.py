@@ -298,7 +298,7 @@ def _is_relative(name: Any) -> bool:
         os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return not {"", ".", ".."} & set(name.split("/"))
+    return ".." not in name.split("/")
 
 
 def printable(value: object, keep: str = "") -> str:

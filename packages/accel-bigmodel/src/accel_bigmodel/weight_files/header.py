@@ -7,7 +7,6 @@ the process with a bus error at the first use of the missing part.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.errors import CheckpointError
+from accel_state.untrusted import open_regular, parse_json, printable
 
 __all__ = ("Entry", "Header", "read_header")
 
 _LENGTH = 8
 _LONGEST = 100_000_000
+_MOST_DIMENSIONS = 64
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -53,15 +54,15 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             first tensor concerned, and the numbers.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = _header_length(path, file.read(_LENGTH), size)
             document = _parse(path, file.read(length))
     except OSError as error:
         raise _unreadable(path, f"It cannot be read: {error}.") from error
     metadata = document.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise _unreadable(path, f"Its metadata are {type(metadata).__name__}, not an object.")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _unreadable(path, "Its metadata are not a table of texts.")
     entries = {name: _entry(path, name, value, _LENGTH + length) for name, value in document.items()}
     _check_extent(path, entries, _LENGTH + length, size)
     return Header(entries, metadata)
@@ -70,7 +71,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 def _unreadable(path: object, obstacle: str) -> CheckpointError:
     return CheckpointError(
         f"Read the weights in {os.fspath(path)!r}.",  # type: ignore[call-overload]
-        obstacle,
+        printable(obstacle),
         "The file is damaged or not a safetensors file: fetch it again, or load an older checkpoint.",
     )
 
@@ -86,9 +87,9 @@ def _header_length(path: object, start: bytes, size: int) -> int:
 
 def _parse(path: object, text: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"Its header is not JSON: {error}.") from error
+        document = parse_json(text, depth=4)
+    except ValueError as error:
+        raise _unreadable(path, f"Its header is damaged. {error}") from error
     if not isinstance(document, dict):
         raise _unreadable(path, f"Its header is a JSON {type(document).__name__}, not an object.")
     return document
@@ -101,10 +102,12 @@ def _entry(path: object, name: str, value: Any, data: int) -> Entry:
     except (TypeError, KeyError, ValueError) as error:
         raise _unreadable(path, f"Its header says of {name!r} only {value!r:.200}.") from error
     numbers = (*shape, begin, end)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise _unreadable(path, f"Its header gives {name!r} {len(shape)} dimensions.")
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or begin > end:
         raise _unreadable(path, f"Its header gives {name!r} the shape {shape} and the offsets {begin} to {end}.")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _unreadable(path, f"Its header gives {name!r} the unknown dtype {dtype!r}.")
+        raise _unreadable(path, f"Its header gives {name!r} the unknown dtype {dtype!r:.200}.")
     needed = math.prod(shape) * _BITS[dtype]
     if needed != 8 * (end - begin):
         raise _unreadable(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import ntpath
 import os
-import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from accel_state.errors import CheckpointError
+from accel_state.untrusted import inside, printable, read_json, record, table_of, text
 
 __all__ = ("WeightIndex", "read_index")
+
+_SHAPE: Final = record({"weight_map": table_of(text())})
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,22 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
         CheckpointError: the index cannot be read, has no weight map, or names files that are missing or lie elsewhere.
     """
     path = Path(path)
-    document = _parse(path)
-    weight_map = document.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise _bad_index(path, "It has no 'weight_map' that says which weight lies in which file.")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not _stays_inside(file):
-            raise _bad_index(path, f"It places {name!r} in {file!r}, which is no file in or below its folder.")
-    missing = sorted(file for file in set(weight_map.values()) if not (path.parent / file).is_file())
+    try:
+        document = read_json(path, _SHAPE)
+    except OSError as error:
+        raise _bad_index(path, f"It cannot be read: {error}.") from error
+    except ValueError as error:
+        raise _bad_index(path, f"It is damaged. {error}") from error
+    weight_map = document["weight_map"]
+    files = dict.fromkeys(weight_map.values())
+    try:
+        # A download cache keeps files elsewhere and links to them.
+        missing = sorted(file for file in files if not os.path.isfile(inside(path.parent, file, links_out=True)))
+    except ValueError as error:
+        raise _bad_index(path, f"It places a weight elsewhere: {error}.") from error
     if missing:
-        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise _bad_index(
-            path, f"{len(missing)} of the {len(set(weight_map.values()))} files it names are missing: {some}."
-        )
+        some = ", ".join(f"{file:.200}" for file in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise _bad_index(path, f"{len(missing)} of the {len(files)} files it names are missing: {some}.")
     metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return WeightIndex(weight_map, int(total) if isinstance(total, int) else 0)
@@ -64,28 +68,6 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
 def _bad_index(path: Path, obstacle: str) -> CheckpointError:
     return CheckpointError(
         f"Read the weights listed in {str(path)!r}.",
-        obstacle,
+        printable(obstacle),
         "Fetch the index and all of its files again into one folder.",
     )
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise _bad_index(path, f"It cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"It is not JSON: {error}.") from error
-    if not isinstance(document, dict):
-        raise _bad_index(path, f"It holds a JSON {type(document).__name__}, not an object.")
-    return document
-
-
-def _stays_inside(file: str) -> bool:
-    """Whether a name, read by the rules of either system, leads into or below the folder it is relative to.
-
-    Decided by the text alone: files that are links into a download cache are fine.
-    """
-    if not file or "\0" in file or ntpath.isabs(file) or posixpath.isabs(file) or ntpath.splitdrive(file)[0]:
-        return False
-    return ".." not in file.replace("\\", "/").split("/")

@@ -19,6 +19,7 @@ from accel_bigmodel.weight_files.header import read_header
 from accel_bigmodel.weight_files.index import read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
 from accel_state.errors import CheckpointError
+from accel_state.untrusted import open_regular
 
 __all__ = ("WeightFile", "WeightSource", "find_weights", "load_weights", "load_weights_file")
 
@@ -155,6 +156,8 @@ class WeightFile:
 
 def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
     try:
+        # Whatever else bears the name, such as a pipe, could keep the reader waiting.
+        open_regular(path).close()
         # Mapping needs the zip format that torch.save writes since 1.6; older files are read as a whole.
         weights = torch.load(path, map_location=torch.device(device), weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -166,7 +169,7 @@ def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
     except Exception as error:  # a damaged pickle can make its reader raise anything
         first_line = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"Read the weights in {str(path)!r} ({path.stat().st_size if path.exists() else 0} bytes).",
+            f"Read the weights in {str(path)!r} ({os.path.getsize(path) if os.path.exists(path) else 0} bytes).",
             f"{type(error).__name__}: {first_line}",
             "The file is damaged or was not written by torch.save: fetch it again, or load an older checkpoint.",
         ) from error
