@@ -144,3 +144,41 @@ def test_it_works_without_torch() -> None:
     script = "import sys, accel_cli.commands.checkpoint, accel_cli.checkpoints; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", script], check=False, env=environment).returncode == 0
+
+
+def change_manifest(folder: Path, **values: object) -> None:
+    path = folder / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("name", ["../" * 40 + "dev/zero", "/dev/zero"])
+def test_a_manifest_that_names_a_device_does_not_keep_verify_waiting(
+    project: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    one = project / "checkpoints" / "checkpoint_1"
+    change_manifest(one, files={name: {"size": 0, "xxh3_128": "0" * 32}})
+    code, shown = run(capsys, "verify", str(project))
+    assert code == 1
+    assert "is not the name of a file in or below the folder" in shown
+
+
+def test_what_a_manifest_says_does_not_control_the_terminal(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = project / "checkpoints" / "checkpoint_1"
+    red = "\x1b[31m\r\u202e"
+    record = {"size": 5, "xxh3_128": "0" * 32}
+    change_manifest(one, files={red: record}, facts={red: red}, versions={red: red})
+    (one / f"{red}extra").write_text("")
+    for action in ("list", "verify", "info"):
+        _, shown = run(capsys, action, str(one))
+        assert all(line.isprintable() for line in shown.splitlines()), shown
+        assert r"\x1b[31m" in shown
+
+
+@pytest.mark.parametrize("positions", [3, [3], [{}], [{"epoch": "x", "batch": 1}], {"a": 1}, [[]], "text"])
+def test_positions_of_another_shape_are_not_shown(
+    project: Path, capsys: pytest.CaptureFixture[str], positions: object
+) -> None:
+    change_manifest(project / "checkpoints" / "checkpoint_1", facts={"positions": positions})
+    code, shown = run(capsys, "list", str(project))
+    assert code == 0
+    assert "epoch 2, batch 30" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 
 from accel_cli.doctor.compare import Member, compare
 from accel_cli.doctor.examine import EXAMINATIONS
-from accel_cli.doctor.finding import FINE, TROUBLE, WORRY
+from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, lines_of
 from accel_cli.doctor.nodes import Meeting, meet
 from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
 from accel_state.errors import LaunchError
@@ -338,3 +339,108 @@ def test_a_launch_on_two_nodes_that_meet_first(cable, script):
         cable, ["launch", "--cpu", "--preflight", "--num_processes", "2"], str, [str(script("print('started')"))]
     )
     assert [(code, stdout) for code, stdout, _ in results] == [(0, "started\n")] * 2, results
+
+
+HELLO = {
+    "member": {"rank": 1, "host": "other", "versions": {}, "settings": {}},
+    "door": 1,
+}
+HOSTILE = {
+    "silence": b"",
+    "no message": b"GET / HTTP/1.1\r\n\r\n",
+    "bytes": bytes(range(256)) * 100 + b"\n",
+    "too much": b"x" * (2**20 + 70_000),
+    "deep": b"[" * 500_000 + b"\n",
+    "endless number": b'{"member": {"rank": 1e9999, "host": "x", "versions": {}, "settings": {}}, "door": 1}\n',
+    "long number": b'{"member": {"rank": ' + b"9" * 5000 + b"}}\n",
+    "rank is a text": json.dumps({**HELLO, "member": {**HELLO["member"], "rank": "1"}}).encode() + b"\n",
+    "rank is a list": json.dumps({**HELLO, "member": {**HELLO["member"], "rank": []}}).encode() + b"\n",
+    "versions are a text": json.dumps({**HELLO, "member": {**HELLO["member"], "versions": "x"}}).encode() + b"\n",
+    "version is a list": json.dumps({**HELLO, "member": {**HELLO["member"], "versions": {"a": []}}}).encode() + b"\n",
+    "door out of range": json.dumps({**HELLO, "door": 65536}).encode() + b"\n",
+    "door is true": json.dumps({**HELLO, "door": True}).encode() + b"\n",
+}
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_hostile_clients_keep_no_machine_away(port, times):
+    meeting = Meeting("127.0.0.1", port, 2, 60.0)
+    results = []
+    host = threading.Thread(target=lambda: results.append(meet(meeting, MAIN)))
+    host.start()
+    strangers = []
+    deadline = time.monotonic() + 60
+    for said in [HOSTILE["silence"]] * times if times > 1 else HOSTILE.values():
+        line = connect("127.0.0.1", port, deadline)
+        strangers.append(line)
+        with contextlib.suppress(OSError):
+            line._connection.sendall(said)
+    try:
+        meet(meeting, SECOND)
+        host.join(60)
+        assert [finding.verdict for finding in results[0]] == [FINE]
+    finally:
+        for line in strangers:
+            line.close()
+
+
+ANSWERS = [
+    b"",
+    b"\xff\n",
+    b"[]\n",
+    b'{"unreachable": {"0": "\\u001b[2Jgood"}, "clock": 0, "shares": null}\n',
+    b'{"unreachable": {"x": "y"}, "clock": 0, "shares": null}\n',
+    b'{"unreachable": {}, "clock": NaN, "shares": null}\n',
+    b'{"unreachable": {}, "clock": 1e9999, "shares": null}\n',
+    b'{"unreachable": {}, "clock": 1e300, "shares": []}\n',
+    b'{"unreachable": {"' + b"9" * 5000 + b'": ""}, "clock": 0}\n',
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
+def test_a_hostile_machine_of_the_run_is_reported(port, answer):
+    results = []
+    host = threading.Thread(target=lambda: results.append(meet(Meeting("127.0.0.1", port, 2, 60.0), MAIN)))
+    host.start()
+    with connect("127.0.0.1", port, time.monotonic() + 60) as line, listen(0) as door:
+        own = door.getsockname()[1]
+        line.send({"member": {**HELLO["member"], "host": "\x1b[31mred"}, "door": own})
+        line.receive(time.monotonic() + 60)
+        line.receive(time.monotonic() + 60)
+        line._connection.sendall(answer)
+    host.join(60)
+    assert TROUBLE in [finding.verdict for finding in results[0]]
+    assert all(line.isprintable() for line in lines_of(results[0]))
+
+
+PLANS = [
+    b"[]\n",
+    b"1e9999\n",
+    b'0\n{"roster": [[1, "x", 70000]], "token": ""}\n',
+    b'0\n{"roster": [[0, "127.0.0.1", 1], [0, "127.0.0.1", 1], [0, "127.0.0.1", 1]], "token": ""}\n',
+    b'0\n{"roster": [], "token": "../../etc/passwd"}\n',
+    b'0\n{"roster": [], "token": ""}\n[{"subject": 3}]\n',
+    b'0\n{"roster": [], "token": ""}\n[{}]\n',
+    b'0\n{"roster": [], "token": ""}\n' + b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
+def test_a_hostile_main_machine_is_a_typed_error(port, plan):
+    with listen(port) as hall:
+        results = []
+
+        def visit():
+            try:
+                results.append(meet(Meeting("127.0.0.1", port, 2, 60.0), SECOND))
+            except LaunchError as error:
+                results.append(error)
+
+        guest = threading.Thread(target=visit)
+        guest.start()
+        connection, _ = hall.accept()
+        with Line(connection):
+            connection.sendall(plan)
+            guest.join(60)
+    assert isinstance(results[0], LaunchError)
+    assert len(str(results[0])) < 2000

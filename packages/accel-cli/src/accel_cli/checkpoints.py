@@ -13,9 +13,11 @@ from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
 from accel_plugins.checkpoint.manifest import Verdict, read_manifest, verify
 from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
 from accel_state.errors import SettingError
+from accel_state.untrusted import integer, list_of, printable, record
 
 __all__ = ("as_lines", "describe", "described_lines", "prune", "table")
 
+_POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -78,7 +80,9 @@ def _state(verdict: Verdict) -> str:
 
 def _position(facts: Mapping[str, Any]) -> str:
     positions = facts.get("positions") or []
-    return f"epoch {positions[0]['epoch']}, batch {positions[0]['batch']}" if positions else ""
+    if not positions or _POSITIONS(positions):
+        return ""
+    return f"epoch {positions[0]['epoch']}, batch {positions[0]['batch']}"
 
 
 def _size(path: Path) -> int:
@@ -162,5 +166,5 @@ def described_lines(found: Mapping[str, Any]) -> list[str]:
     lines += [f"{name}: {value}" for name, value in sorted(found["facts"].items()) if value not in (None, [])]
     lines.append("by " + ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items())))
     rows = [(name, shown_size(file["size"]), file["xxh3_128"]) for name, file in sorted(found["files"].items())]
-    extra = [f"not in the manifest: {name}" for name in found["extra"]]
-    return [*lines, "", *columns(["file", "size", "xxh3_128"], rows), *extra]
+    extra = [printable(f"not in the manifest: {name}") for name in found["extra"]]
+    return [*map(printable, lines), "", *columns(["file", "size", "xxh3_128"], rows), *extra]

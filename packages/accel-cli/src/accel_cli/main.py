@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
     except AccelError as error:
         if os.environ.get(_TRACEBACK_VARIABLE, "").lower() in ("1", "true", "yes"):
             raise
-        print(f"{prog}: {error}", file=sys.stderr)
+        from accel_state.untrusted import printable
+
+        # What a file or another machine said may stand in it, and must not control the terminal.
+        print(printable(f"{prog}: {error}", keep="\n\t"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader of our output has gone; the interpreter would complain again when it flushes at the end.

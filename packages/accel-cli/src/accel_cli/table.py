@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from accel_state.settings.probe import importable
+from accel_state.untrusted import printable
 
 __all__ = ("columns",)
 
@@ -19,13 +20,15 @@ _GAP: Final = "  "
 def columns(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Lines of a table with a heading; nothing is cut, and only a terminal's width wraps anything.
 
+    Characters that control a terminal are escaped: cells may come from files of others.
+
     Example:
         >>> columns(["name", "value"], [["cpu", True], ["port", 29500]])
         ['name  value', 'cpu   True', 'port  29500']
     """
     if sys.stdout.isatty() and importable("rich"):
         return _drawn(head, rows)
-    texts = [[str(cell) for cell in row] for row in (head, *rows)]
+    texts = [[printable(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return [_GAP.join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]
 
@@ -40,7 +43,7 @@ def _drawn(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     for number, name in enumerate(head):
         drawn.add_column(name, overflow="fold", style="" if number else "cyan", header_style="bold")
     for row in rows:
-        drawn.add_row(*(Text(str(cell)) for cell in row))
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
     console = Console()
     with console.capture() as captured:
         console.print(drawn)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
-from accel_state.errors import SettingError
+from accel_state.errors import CheckpointError, SettingError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -44,7 +44,14 @@ class Checkpoint:
                 "Name a checkpoint, a folder of them, or the project above it.",
             )
         actions = {"list": _list, "verify": _verify, "prune": _prune, "info": _info}
-        code, rows, lines = actions[arguments.action](checkpoints, folder, arguments)
+        try:
+            code, rows, lines = actions[arguments.action](checkpoints, folder, arguments)
+        except OSError as error:
+            raise CheckpointError(
+                f"Run `accel checkpoint {arguments.action} {folder}`.",
+                f"A file or folder cannot be read: {error}.",
+                "Check that this user may read it, and that nobody removes it meanwhile.",
+            ) from error
         if arguments.json:
             import json
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import time
 import uuid
@@ -23,12 +24,42 @@ from accel_cli.doctor.compare import Member, compare
 from accel_cli.doctor.finding import Finding
 from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
 from accel_state.errors import LaunchError
+from accel_state.untrusted import Shape, integer, list_of, number, printable, record, table_of, text
 
 __all__ = ("Meeting", "meet")
 
 # How long machines have for each other once all are there.
 _PATIENCE: Final = 20.0
 _ONE_CONNECTION: Final = 5.0
+_MOST_WAITING: Final = 64
+"""Connections that have not said who they are; the oldest goes when there are more."""
+_LONGEST_TEXT: Final = 300
+
+_NAMES: Final = table_of(text())
+_HELLO: Final = record(
+    {
+        "member": record({"rank": integer(), "host": text(), "versions": _NAMES, "settings": _NAMES}),
+        "door": integer(1, 65535),
+    }
+)
+_LOOKED: Final = record({"unreachable": table_of(text(), text("[0-9]{1,9}")), "clock": number()})
+_FIELDS: Final = ("subject", "verdict", "told", "remedy")
+_FINDINGS: Final = list_of(record(dict.fromkeys(_FIELDS, text())))
+
+
+def _plan(machines: int) -> Shape:
+    """Shape of what the main machine tells: who is where, and the name of a file in the shared folder."""
+
+    def place(value: Any) -> str:
+        shapes = (integer(), text(), integer(1, 65535))
+        if not isinstance(value, list) or len(value) != len(shapes):
+            return " is not a rank, an address and a port"
+        return next((wrong for shape, one in zip(shapes, value, strict=True) if (wrong := shape(one))), "")
+
+    def roster(value: Any) -> str:
+        return list_of(place)(value) or ("" if len(value) <= machines else " has too many machines")
+
+    return record({"roster": roster, "token": text(r"(\.accel-doctor-[0-9a-f]{32})?")})
 
 
 @dataclass(frozen=True)
@@ -89,23 +120,58 @@ def _host(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
 
 
 def _welcome(hall: socket.socket, meeting: Meeting) -> list[_Guest]:
-    """Those who came before the deadline; everybody is there when as many came as should."""
+    """Those who came before the deadline; everybody is there when as many came as should.
+
+    All connections are listened to at once, so that one that says nothing keeps no machine waiting.
+    """
     deadline = time.monotonic() + meeting.timeout
+    waiting: dict[Line, float] = {}
     guests: list[_Guest] = []
-    while len(guests) < meeting.machines - 1 and (left := deadline - time.monotonic()) > 0:
-        hall.settimeout(left)
-        try:
-            line = Line(hall.accept()[0])
-        except OSError:
-            continue
-        try:
-            hello = line.receive(min(deadline, time.monotonic() + _ONE_CONNECTION))
-            line.send(time.time())
-            guests.append(_Guest(line, Member(**hello["member"]), (line.peer, int(hello["door"]))))
-        except (OSError, Unreachable, KeyError, TypeError, ValueError):
-            # Somebody who looks at open ports is no machine of the run.
+    hall.setblocking(False)
+    try:
+        while len(guests) < meeting.machines - 1 and (left := deadline - time.monotonic()) > 0:
+            doors: list[socket.socket | Line] = [hall, *waiting]
+            heard, _, _ = select.select(doors, [], [], min(left, _ONE_CONNECTION / 10))
+            for line in [line for line in heard if isinstance(line, Line)]:
+                try:
+                    if not line.read_chunk(0.0):
+                        continue
+                    if len(guests) < meeting.machines - 1:
+                        guests.append(_guest(line))
+                        del waiting[line]
+                except Unreachable:
+                    # Somebody who looks at open ports is no machine of the run.
+                    del waiting[line]
+                    line.close()
+            if hall in heard:
+                with contextlib.suppress(OSError):
+                    waiting[Line(hall.accept()[0])] = time.monotonic() + _ONE_CONNECTION
+            late = [line for line, until in waiting.items() if until < time.monotonic()]
+            for line in late or list(waiting)[: max(0, len(waiting) - _MOST_WAITING)]:
+                del waiting[line]
+                line.close()
+    finally:
+        for line in waiting:
             line.close()
     return guests
+
+
+def _guest(line: Line) -> _Guest:
+    """A machine of the run, by the message that came from it.
+
+    Raises:
+        Unreachable: it has gone, or the message is none of a machine of the run.
+    """
+    hello = line.receive(time.monotonic() + _ONE_CONNECTION, _HELLO)
+    line.send(time.time())
+    told = hello["member"]
+    versions, settings = ({_shown(n): _shown(v) for n, v in told[kind].items()} for kind in ("versions", "settings"))
+    return _Guest(line, Member(told["rank"], _shown(told["host"]), versions, settings), (line.peer, hello["door"]))
+
+
+def _shown(said: str) -> str:
+    """What somebody else said, as a terminal can show it."""
+    return printable(f"{said:.{_LONGEST_TEXT}}")
 
 
 def _roster(meeting: Meeting, me: Member, door: socket.socket, guests: list[_Guest]) -> list[list[Any]]:
@@ -122,13 +188,18 @@ def _results(guests: list[_Guest], roster: list[list[Any]], token: str) -> Itera
     deadline = time.monotonic() + _PATIENCE + _ONE_CONNECTION * len(roster)
     for guest in guests:
         try:
-            answer = guest.line.receive(deadline)
-            unreachable = {int(rank): str(reason) for rank, reason in answer["unreachable"].items()}
-            yield replace(
-                guest.member, unreachable=unreachable, clock=float(answer["clock"]), shares_folder=answer["shares"]
-            )
-        except (Unreachable, KeyError, TypeError, ValueError, AttributeError) as error:
-            yield replace(guest.member, unreachable={0: f"it went away ({error})"})
+            answer = guest.line.receive(deadline, _LOOKED)
+        except Unreachable as error:
+            yield replace(guest.member, unreachable={0: f"it went away ({_shown(str(error))})"})
+            continue
+        unreachable = {int(rank): _shown(reason) for rank, reason in answer["unreachable"].items()}
+        shares = answer.get("shares")
+        yield replace(
+            guest.member,
+            unreachable=unreachable,
+            clock=float(answer["clock"]),
+            shares_folder=shares if isinstance(shares, bool) else None,
+        )
 
 
 def _visit(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
@@ -137,22 +208,23 @@ def _visit(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
     try:
         with connect(meeting.host, meeting.port, deadline) as line:
             findings = _be_a_guest(line, meeting, me, door.getsockname()[1], deadline)
-    except (Unreachable, KeyError, TypeError, ValueError) as error:
+    except Unreachable as error:
         remedy = "Check the address, that nothing blocks the port, and that `accel doctor --nodes` runs there."
-        raise LaunchError(asked, f"That failed: {error}.", remedy) from None
+        raise LaunchError(asked, f"That failed: {printable(error)}.", remedy) from None
     return findings
 
 
 def _be_a_guest(line: Line, meeting: Meeting, me: Member, door: int, deadline: float) -> list[Finding]:
     sent = time.time()
     line.send({"member": asdict(me), "door": door})
-    main_time = float(line.receive(deadline))
+    main_time = float(line.receive(deadline, number()))
     clock = (sent + time.time()) / 2 - main_time
-    plan = line.receive(deadline + _PATIENCE)
+    plan = line.receive(deadline + _PATIENCE, _plan(meeting.machines))
     looked = _look_around(me, meeting, plan["roster"], plan["token"])
     line.send({"unreachable": looked.unreachable, "clock": clock, "shares": looked.shares_folder})
     patience = _PATIENCE + _ONE_CONNECTION * (len(plan["roster"]) + 1)
-    return [Finding(**finding) for finding in line.receive(time.monotonic() + patience)]
+    found = line.receive(time.monotonic() + patience, _FINDINGS)
+    return [Finding(**{name: printable(finding[name]) for name in _FIELDS}) for finding in found]
 
 
 def _look_around(me: Member, meeting: Meeting, roster: list[list[Any]], token: str) -> Member:

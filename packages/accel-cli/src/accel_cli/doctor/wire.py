@@ -8,11 +8,15 @@ import time
 from types import TracebackType
 from typing import Any, Final
 
+from accel_state.untrusted import Shape, parse_json
+
 __all__ = ("Line", "Unreachable", "connect", "is_own_address", "listen")
 
 _LONGEST: Final = 2**20
 _BETWEEN_TRIES: Final = 0.2
 _ONE_TRY: Final = 5.0
+_CHUNK: Final = 65536
+_DEEPEST: Final = 8
 
 
 class Unreachable(Exception):
@@ -24,12 +28,24 @@ class Line:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._pending = b""
+        self._pending = bytearray()
+        self._complete = False
+
+    def fileno(self) -> int:
+        """The descriptor of the connection, to be waited for."""
+        return self._connection.fileno()
 
     @property
     def peer(self) -> str:
-        """Address of the other side."""
-        return str(self._connection.getpeername()[0])
+        """Address of the other side.
+
+        Raises:
+            Unreachable: it has gone.
+        """
+        try:
+            return str(self._connection.getpeername()[0])
+        except OSError as error:
+            raise Unreachable(str(error)) from None
 
     def send(self, message: Any) -> None:
         """Send a message.
@@ -43,34 +59,51 @@ class Line:
         except OSError as error:
             raise Unreachable(str(error)) from None
 
-    def receive(self, deadline: float) -> Any:
+    def receive(self, deadline: float, shape: Shape | None = None) -> Any:
         """The next message.
 
         Args:
             deadline: until when to wait, by `time.monotonic()`.
+            shape: what the message has to be like.
 
         Raises:
-            Unreachable: none came, or something that is no message.
+            Unreachable: none came, or something that is no such message.
         """
-        while b"\n" not in self._pending:
+        while not self._complete:
             left = deadline - time.monotonic()
-            if left <= 0 or len(self._pending) > _LONGEST:
-                raise Unreachable("no answer in time" if left <= 0 else "the answer is too long")
-            try:
-                self._connection.settimeout(left)
-                chunk = self._connection.recv(65536)
-            except TimeoutError:
-                continue
-            except OSError as error:
-                raise Unreachable(str(error)) from None
-            if not chunk:
-                raise Unreachable("the connection was closed")
-            self._pending += chunk
-        text, _, self._pending = self._pending.partition(b"\n")
+            if left <= 0:
+                raise Unreachable("no answer in time")
+            self.read_chunk(left)
+        text, _, rest = self._pending.partition(b"\n")
+        self._pending, self._complete = rest, b"\n" in rest
         try:
-            return json.loads(text)
-        except ValueError:
-            raise Unreachable("the answer is no message of ours") from None
+            return parse_json(bytes(text), shape, depth=_DEEPEST)
+        except ValueError as error:
+            raise Unreachable(f"the answer is no message of ours: {error}") from None
+
+    def read_chunk(self, patience: float) -> bool:
+        """Take what has come, after waiting for it for some seconds; whether a message is complete.
+
+        Raises:
+            Unreachable: the other side has gone, or its message is too long.
+        """
+        if self._complete:
+            return True
+        try:
+            self._connection.settimeout(patience)
+            chunk = self._connection.recv(_CHUNK)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except OSError as error:
+            raise Unreachable(str(error)) from None
+        if not chunk:
+            raise Unreachable("the connection was closed")
+        self._pending += chunk
+        # Only the chunk is searched: one byte at a time must not cost the whole message each time.
+        self._complete = b"\n" in chunk
+        if len(self._pending) > _LONGEST:
+            raise Unreachable("the answer is too long")
+        return self._complete
 
     def close(self) -> None:
         """End the connection."""
@@ -106,7 +139,7 @@ def connect(host: str, port: int, deadline: float) -> Line:
         left = deadline - time.monotonic()
         try:
             return Line(socket.create_connection((host, port), timeout=max(min(left, _ONE_TRY), 0.01)))
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             if time.monotonic() + _BETWEEN_TRIES >= deadline:
                 raise Unreachable(str(error)) from None
         time.sleep(_BETWEEN_TRIES)
