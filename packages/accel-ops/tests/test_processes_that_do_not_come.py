@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops import gather, reduce, where_is_everyone
+from accel_ops import gather, gather_object, reduce, where_is_everyone
 from accel_state import PartialState, current
 from accel_state.errors import CollectiveError
+from accel_state.process import wait_for_everyone
 from accel_state.testing.processes import Outcome, Processes, run_command
 from accel_state.transport.torch_dist import TorchDistTransport
 
@@ -179,6 +180,41 @@ def test_without_the_process_that_hosts_the_store_the_last_picture_is_shown(thre
         assert seconds < SOON
         assert "Rank 0 is gone (process " in message
         assert "The process that hosts the store cannot be reached" in message
+
+
+def host_is_stopped(folder: Path) -> tuple[str, float, str]:
+    """Rank 1 stops rank 0, which hosts the store, and lets it go on when the others have reported."""
+    state = PartialState(cpu=True, timeout=TIMEOUT)
+    pids = gather_object([os.getpid()])
+    while "unknown" in where_is_everyone():
+        time.sleep(0.05)
+    wait_for_everyone()
+    if state.is_main_process:
+        while not (folder / "reported1").exists():  # it is stopped meanwhile
+            time.sleep(0.05)
+        return "", 0.0, ""
+    if state.process_index == 1:
+        os.kill(pids[0], signal.SIGSTOP)
+    try:
+        message, seconds = failed(gather_one)
+        asked = where_is_everyone()
+        (folder / f"reported{state.process_index}").touch()
+    finally:
+        if state.process_index == 1:
+            limit = time.monotonic() + 30
+            while not (folder / "reported2").exists() and time.monotonic() < limit:
+                time.sleep(0.05)
+            os.kill(pids[0], signal.SIGCONT)
+    return message, seconds, asked
+
+
+def test_with_the_host_of_the_store_stopped_the_others_report_within_the_deadline(
+    three: Processes, tmp_path: Path
+) -> None:
+    for message, seconds, asked in warmed_up(three).run(host_is_stopped, tmp_path)[1:]:
+        assert seconds < TIMEOUT + 5
+        assert "rank 0 is stopped (process " in message.lower(), message
+        assert "rank 0 is stopped (process " in asked.lower(), asked
 
 
 def comes_late() -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -42,16 +44,48 @@ def test_processes_in_one_place_are_told_together_and_the_odd_one_first() -> Non
         (IN_TORCH, "rank 0 is in all_reduce() at train.py:5, after gather() at eval.py:88 (call 16)"),
         (NOWHERE, "rank 0 is at train.py:2, before any collective"),
         (replace(BETWEEN, now_at=""), "rank 0 is after gather() at eval.py:88 (call 16)"),
-        (replace(BETWEEN, left=True), "rank 0 is no longer taking part, after gather() at eval.py:88 (call 16)"),
-        (replace(IN_GATHER, time=time.time() - 60), "rank 0 is in gather() at eval.py:88 (call 17), by the last news"),
+        (
+            replace(BETWEEN, left="without an exception"),
+            "rank 0 is no longer there: it has left the run without an exception, after gather() at eval.py:88",
+        ),
+        (
+            replace(IN_GATHER, time=1.0e9, host="elsewhere"),
+            "rank 0 is silent for 60 s; it was last seen in gather() at eval.py:88 (call 17)",
+        ),
+        (
+            replace(IN_GATHER, time=1.0e9),
+            f"rank 0 is alive (process {os.getpid()}) but silent for 60 s; it was last seen in gather() at eval.py:88",
+        ),
     ],
 )
 def test_each_state_has_its_words(sighting: Sighting, words: str) -> None:
-    assert describe({0: sighting}, 1).startswith(words)
+    assert describe({0: sighting}, 1, {0: 60.0 if sighting.time == 1.0e9 else 0.0}).startswith(words)
 
 
 def test_a_process_that_never_published_is_unknown() -> None:
     assert told_now({0: IN_GATHER}, 3) == "rank 0 is in gather() at eval.py:88 (call 17); ranks 1-2 are unknown"
+
+
+def test_a_process_that_is_stopped_is_named_so() -> None:
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        os.kill(sleeping.pid, signal.SIGSTOP)
+        seen = replace(IN_GATHER, pid=sleeping.pid)
+        deadline = time.monotonic() + 30
+        while "stopped" not in told_now({0: seen}, 1):
+            assert time.monotonic() < deadline
+        assert told_now({0: seen}, 1) == (
+            f"rank 0 is stopped (process {sleeping.pid}, by SIGSTOP or a debugger); "
+            "it was last seen in gather() at eval.py:88 (call 17)"
+        )
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_what_no_sighting_wrote_is_ignored() -> None:
+    for text in ("", "[]", '{"number": 1}', IN_GATHER.to_json().replace("17", '"17"'), "[" * 100_000):
+        assert Sighting.from_json(text) is None
 
 
 def test_a_process_that_has_ended_is_gone_also_when_nobody_took_note() -> None:
@@ -105,6 +139,31 @@ def test_a_look_tells_the_call_that_is_going_on_and_then_the_last_one() -> None:
     assert second.now_at == ""
     assert (second.number, second.operation) == (1, "gather")
     assert second.pid == os.getpid()
+    assert first.since > 0
+    assert second.since == 0
+
+
+def test_a_look_never_tells_a_call_that_was_left_as_going_on() -> None:
+    log, ended = CallLog(), threading.Event()
+
+    def call() -> None:
+        while not ended.is_set():
+            log.enter("gather")
+            log.leave()
+
+    calling = threading.Thread(target=call)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    calling.start()
+    try:
+        for _ in range(2000):
+            completed = next((done.number for done in log.recent(1)), 0)
+            seen = look(log)
+            assert not seen.active or seen.number > completed
+    finally:
+        ended.set()
+        calling.join()
+        sys.setswitchinterval(interval)
 
 
 def test_the_log_keeps_the_newest_calls() -> None:

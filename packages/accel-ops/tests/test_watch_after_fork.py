@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore
 
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.watch import Watch
+from accel_state.transport.control import ControlStore
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
@@ -18,33 +19,22 @@ pytestmark = [
 ]
 
 
-class Slow:
-    """A store that takes what it is told only when it is let."""
+class Slow(ControlStore):
+    """A connection whose messages are taken only when it is let."""
 
     def __init__(self) -> None:
+        super().__init__(HashStore(), 0, secret="of the run")
         self.asked = threading.Event()
         self.let = threading.Event()
 
-    def clone(self) -> Slow:
-        return self
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """It waits for as long as it takes."""
-
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes, timeout: float) -> None:
         self.asked.set()
         self.let.wait()
-
-    def add(self, key: str, amount: int) -> int:
-        return 0
-
-    def check(self, keys: list[str]) -> bool:
-        return False
 
 
 def test_a_child_forked_while_the_thread_works_can_end() -> None:
     store = Slow()
-    watch = Watch(CallLog(), store, 0, 1)
+    watch = Watch(CallLog(), store, 0, 2)
     assert store.asked.wait(60)
     child = os.fork()
     if child == 0:

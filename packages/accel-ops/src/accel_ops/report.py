@@ -16,7 +16,10 @@ def where_is_everyone() -> str:
     Never waits for another process. What is known of the others is up to half a second old.
     """
     transport = current.process_or_start().transport
-    return describe(exchange_of(transport).watch.picture().sightings, transport.world_size)
+    watch = exchange_of(transport).watch
+    watch.ask()
+    picture = watch.picture()
+    return describe(picture.sightings, transport.world_size, picture.ages)
 
 
 def recent_calls(count: int | None = None) -> tuple[Call, ...]:

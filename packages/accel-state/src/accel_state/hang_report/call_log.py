@@ -55,36 +55,42 @@ class Call:
 class CallLog:
     """The calls of one process on one transport, the newest kept in a ring."""
 
-    __slots__ = ("_begun", "_code", "_line", "_operation", "_ring", "active", "fingerprint", "number")
+    __slots__ = ("_current", "_ring", "fingerprint", "number")
 
     def __init__(self, length: int = 128) -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float]] = deque(maxlen=length)
+        # Replaced as a whole, because the thread that watches reads it at any moment.
+        self._current: tuple[int, str, CodeType, int, float] | None = None
         self.number = 0
-        self.active = False
         self.fingerprint = 0
 
     def enter(self, operation: str) -> None:
         """Begin a call."""
-        self._code, self._line = caller()
-        self._operation = operation
+        code, line = caller()
         self.fingerprint = 0
         self.number += 1
-        self.active = True
-        self._begun = time.monotonic()
+        self._current = (self.number, operation, code, line, time.monotonic())
 
     def leave(self) -> None:
         """End the call that was begun."""
-        seconds = time.monotonic() - self._begun
-        self._ring.append((self.number, self._operation, self.fingerprint, self._code, self._line, seconds))
-        self.active = False
+        assert self._current is not None
+        number, operation, code, line, begun = self._current
+        # In this order no call is ever seen as going on that is in the ring.
+        self._current = None
+        self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun))
+
+    def active(self) -> Call | None:
+        """The call that is going on."""
+        current = self._current
+        if current is None:
+            return None
+        number, operation, code, line, begun = current
+        location = locate(code.co_filename, line)
+        return Call(number, operation, self.fingerprint, location, time.monotonic() - begun)
 
     def last(self) -> Call | None:
         """The call that is going on, or else the last one."""
-        if not self.active:
-            return self.recent(1)[0] if self._ring else None
-        location = locate(self._code.co_filename, self._line)
-        seconds = time.monotonic() - self._begun
-        return Call(self.number, self._operation, self.fingerprint, location, seconds)
+        return self.active() or next(iter(self.recent(1)), None)
 
     def recent(self, count: int | None = None) -> tuple[Call, ...]:
         """The newest completed calls, the newest last."""

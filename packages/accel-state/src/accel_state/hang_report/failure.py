@@ -16,10 +16,10 @@ from accel_state.hang_report.call_log import Call
 from accel_state.hang_report.sightings import all_told, describe
 from accel_state.hang_report.watch import TICK, Picture, Watch
 
-__all__ = ("explain",)
+__all__ = ("End", "everyone", "explain")
 
-_LONGEST_WAIT: Final = 8.0
-"""Seconds that the others, on a machine that is busy, are given to say where they are."""
+_LONGEST_WAIT: Final = 3.0
+"""Seconds that the others are given to say where they are."""
 
 _GLANCE: Final = 0.05
 """Seconds between two looks whether this process was asked to end."""
@@ -33,7 +33,7 @@ _REMEDY: Final = (
 def explain(error: BaseException, call: Call | None, rank: int, world_size: int, watch: Watch) -> CollectiveError:
     """The error for a collective that the backend could not complete.
 
-    Waits until the other processes have published where they are now. A launcher may end this process meanwhile; then
+    Gives the other processes some seconds to publish where they are. A launcher may end this process meanwhile; then
     the report is printed first.
 
     Args:
@@ -43,45 +43,54 @@ def explain(error: BaseException, call: Call | None, rank: int, world_size: int,
         world_size: number of processes.
         watch: what reads where the others are.
     """
+    what = f"{call.operation}() at {call.location} (call {call.number})" if call else "A collective"
     with _termination_put_off() as end:
-        watch.ask()
-        report = _report(error, call, rank, world_size, _answers(watch, world_size, end))
+        where = everyone(watch, world_size, end)
+        report = CollectiveError(
+            f"{what} on rank {rank} could not be completed.",
+            f"{where}\n  The backend said: {_first_line(error)}",
+            _REMEDY,
+        )
         end.last_words = f"{report}\n"
     return report
 
 
-def _answers(watch: Watch, world_size: int, end: _End) -> Picture:
-    """Where all are, once they have said so or cannot; at the latest when time is up or this process is ended."""
-    deadline = time.monotonic() + _LONGEST_WAIT
-    end.wait(TICK)
-    while True:
-        # What they answered is overwritten by what they publish a tick later, which may be before it is read.
-        watch.ask()
-        hurried = end.wait(TICK / 2)
-        picture = watch.picture()
-        if hurried or not picture.fresh or all_told(picture.sightings, world_size) or time.monotonic() > deadline:
-            return picture
+def everyone(watch: Watch, world_size: int, end: End | None = None) -> str:
+    """Where all processes are, in a sentence, once they have said so or cannot; within some seconds.
 
-
-def _report(error: BaseException, call: Call | None, rank: int, world_size: int, picture: Picture) -> CollectiveError:
-    what = f"{call.operation}() at {call.location} (call {call.number})" if call else "A collective"
+    Args:
+        watch: what reads where the others are.
+        world_size: number of processes.
+        end: what tells that this process has to hurry.
+    """
+    picture = _answers(watch, world_size, end or End())
+    where = describe(picture.sightings, world_size, picture.ages)
     source = ""
-    if not picture.fresh and world_size > 1:
-        age = time.monotonic() - picture.taken
-        source = f" (The process that hosts the store cannot be reached; the others as they were {age:.1f} s ago.)"
-    where = describe(picture.sightings, world_size)
-    return CollectiveError(
-        f"{what} on rank {rank} could not be completed.",
-        f"{where[:1].upper()}{where[1:]}.{source}\n  The backend said: {_first_line(error)}",
-        _REMEDY,
-    )
+    if picture.store_failed is not None and world_size > 1:
+        source = (
+            " The process that hosts the store cannot be reached, so the others are told as they were "
+            f"{time.monotonic() - picture.taken:.0f} s ago."
+        )
+    return f"{where[:1].upper()}{where[1:]}.{source}"
+
+
+def _answers(watch: Watch, world_size: int, end: End) -> Picture:
+    """What is known when all have answered, the store is found not to, time is up, or this process is ended."""
+    asked = watch.ask()
+    while True:
+        hurried = end.wait(TICK / 5)
+        picture, waited = watch.picture(), time.monotonic() - asked
+        told = all_told(picture.sightings, world_size, picture.ages, waited)
+        failed = picture.store_failed is not None and picture.store_failed > asked
+        if hurried or told or failed or waited > _LONGEST_WAIT:
+            return picture
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
 
 
-class _End:
+class End:
     """Whether this process was asked to end, and what it prints before it does.
 
     The signal's handler interrupts the thread that waits, so both use a plain value: an event has a lock, for which
@@ -107,12 +116,12 @@ class _End:
 
 
 @contextmanager
-def _termination_put_off() -> Iterator[_End]:
+def _termination_put_off() -> Iterator[End]:
     """Take note of SIGTERM instead of ending, and end when the block is left.
 
     A handler that the script installed is left in place.
     """
-    end = _End()
+    end = End()
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not mine:
         yield end

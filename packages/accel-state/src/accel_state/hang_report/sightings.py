@@ -5,22 +5,25 @@ A sighting is made by a process of itself, travels as JSON, and is read by the o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, Literal
 
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.main_thread import main_thread_place
 
 __all__ = ("Sighting", "all_told", "describe", "look", "ranks")
 
-_SILENT: Final = 5.0
-"""Seconds without news after which it is told how old the news is."""
+_SILENT: Final = 3.0
+"""Seconds without news of a process after which it is not said any more that it is where it was seen."""
+
+_KINDS: Final[Mapping[str, Any]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
 
 _MOST_GROUPS: Final = 16
 """Sentences in one report; with thousands of processes in different places the rest is only counted."""
@@ -37,9 +40,11 @@ class Sighting:
         active: whether it is still in that collective.
         now_at: line of the user's code where the main thread is; empty when it was not looked up.
         now_in: the library function that was called there; empty when there is none.
-        left: whether it takes no part any more, because its state was given up or it ends.
+        closely: whether the main thread was looked up.
+        left: how it has left the run, such as "without an exception"; empty while it takes part.
+        since: when that collective began, where it is still in it, seconds since the epoch; else 0.
         pid: its process id.
-        host: its machine and process-id namespace.
+        host: its machine, with the namespaces of process ids and of the network.
         time: when it looked, seconds since the epoch.
     """
 
@@ -49,7 +54,9 @@ class Sighting:
     active: bool
     now_at: str
     now_in: str
-    left: bool = False
+    closely: bool = False
+    left: str = ""
+    since: float = 0.0
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=lambda: _host())
     time: float = field(default_factory=time.time)
@@ -59,21 +66,23 @@ class Sighting:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Sighting:
-        """The sighting that `to_json` wrote."""
-        return cls(**json.loads(text))
+    def from_json(cls, text: str | bytes) -> Sighting | None:
+        """The sighting that `to_json` wrote; None where it did not write the text."""
+        try:
+            sighting = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        fits = all(isinstance(getattr(sighting, one.name), _KINDS[str(one.type)]) for one in fields(cls))
+        return sighting if fits else None
 
     def where(self) -> str:
         """Where the process is, to be put after "rank 3 is"."""
-        if self.active and not self.left:
+        if self.active:
             return f"in {self.operation}() at {self.called_at} (call {self.number})"
+        before = f"after {self.operation}() at {self.called_at} (call {self.number})"
+        before = before if self.number else "before any collective"
         inside = f"in {self.now_in}() at {self.now_at}" if self.now_in else f"at {self.now_at}"
-        if self.left:
-            inside = "no longer taking part"
-        before = "before any collective"
-        if self.number:
-            before = f"after {self.operation}() at {self.called_at} (call {self.number})"
-        return f"{inside}, {before}" if self.now_at or self.left else before
+        return f"{inside}, {before}" if self.now_at else before
 
 
 def look(log: CallLog, closely: bool = False) -> Sighting:
@@ -83,34 +92,45 @@ def look(log: CallLog, closely: bool = False) -> Sighting:
         log: its calls.
         closely: look up the line as well where the main thread is.
     """
-    call = log.last()
+    active = log.active()
+    call = active or next(iter(log.recent(1)), None)
     now = main_thread_place() if closely else None
     return Sighting(
         number=call.number if call else 0,
         operation=call.operation if call else "",
         called_at=str(call.location) if call else "",
-        active=log.active,
+        active=active is not None,
         now_at=str(now.location) if now else "",
         now_in=now.inside if now else "",
+        closely=closely,
+        since=time.time() - active.seconds if active else 0.0,
     )
 
 
-def all_told(sightings: Mapping[int, Sighting], world_size: int) -> bool:
-    """Whether each process is in a collective, has told its line, or takes no part any more."""
+def all_told(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[int, float], within: float) -> bool:
+    """Whether each process has looked closely within so many seconds, or cannot any more."""
     return len(sightings) == world_size and all(
-        seen.active or seen.now_at or seen.left or _is_gone(seen) for seen in sightings.values()
+        (seen.closely and ages[rank] < within) or seen.left or _state_here(seen) in _HELPLESS
+        for rank, seen in sightings.items()
     )
 
 
-def describe(sightings: Mapping[int, Sighting], world_size: int) -> str:
+def describe(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[int, float] | None = None) -> str:
     """Where all processes are, those in the same place in one sentence, the smallest group first.
 
     Example: "rank 3 is in gather() at eval.py:88 (call 17); ranks 0-2 are in reduce() at train.py:41 (call 17)".
+
+    Args:
+        sightings: by rank; ranks that are missing are unknown.
+        world_size: number of processes.
+        ages: seconds since something new was heard of each of them; by default since it looked at itself.
     """
+    now = time.time()
     groups: dict[str, list[int]] = {}
     for rank in range(world_size):
         seen = sightings.get(rank)
-        groups.setdefault("unknown" if seen is None else _state(seen), []).append(rank)
+        state = "unknown" if seen is None else _state(seen, now - seen.time if ages is None else ages[rank])
+        groups.setdefault(state, []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
     sentences = [f"{ranks(members)} {'is' if len(members) == 1 else 'are'} {state}" for state, members in ordered]
     more = len(sentences) - _MOST_GROUPS
@@ -129,38 +149,51 @@ def ranks(members: list[int]) -> str:
     return f"rank {text}" if len(members) == 1 else f"ranks {text}"
 
 
-def _state(seen: Sighting) -> str:
-    if _is_gone(seen):
-        return f"gone (process {seen.pid} has ended); it was last seen {seen.where()}"
-    age = time.time() - seen.time
-    return seen.where() + (f", by the last news, {age:.0f} s old" if age > _SILENT else "")
+def _state(seen: Sighting, age: float) -> str:
+    if seen.left:
+        after = f", after {seen.operation}() at {seen.called_at} (call {seen.number})" if seen.number else ""
+        return f"no longer there: it has left the run {seen.left}{after}"
+    here = _state_here(seen)
+    last = f"it was last seen {seen.where()}"
+    if here == "ended":
+        return f"gone (process {seen.pid} has ended); {last}"
+    if here == "stopped":
+        return f"stopped (process {seen.pid}, by SIGSTOP or a debugger); {last}"
+    if age > _SILENT:
+        alive = f"alive (process {seen.pid}) but " if here == "alive" else ""
+        return f"{alive}silent for {age:.0f} s; {last}"
+    return seen.where()
 
 
-def _is_gone(seen: Sighting) -> bool:
-    return seen.host == _host() and _has_ended(seen.pid)
+_HELPLESS: Final = frozenset({"ended", "stopped"})
+
+
+def _state_here(seen: Sighting) -> Literal["ended", "stopped", "alive", "elsewhere"]:
+    """What the operating system says of a process, where it is one of this machine."""
+    if seen.host != _host():
+        return "elsewhere"
+    if sys.platform == "linux":
+        try:
+            with open(f"/proc/{seen.pid}/stat", encoding="utf-8", errors="replace") as file:
+                letter = file.read().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return "ended"
+        # Also where its parent has not taken note of the end yet.
+        return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "alive"
+    if os.name == "posix":
+        try:
+            os.kill(seen.pid, 0)
+        except ProcessLookupError:
+            return "ended"
+        except PermissionError:
+            return "alive"
+        return "alive"
+    return "elsewhere"
 
 
 def _host() -> str:
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return f"{socket.gethostname()} {namespace}".strip()
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine has ended, also when its parent has not taken note yet."""
-    if sys.platform == "linux":
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                return file.read().rpartition(")")[2].split()[0] in "ZX"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-    if os.name == "posix":
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-    return False
+    names = [socket.gethostname()]
+    for kind in ("pid", "net"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return " ".join(names)

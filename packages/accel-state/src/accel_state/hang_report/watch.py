@@ -1,51 +1,60 @@
 """The thread that tells the other processes, through the store, where this one is; and reads where they are.
 
-It works twice a second on a connection of its own, and never on the path of a call. The picture that it read last is
-kept, because the process that hosts the store may be the one that dies.
+It works twice a second, and never on the path of a call. Nobody waits for the store but this thread: what is asked of
+a watch is answered from what it read last, because the process that hosts the store may be the one that is stopped,
+dead, or on the other side of a broken link. What a launcher reads is written to a file besides.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, Final
+from typing import Final, NamedTuple
 
+from accel_state.errors import StoreUnreachable
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.sightings import Sighting, look
+from accel_state.hang_report.status import StatusFile
+from accel_state.transport.control import ControlStore
 
-__all__ = ("Picture", "Watch")
+__all__ = ("TICK", "Picture", "Watch")
 
 TICK: Final = 0.5
 """Seconds between two sightings."""
 
-_PATIENCE: Final = timedelta(seconds=2)
-_LAST_PATIENCE: Final = 5 * _PATIENCE
-"""How long the thread may take to end: every call on a store whose host has gone takes `_PATIENCE`, and a thread that
-is still inside of one when the interpreter ends aborts the process."""
+_PATIENCE: Final = 2.0
+"""Seconds that one request may take."""
+
+_LONGEST_PAUSE: Final = 8.0
+"""Seconds between two tries, at most, on a store that does not answer."""
+
+_CLOSELY: Final = 5.0
+"""Seconds for which a process looks closely where it is after somebody asked."""
+
+_LAST_PATIENCE: Final = 3.0
+"""Seconds that the thread is given to end."""
 
 _RANKS_READ_PER_TICK: Final = 16
-_GIVE_UP_AFTER: Final = 3
-_ASKED: Final = "accel_ops/asked"
+_ASKED: Final = "hang_report/asked"
 
 
-class Picture:
+class Picture(NamedTuple):
     """Where all processes are.
 
     Args:
         sightings: by rank; ranks that never published are missing.
-        taken: when it was read, seconds of the monotonic clock.
-        fresh: whether the store could be read for it; otherwise it is the one read last.
+        ages: seconds since something new was heard of each of them.
+        taken: when the store was read, seconds of the monotonic clock.
+        store_failed: when the store was found not to answer, if it has not answered since; else None.
     """
 
-    __slots__ = ("fresh", "sightings", "taken")
-
-    def __init__(self, sightings: dict[int, Sighting], taken: float, fresh: bool = True) -> None:
-        self.sightings = sightings
-        self.taken = taken
-        self.fresh = fresh
+    sightings: dict[int, Sighting]
+    ages: dict[int, float]
+    taken: float
+    store_failed: float | None
 
 
 class Watch:
@@ -53,26 +62,31 @@ class Watch:
 
     Args:
         log: the call log of this process.
-        store: the store that the processes share; None, or one that allows no second connection, turns it off.
+        control: a connection to the store that the processes share, for this watch alone; None turns it off.
         rank: index of this process.
         world_size: number of processes.
     """
 
-    def __init__(self, log: CallLog, store: Any | None, rank: int, world_size: int) -> None:
+    def __init__(self, log: CallLog, control: ControlStore | None, rank: int, world_size: int) -> None:
         self._log = log
         self._rank = rank
         self._pid = os.getpid()
-        self._keys = [f"accel_ops/sighting/{other}" for other in range(world_size)]
+        self._keys = [f"hang_report/sighting/{other}" for other in range(world_size)]
         self._read_every = max(1, world_size // _RANKS_READ_PER_TICK)
-        self._asked_before = 0
-        self._store = _connection(store)
-        self._last = Picture({}, time.monotonic(), fresh=False)
-        self._stopped = threading.Event()
-        # Held while the connection is used, by the thread and by the one that has to explain a failure.
-        self._lock = threading.RLock()
+        self._control = control
+        self._status = StatusFile.of_run(rank)
+        self._texts: dict[int, bytes] = {}
+        self._sightings: dict[int, Sighting] = {}
+        self._heard: dict[int, float] = {}
+        self._taken = time.monotonic()
+        self._failed: float | None = None
+        self._asked_before = b""
+        self._closely_until = 0.0
+        self._ask = False
+        self._end = threading.Event()
         self._thread: threading.Thread | None = None
-        if self._store is not None:
-            self._thread = threading.Thread(target=self._run, name="accel_state.hang_report.watch", daemon=True)
+        if world_size > 1 and (control is not None or self._status is not None):
+            self._thread = threading.Thread(target=self._run, name="accel_state.watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -80,83 +94,103 @@ class Watch:
 
         In a forked child there is no thread to end, and its lock may never be let go.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._thread is None:
             return
-        self._stopped.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_LAST_PATIENCE.total_seconds())
-        with self._lock:
-            self._publish(replace(look(self._log), left=True))
-            self._store = None
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=_LAST_PATIENCE)
+        last = replace(look(self._log), left=_how_it_ends())
+        if self._status is not None:
+            self._status.write(last)
+        if self._control is not None and self._failed is None and not self._thread.is_alive():
+            self._publish(last)
+            self._control.close()
 
-    def ask(self) -> None:
-        """Ask all processes to look closely where they are; within a tick they have answered."""
-        with self._lock:
-            try:
-                if self._store is not None:
-                    self._store.add(_ASKED, 1)
-            except RuntimeError:
-                return
+    def ask(self) -> float:
+        """Ask all processes to look closely where they are, and return the time; they have answered two ticks later.
+
+        Does not wait, and takes no lock: handlers of signals call this too.
+        """
+        now = time.monotonic()
+        self._closely_until = now + _CLOSELY
+        self._ask = True
+        return now
 
     def picture(self) -> Picture:
-        """Where all processes are, with a fresh sighting of this one."""
-        mine = look(self._log, closely=True)
-        with self._lock:
-            if self._publish(mine):
-                return self._read()
-            return Picture({**self._last.sightings, self._rank: mine}, self._last.taken, fresh=False)
+        """Where all processes are, with a fresh sighting of this one. Does not wait."""
+        now = time.monotonic()
+        sightings = {**self._sightings, self._rank: look(self._log, closely=True)}
+        heard = {**self._heard, self._rank: now}
+        return Picture(sightings, {rank: now - at for rank, at in heard.items()}, self._taken, self._failed)
 
     def _run(self) -> None:
-        ticks = failures = 0
-        while not self._stopped.wait(TICK if ticks else 0.0):
-            with self._lock:
-                failures = 0 if self._publish(look(self._log, closely=self._asked())) else failures + 1
-                if failures == _GIVE_UP_AFTER:
-                    return
-                if not failures and ticks % self._read_every == 0:
+        ticks, failures, try_again = 0, 0, 0.0
+        while True:
+            asks, self._ask = self._ask, False
+            now = time.monotonic()
+            closely = now < self._closely_until
+            if self._status is not None:
+                closely = self._status.is_asked() or closely
+                self._status.write(look(self._log, closely))
+            if self._control is not None and (asks or now >= try_again):
+                if self._tell(closely, asks) and (closely or ticks % self._read_every == 0):
                     self._read()
-            ticks += 1
+                failures = 0 if self._failed is None else failures + 1
+                try_again = now + min(TICK * 2**failures, _LONGEST_PAUSE) if failures else 0.0
+                ticks += 1
+            if self._end.wait(TICK / 2 if closely else TICK):
+                return
 
-    def _asked(self) -> bool:
-        """Whether another process has asked since this was called last."""
-        store: Any = self._store
+    def _tell(self, closely: bool, asks: bool) -> bool:
+        """Publish a sighting, and hear whether somebody asked for closer ones; whether the store answered."""
+        control = self._control
+        assert control is not None
         try:
-            asked = int(store.add(_ASKED, 0))
-        except RuntimeError:
+            if asks:
+                control.set(_ASKED, b"%d %d" % (self._rank, time.time_ns()), _PATIENCE)
+            asked = control.get_many([_ASKED], _PATIENCE).get(_ASKED, b"")
+        except StoreUnreachable:
+            self._failed = time.monotonic()
             return False
-        before, self._asked_before = self._asked_before, asked
-        return asked != before
+        if asked != self._asked_before:
+            self._asked_before = asked
+            self._closely_until = time.monotonic() + _CLOSELY
+            closely = True
+        return self._publish(look(self._log, closely))
 
     def _publish(self, sighting: Sighting) -> bool:
-        if self._store is None:
-            return False
+        assert self._control is not None
         try:
-            self._store.set(self._keys[self._rank], sighting.to_json())
-        except RuntimeError:
+            self._control.set(self._keys[self._rank], sighting.to_json().encode(), _PATIENCE)
+        except StoreUnreachable:
+            self._failed = time.monotonic()
             return False
+        self._failed = None
         return True
 
-    def _read(self) -> Picture:
-        store: Any = self._store
+    def _read(self) -> None:
+        assert self._control is not None
         try:
-            if store.check(self._keys):
-                texts = dict(enumerate(store.multi_get(self._keys)))
-            else:
-                texts = {rank: store.get(key) for rank, key in enumerate(self._keys) if store.check([key])}
-        except RuntimeError:
-            return Picture(self._last.sightings, self._last.taken, fresh=False)
-        sightings = {rank: Sighting.from_json(text) for rank, text in texts.items()}
-        self._last = Picture(sightings, time.monotonic())
-        return self._last
+            found = self._control.get_many(self._keys, _PATIENCE)
+        except StoreUnreachable:
+            self._failed = time.monotonic()
+            return
+        now = time.monotonic()
+        sightings, heard = dict(self._sightings), dict(self._heard)
+        for rank, key in enumerate(self._keys):
+            text = found.get(key)
+            if text is None or text == self._texts.get(rank):
+                continue
+            sighting = Sighting.from_json(text)
+            if sighting is not None:
+                self._texts[rank] = text
+                sightings[rank], heard[rank] = sighting, now
+        # Others read these while this thread goes on, so they are replaced as a whole.
+        self._heard, self._sightings = heard, sightings
+        self._taken = now
 
 
-def _connection(store: Any | None) -> Any | None:
-    """A second connection to the same store: on a shared one, a wait of another thread would keep us out."""
-    if store is None:
-        return None
-    try:
-        own = store.clone()
-        own.set_timeout(_PATIENCE)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
-    return own
+def _how_it_ends() -> str:
+    """How this process leaves the run, in words."""
+    error = getattr(sys, "last_value", None)
+    return "without an exception" if error is None else f"with {type(error).__name__}"

@@ -14,6 +14,7 @@ raise too instead of waiting.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable
@@ -36,6 +37,9 @@ __all__ = ("Exchange", "HeaderCall", "Posted", "exchange_of", "meet", "post", "s
 
 _SLICE: Final = timedelta(seconds=1)
 """How long a wait lasts before Python looks up, so that a signal such as Ctrl-C is acted on."""
+
+_GRACE: Final = 1.0
+"""Seconds that the backend is given beyond the timeout to fail by itself."""
 
 _DIFFERENT: Final = 0
 """The fingerprint of a process that has none, or none that counts."""
@@ -69,7 +73,7 @@ class Exchange:
         self.watch: Watch = like.watch if like else self._begin_watch(transport)
 
     def _begin_watch(self, transport: Transport) -> Watch:
-        watch = Watch(self.log, transport.store(), transport.rank, transport.world_size)
+        watch = Watch(self.log, transport.control(), transport.rank, transport.world_size)
         weakref.finalize(self, watch.stop)
         return watch
 
@@ -243,11 +247,12 @@ class HeaderCall:
             return
 
     def _wait_in_slices(self, work: Work) -> None:
+        deadline = time.monotonic() + self._transport.timeout.total_seconds() + _GRACE
         while True:
             try:
                 work.wait(_SLICE)
             except RuntimeError as error:
-                if work.is_completed():
+                if work.is_completed() or time.monotonic() > deadline:
                     raise self._failure(error) from error
             else:
                 return
