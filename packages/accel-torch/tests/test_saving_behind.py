@@ -112,10 +112,10 @@ def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeyp
     may_copy, seen = threading.Event(), []
     real = snapshot.Snapshot.copy
 
-    def late(self: snapshot.Snapshot) -> None:
+    def late(self: snapshot.Snapshot) -> list[str]:
         assert may_copy.wait(30)
         seen.append("copied")
-        real(self)
+        return real(self)
 
     def backward_done() -> None:
         seen.append("backward")
@@ -131,26 +131,6 @@ def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeyp
 
         assert seen == ["backward", "copied"]
         assert resume(session, str(tmp_path / "a"), 0, 1) == expected
-
-
-def test_a_change_outside_of_the_step_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_copy = threading.Event()
-    real = snapshot.Snapshot.copy
-
-    def late(self: snapshot.Snapshot) -> None:
-        assert may_copy.wait(30)
-        real(self)
-
-    monkeypatch.setattr(snapshot.Snapshot, "copy", late)
-    with fresh():
-        session = Session()
-        session.accelerator.save_state(str(tmp_path / "a"), async_save=True)
-        with torch.no_grad():
-            session.model[0].weight.mul_(2)
-        may_copy.set()
-        with pytest.raises(CheckpointError, match="changed in place"):
-            session.accelerator.wait_for_checkpoint()
-    assert list(tmp_path.iterdir()) == []
 
 
 def failing_write(state: Any, path: Path) -> None:

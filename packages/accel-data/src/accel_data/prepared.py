@@ -89,7 +89,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         skips: whether a position was given by hand, so that none is restored.
         restores: whether `load_state_dict` restores the position.
         torch_device_mesh: kept for readers.
-        between_batches: called whenever the loop is done with a batch, before the next one is given out.
+        between_batches: called before each batch is read for the loop, so that the loop is done with the one before;
+            with True before the first of an epoch.
         feed: brings batches to the device in its own way; None copies each when its turn comes.
     """
 
@@ -101,7 +102,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     skips: bool
     restores: bool
     torch_device_mesh: Any
-    between_batches: Callable[[], None] | None = None
+    between_batches: Callable[[bool], None] | None = None
     feed: Feed | None = None
     _non_blocking: bool
 
@@ -134,7 +135,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         torch_device_mesh: Any = None,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        between_batches: Callable[[], None] | None = None,
+        between_batches: Callable[[bool], None] | None = None,
         feed: Feed | None = None,
     ) -> None:
         vars(self).update(
@@ -407,8 +408,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
-def _with_pauses(steps: Generator[Any, None, int], between: Callable[[], None]) -> Generator[Any, None, int]:
-    """The same batches, with a call after each."""
+def _with_pauses(steps: Generator[Any, None, int], between: Callable[[bool], None]) -> Generator[Any, None, int]:
+    """The same batches, with a call before each."""
+    between(True)
     while True:
         try:
             batch = next(steps)
@@ -416,7 +418,7 @@ def _with_pauses(steps: Generator[Any, None, int], between: Callable[[], None]) 
             given: int = end.value
             return given
         yield batch
-        between()
+        between(False)
 
 
 _OPTIONS: Final = frozenset(

@@ -88,4 +88,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
+        if self.accelerator._saver is not None:
+            # A checkpoint that is being saved holds the parameters from before.
+            self.accelerator._saver.wait_for_copy()
         self.accelerator._engine.strategy.average_parameters(self.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_plugins.checkpoint.preemption import Preemption
 from accel_state.errors import NotOffered
@@ -13,11 +13,11 @@ from accel_torch.saving import save_state, wait
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
 
-__all__ = ("watch",)
+__all__ = ("ending_of",)
 
 
-def watch(parts: Parts, loader: Any) -> None:
-    """Let a prepared loader end the run between two batches, after a signal has asked for it.
+def ending_of(parts: Parts) -> Callable[[], None]:
+    """What ends the run when it is called between two batches, after a signal has asked for it.
 
     Raises:
         NotOffered: the Accelerator is used in another thread than the main one, which alone hears signals.
@@ -35,7 +35,7 @@ def watch(parts: Parts, loader: Any) -> None:
             wait(parts)
 
         parts._preemption = Preemption(parts.state._process, save, parts._options.project.deadline)
-    loader.between_batches = _boundary(parts, parts._preemption)
+    return _boundary(parts, parts._preemption)
 
 
 def _boundary(parts: Parts, preemption: Preemption) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from accel_plugins.manifest import Part
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
+from accel_torch.pauses import pause
 from accel_torch.step import Stepping
 
 if TYPE_CHECKING:
@@ -189,8 +190,5 @@ def prepare_loader(
     )
     if parts._report is not None:
         parts._report.watch_loader(sharded)
-    if options.project.save_on_signal:
-        from accel_torch.preemption import watch
-
-        watch(parts, sharded)
+    pause(parts, sharded)
     return strategy.wrap_loader(sharded)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from accel_plugins.checkpoint.background import BackgroundSaver
+from accel_plugins.checkpoint.background import BackgroundSaver, TornError
+from accel_plugins.checkpoint.boundaries import StepBoundaries
 from accel_plugins.checkpoint.capture import Captured, capture
 from accel_plugins.checkpoint.commit import staging
+from accel_plugins.checkpoint.meeting import Meeting
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.sealing import Sealer
 from accel_plugins.checkpoint.snapshot import Gate, Snapshot, steady_tensors
-from accel_state.errors import NotOffered, NotReady, SettingError
+from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 from accel_torch.checkpoints import contents, next_folder, unwrapped
 
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
 
 __all__ = ("save_state", "wait")
+
+logger = logging.getLogger(__name__)
+
+_COPIES_BEHIND: Final = 3
+"""How often a checkpoint is copied while training goes on; after as many torn copies training stands still for one."""
 
 
 def save_state(
@@ -42,36 +52,36 @@ def save_state(
     """
     wait(parts)
     _check(parts, async_save, options or {})
-    project, process = parts._options.project, parts.state._process
+    project = parts._options.project
     target = next_folder(parts, output_dir)
-    sealer = Sealer(project.fsync)
-    with ExitStack() as stack:
-        staged = staging(
-            target,
-            process,
-            facts=_facts(parts),
-            fsync=project.fsync,
-            deadline=project.deadline,
-            sealer=sealer,
-        )
-        folder = stack.enter_context(staged)
-        taken = _take(parts, folder)
-        if async_save:
-            _write_behind(parts, taken, folder, target, stack.pop_all(), safe_serialization)
-        else:
-            strategy = parts._engine.strategy
-            taken.write(
+    if async_save:
+        _save_behind(parts, _Request(target, safe_serialization))
+    else:
+        sealer = Sealer(project.fsync)
+        with _staging(parts, target, sealer) as folder:
+            _take(parts, folder).write(
                 folder,
-                strategy,
+                parts._engine.strategy,
                 safe_serialization=safe_serialization,
                 written=sealer.begin,
                 model_options=options,
             )
-    if not async_save:
         _retain(parts, target)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
+
+
+def _staging(parts: Parts, target: Path, sealer: Sealer | None = None) -> AbstractContextManager[Path]:
+    project = parts._options.project
+    return staging(
+        target,
+        parts.state._process,
+        facts=_facts(parts),
+        fsync=project.fsync,
+        deadline=project.deadline,
+        sealer=sealer,
+    )
 
 
 def _facts(parts: Parts) -> dict[str, Any]:
@@ -103,6 +113,11 @@ def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
             f"The backend {parts._engine.manifest.name!r} saves with collectives that would meet those of training.",
             "Leave async_save out.",
         )
+    _check_window(parts)
+
+
+def _check_window(parts: Parts) -> None:
+    strategy = parts._engine.strategy
     weighting = parts._accumulation.weighting
     if weighting is not None and weighting.unfinished:
         raise NotReady(
@@ -131,29 +146,126 @@ def _take(parts: Parts, folder: Path) -> Captured:
     )
 
 
-def _write_behind(
-    parts: Parts, taken: Captured, folder: Path, target: Path, staged: ExitStack, safe_serialization: bool
-) -> None:
-    """Copy what was taken and write the copy, both in a thread; `staged` completes the folder."""
+@dataclass
+class _Request:
+    """A checkpoint that is saved while training goes on."""
+
+    target: Path
+    safe_serialization: bool
+    attempts: int = 0
+
+    @property
+    def asked(self) -> str:
+        """What messages say was wanted."""
+        return f"The checkpoint {self.target} was to be saved while training goes on."
+
+
+def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> None:
+    """Take the state, then copy it and write the copy, both in a thread.
+
+    Args:
+        gate: that of the attempt before, whose copy was torn.
+    """
     strategy = parts._engine.strategy
     optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in parts._registry.optimizers]
+    saver = _saver(parts)
+    request.attempts += 1
+    boundaries = StepBoundaries()
+
+    def again(at_once: bool) -> None:
+        if at_once:
+            _save_again(parts, request)
+        else:
+            _save_behind(parts, request, gate)
+
+    def copied() -> list[str]:
+        try:
+            return snapshot.copy()
+        except BaseException as error:
+            meeting.fail("copied", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            opened.open()
 
     def work() -> None:
         with staged:
+            torn = copied() if early is None else early
             try:
-                snapshot.copy()
-            finally:
-                gate.open()
-            snapshot.captured.write(folder, strategy, safe_serialization=safe_serialization)
-        _retain(parts, target)
+                _refuse_torn(request, meeting, torn)
+            except TornError:
+                boundaries.agree(meeting)
+                raise
+            snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
+        _retain(parts, request.target)
 
-    with staged:
+    with ExitStack() as stack:
         # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
-        saver = _saver(parts)
-        snapshot = Snapshot(taken, saver.buffers, steady_tensors(optimizers))
-        gate = Gate(optimizers, unwrapped(parts))
-        staged = staged.pop_all()
-    saver.start(work, gate)
+        folder = stack.enter_context(_staging(parts, request.target))
+        meeting = _meeting(parts, request)
+        snapshot = Snapshot(_take(parts, folder), saver.buffers, steady_tensors(optimizers))
+        if gate is None:
+            gate = Gate(optimizers, unwrapped(parts), lambda: _before_step(parts), lambda: _after_step(parts))
+        else:
+            gate.close()
+        opened = gate
+        early = copied() if request.attempts > _COPIES_BEHIND else None
+        staged = stack.pop_all()
+    saver.start(work, gate, boundaries, again)
+
+
+def _save_again(parts: Parts, request: _Request) -> None:
+    """Save what could not be copied while training went on; training stands still."""
+    _check_window(parts)
+    request.attempts += 1
+    with _staging(parts, request.target) as folder:
+        taken = _take(parts, folder)
+        # Other processes may have come to a boundary and copy once more.
+        _refuse_torn(request, _meeting(parts, request), [])
+        taken.write(folder, parts._engine.strategy, safe_serialization=request.safe_serialization)
+    _retain(parts, request.target)
+
+
+def _meeting(parts: Parts, request: _Request) -> Meeting:
+    topic = f"copy/{request.target.name}"
+    return Meeting(parts.state._process, topic, request.asked, parts._options.project.deadline)
+
+
+def _refuse_torn(request: _Request, meeting: Meeting, torn: list[str]) -> None:
+    """Tell the others what was torn here, and hear what was torn there; the first process reports it.
+
+    Raises:
+        TornError: some copy is torn.
+        CheckpointError: it was made while training stood still; or another process failed.
+    """
+    answers = [json.loads(answer) for answer in meeting.exchange("copied", json.dumps(torn))]
+    places = [f"{name} (process {rank})" for rank, names in enumerate(answers) for name in names]
+    if not places:
+        return
+    named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+    remedy = "Call wait_for_checkpoint() before changing parameters outside of optimizer.step()."
+    if request.attempts > _COPIES_BEHIND:
+        obstacle = f"Another thread changes parameters while nobody trains: {named}."
+        raise CheckpointError(request.asked, obstacle, "Stop that thread, or call wait_for_checkpoint() before it.")
+    if meeting.is_first:
+        logger.warning(
+            "%s It is not committed: changed before they were copied were %s. It is taken again at the next boundary "
+            "between steps. %s",
+            request.asked,
+            named,
+            remedy,
+        )
+    raise TornError(named)
+
+
+def _before_step(parts: Parts) -> None:
+    """The boundary of loops that read from no prepared loader, whose position would belong to the checkpoint."""
+    if parts._saver is not None and not parts._registry.loaders:
+        parts._saver.between_steps()
+
+
+def _after_step(parts: Parts) -> None:
+    if parts._saver is not None and parts._saver.boundaries is not None:
+        parts._saver.boundaries.steps += 1
 
 
 def _saver(parts: Parts) -> BackgroundSaver:

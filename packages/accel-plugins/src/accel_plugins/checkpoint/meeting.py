@@ -47,6 +47,11 @@ class Meeting:
         self._deadline = deadline
         self._prefix = f"accel/meeting/{topic}/{_held[topic]}"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the processes, which speaks for all."""
+        return self._process.rank == 0
+
     def exchange(self, phase: str, value: str = "") -> list[str]:
         """Give a value and return everyone's, by rank.
 

@@ -1,7 +1,9 @@
 """Copies of what is being saved, so that training goes on while it is written.
 
-Parameters and the state of their optimizers change in `Optimizer.step` and nowhere else, so a thread copies them while
-the next forward and backward run, and the step waits for it. Everything else is copied before `save_state` returns.
+Parameters and the state of their optimizers are meant to change in `Optimizer.step` and nowhere else, so a thread
+copies them while the next forward and backward run, and the step waits for it. Whether somebody changed them
+nevertheless is seen by the versions that torch counts and by samples of their contents, which are taken with the state
+and compared after the copy. Everything else is copied before `save_state` returns.
 
 Memory: one copy, on the host, of all that this process writes; it is kept for the next save.
 """
@@ -10,20 +12,20 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_bigmodel.tied import memory_of
 from accel_plugins.checkpoint.capture import Captured
+from accel_plugins.checkpoint.samples import changed, samples_of
 from accel_plugins.manifest import Part
-from accel_state.errors import CheckpointError
 
 __all__ = ("Buffers", "Gate", "Snapshot", "steady_tensors")
 
@@ -68,8 +70,9 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass
 class _Pending:
-    """A tensor that is copied behind training, and its version when it was taken."""
+    """A tensor that is copied behind training, its name in the checkpoint, and its version when it was taken."""
 
+    name: str
     source: Tensor
     target: Tensor
     version: int
@@ -99,25 +102,25 @@ class Snapshot:
             self._tree(taken.files, ("files",)),
             self._tree(taken.gradients, ("gradients",)),
         )
+        self._samples = samples_of([pending.source for pending in self._pending])
 
-    def copy(self) -> None:
+    def copy(self) -> list[str]:
         """Copy what was noted.
 
-        Raises:
-            CheckpointError: somebody changed a tensor meanwhile.
+        Returns:
+            Names of tensors that were changed since the state was taken, whose copies may be of another moment.
         """
-        changed = 0
         for pending in self._pending:
             pending.target.copy_(pending.source)
-            changed += _version(pending.source) != pending.version
+        # The copies too: what was changed for a while only, as for an evaluation, may have been copied meanwhile.
+        torn = {
+            *changed(self._samples, samples_of([pending.source for pending in self._pending])),
+            *changed(self._samples, samples_of([pending.target for pending in self._pending])),
+            *(index for index, one in enumerate(self._pending) if _version(one.source) != one.version),
+        }
+        names = [self._pending[index].name for index in sorted(torn)]
         self._pending.clear()
-        if changed:
-            raise CheckpointError(
-                "A checkpoint was to be saved while training goes on.",
-                f"{changed} parameters or optimizer states were changed in place before they were copied.",
-                "Call wait_for_checkpoint() before changing them outside of optimizer.step(), or save without "
-                "async_save.",
-            )
+        return names
 
     def _tree(self, item: Any, place: Place) -> Any:
         """The same containers with copied leaves."""
@@ -149,8 +152,8 @@ class Snapshot:
         memory = memory_of(tensor)
         if memory not in self._copies:
             target = self._copies[memory] = self._buffers.like(place, tensor)
-            if memory in self._steady:
-                self._pending.append(_Pending(tensor, target, _version(tensor)))
+            if memory in self._steady and type(tensor) in (Tensor, Parameter) and _same_order(tensor, target):
+                self._pending.append(_Pending(_name(place), tensor, target, _version(tensor)))
             else:
                 target.copy_(tensor)
         return self._copies[memory]
@@ -159,6 +162,17 @@ class Snapshot:
 def _version(tensor: Tensor) -> int:
     """Number of changes made in place; those made in inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_order(tensor: Tensor, target: Tensor) -> bool:
+    """Whether samples of both are of the same elements."""
+    return tensor.stride() == target.stride() and not (tensor.is_quantized or tensor.is_neg())
+
+
+def _name(place: Place) -> str:
+    """Where a tensor is in the checkpoint, as "model 0: layer.weight"."""
+    kind, index, *below = (part.value if isinstance(part, Part) else str(part) for part in place)
+    return f"{kind} {index}: {'.'.join(below)}"
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -170,24 +184,52 @@ class Gate:
 
     Args:
         optimizers, models: those whose changes have to wait.
+        before_step: called before each step of the first optimizer, once a snapshot is copied.
+        after_step: called after each step of any of them.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], models: Iterable[Module]) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        models: Iterable[Module],
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+    ) -> None:
         self._copied = threading.Event()
         self._handles: list[Any] = []
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._wait))
+        for index, optimizer in enumerate(optimizers):
+            self._handles.append(
+                optimizer.register_step_pre_hook(self._stepping(before_step) if not index else self._wait)
+            )
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: after_step()))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._wait))
         for model in models:
             handle = model.register_load_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
+    def _stepping(self, before_step: Callable[[], None]) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            self._copied.wait()
+            before_step()
+            # A checkpoint may have been begun there.
+            self._copied.wait()
+
+        return wait
+
     def _wait(self, *_: Any) -> None:
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Return when everybody may pass."""
         self._copied.wait()
 
     def open(self) -> None:
         """Let everybody pass; from any thread."""
         self._copied.set()
+
+    def close(self) -> None:
+        """Let everybody wait again, for another snapshot."""
+        self._copied.clear()
 
     def remove(self) -> None:
         """Take the hooks off; from the thread that trains."""

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch_xla
 import torch_xla.core.xla_model as xla_model
 import torch_xla.runtime as runtime
