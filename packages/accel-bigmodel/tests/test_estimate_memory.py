@@ -138,3 +138,48 @@ def test_the_command_starts_without_torch() -> None:
         "c.add_arguments(argparse.ArgumentParser()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+PROGRAM = """
+import argparse
+from torch import nn
+from beside_{stem} import width
+parser = argparse.ArgumentParser()
+parser.add_argument("{name}", {options})
+arguments = parser.parse_args()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(width, arguments.size, bias=False)
+"""
+
+
+def program(tmp_path: Path, name: str, options: str) -> str:
+    path = tmp_path / f"program_{tmp_path.name}.py"
+    path.write_text(PROGRAM.format(stem=path.stem, name=name, options=options))
+    (tmp_path / f"beside_{path.stem}.py").write_text("width = 64")
+    return f"{path}:Net"
+
+
+@pytest.mark.parametrize("library", [[], ["--library_name", "timm"]])
+def test_a_script_that_parses_arguments_does_not_see_those_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library: list[str]
+) -> None:
+    name = program(tmp_path, "--size", "type=int, default=4")
+    words = ["accel", "estimate-memory", name, "--size", "8", *library]
+    monkeypatch.setattr(sys, "argv", words)
+    before = list(sys.path)
+    call(name, "--dtypes", "float32", *library)
+    assert "1.0 KB (layer)" in capsys.readouterr().out
+    assert (sys.argv, sys.path) == (words, before)
+
+
+def test_a_script_that_demands_arguments_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="left with 2 before the class was there"):
+        call(program(tmp_path, "size", "type=int"))
+
+
+def test_a_script_that_raises_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "raising_net.py").write_text("1 / 0")
+    with pytest.raises(SettingError, match=r"raising_net\.py raised ZeroDivisionError"):
+        call(f"{tmp_path / 'raising_net.py'}:Net")

@@ -51,8 +51,8 @@ def listed(accel: Accel, env: dict[str, str] | None = None, *arguments: str) -> 
 
 def test_built_in_backends_are_listed_with_what_a_lone_process_would_use(accel: Accel) -> None:
     rows = listed(accel)
-    assert rows["single"]["probe"] == "present"
-    assert rows["ddp"]["probe"] == "absent"
+    assert rows["single"]["state"] == "default"
+    assert rows["ddp"]["state"] == "available"
     assert {(row["package"], row["tier"], row["obstacle"], row["failure"]) for row in rows.values()} >= {
         ("accel-plugins", 1, "", "")
     }
@@ -60,37 +60,39 @@ def test_built_in_backends_are_listed_with_what_a_lone_process_would_use(accel: 
 
 def test_the_place_of_this_process_in_a_run_is_not_passed_on(accel: Accel) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert listed(accel, {**os.environ, **place})["single"]["probe"] == "present"
+    assert listed(accel, {**os.environ, **place})["single"]["state"] == "default"
 
 
-def test_the_table_says_which_one_is_taken(accel: Accel) -> None:
+def test_the_table_says_which_one_is_the_default(accel: Accel) -> None:
     lines = accel("backends").stdout.splitlines()
     assert lines[0].split() == ["name", "version", "package", "tier", "here"]
-    assert [line.split()[-1] for line in lines if line.startswith("single ")] == ["taken"]
+    assert [line.split()[-1] for line in lines if line.startswith("single ")] == ["default"]
+    assert [line.split()[-1] for line in lines if line.startswith("ddp ")] == ["available"]
 
 
 def test_without_asking_torch_is_not_needed(accel: Accel, offer: Callable[..., dict[str, str]], tmp_path: Path) -> None:
     env = offer()
     (tmp_path / "site" / "torch.py").write_text("raise ImportError('no torch today')", encoding="utf-8")
-    assert listed(accel, env, "--no_probe")["other"]["probe"] == "unknown"
+    assert listed(accel, env, "--no_probe")["other"]["state"] == "unknown"
     done = accel("backends", env=env)
     assert done.returncode == 0
     assert "no torch today" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("more", "answer", "probe"),
+    ("more", "answer", "state"),
     [
-        ("", "", "by name"),
-        (", present='other_backend:present'", "return process.world_size == 1", "present"),
-        (", present='other_backend:present'", "return process.world_size == 7", "absent"),
+        ("", "", "available"),
+        (", priority=99, present='other_backend:present'", "return process.world_size == 1", "default"),
+        (", priority=-99, present='other_backend:present'", "return process.world_size == 1", "available"),
+        (", priority=99, present='other_backend:present'", "return process.world_size == 7", "available"),
     ],
 )
 def test_another_package_is_listed_with_its_version_and_its_answer(
-    accel: Accel, offer: Callable[..., dict[str, str]], more: str, answer: str, probe: str
+    accel: Accel, offer: Callable[..., dict[str, str]], more: str, answer: str, state: str
 ) -> None:
     row = listed(accel, offer(MANIFEST.format(more=more), BODY.format(answer=answer or "pass")))["other"]
-    assert (row["package"], row["version"], row["tier"], row["probe"]) == ("other-package", "2.5", 3, probe)
+    assert (row["package"], row["version"], row["tier"], row["state"]) == ("other-package", "2.5", 3, state)
     assert not row["failure"]
 
 
@@ -112,7 +114,7 @@ def test_what_is_broken_is_shown_with_its_traceback_and_takes_nothing_from_the_o
     lines = accel("backends", env=offer(manifest, body)).stdout.splitlines()
     row = {name: next(line for line in lines if line.startswith(f"{name} ")) for name in ("other", "single")}
     assert "cannot be used: " in row["other"]
-    assert row["single"].endswith("taken")
+    assert row["single"].endswith("default")
     shown = lines[lines.index("other (other-package 2.5) failed:") :]
     assert any(said in line for line in shown)
 

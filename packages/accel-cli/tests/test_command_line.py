@@ -10,7 +10,7 @@ import pytest
 from accel_cli import main as entry
 from accel_cli.command import BUILT_IN, find_command, spelled
 from accel_state.errors import PluginError, SettingError
-from accel_state.settings.extension import forget
+from accel_state.settings.extension import extensions, forget
 
 COMMAND_MODULE = """
 class Hello:
@@ -100,11 +100,19 @@ def test_a_command_of_another_package_is_listed_without_being_loaded_and_runs(ac
     offer("greeter", "hello", "greeter_command", COMMAND_MODULE)
     offer("grump", "sulk", "grump_command", "raise SystemExit('loaded')")
     listed = accel("--help")
-    assert "hello" in listed.stdout
-    assert "(from greeter 1.0)" in listed.stdout
-    assert "sulk" in listed.stdout
+    lines = {line.split()[0]: line for line in listed.stdout.splitlines() if line.startswith("  ")}
+    assert lines["hello"].split() == ["hello", "greet", "(from", "greeter", "1.0)"]
+    assert lines["sulk"].split() == ["sulk", "(from", "grump", "1.0)"]
     finished = accel("hello", "--who", "world")
     assert (finished.stdout, finished.returncode) == ("hello world\n", 7)
+
+
+def test_the_help_text_describes_every_command(accel):
+    shown = " ".join(accel("--help").stdout.split())
+    others = list(extensions("accel.commands"))
+    assert {extension.name for extension in others} >= {"estimate-memory"}
+    for extension in others:
+        assert f"{extension.name} {extension.load().help} (from {extension.origin})" in shown
 
 
 def test_a_command_of_another_package_may_have_parts(accel, offer):

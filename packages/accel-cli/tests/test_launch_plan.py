@@ -12,7 +12,7 @@ from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.rows import ROWS
 from accel_state.errors import Conflict, Missing, SettingError
-from accel_state.settings.environ import Given
+from accel_state.settings.environ import ORIGINS, Given
 from accel_state.settings.schema import settings_of
 
 JOB = Script("script", "job.py", ("--lr", "1e-3"))
@@ -33,7 +33,7 @@ def plan(devices=1, processors=8, environ=None, backend=None, script=JOB, **valu
 
 
 def variables(made):
-    return {name: value for name, value in made.environment.items() if name != WRITTEN}
+    return {name: value for name, value in made.environment.items() if name not in (WRITTEN, ORIGINS)}
 
 
 def test_one_process():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 
@@ -144,5 +146,125 @@ def test_settings_of_a_strangers_backend_are_flags_and_keys_and_reach_the_proces
 
 def test_a_kind_of_run_names_the_backend_that_offers_it(accel, script, tmp_path):
     (tmp_path / "run.yaml").write_text("distributed_type: MEGATRON_LM\n")
+    site = script("", "site/megatron/core/__init__.py").parent.parent.parent
     body = script("import os; print(os.environ.get('ACCEL_BACKEND'))")
-    assert accel("launch", "--config_file", "run.yaml", body).stdout == "megatron\n"
+    finished = accel("launch", "--config_file", "run.yaml", body, env={"PYTHONPATH": str(site)})
+    assert finished.stdout == "megatron\n", finished.stderr
+
+
+REQUIRING = """
+from accel_plugins.manifest import Manifest
+from accel_state.labels import DistributedType
+from accel_state.settings.requirement import Requirement
+MANIFEST = Manifest(
+    "comet",
+    "comet:Strategy",
+    label=DistributedType.XLA,
+    requires=(Requirement("no_such_engine", extra="comet[engine]"),),
+)
+"""
+
+
+@pytest.fixture
+def comet(script):
+    script("[accel.backends]\ncomet = comet:MANIFEST\n", "site/comet-1.0.dist-info/entry_points.txt")
+    return {"PYTHONPATH": str(script(REQUIRING, "site/comet.py").parent)}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_backend_whose_requirement_is_missing_is_refused_before_any_process_starts(accel, script, comet, count):
+    body = script("open(__file__ + '.started', 'x')")
+    finished = accel("launch", "--cpu", "--num_processes", count, "--backend", "comet", body, env=comet)
+    assert (finished.returncode, body.with_suffix(".py.started").exists()) == (2, False)
+    assert finished.stderr.splitlines() == [
+        "accel: The backend 'comet' was asked for (--backend).",
+        "  The package 'no_such_engine' is not installed.",
+        '  Run: pip install "comet[engine]"',
+    ]
+
+
+def test_the_line_of_the_file_that_chose_a_backend_is_named(accel, script, tmp_path, comet):
+    (tmp_path / "run.yaml").write_text("mixed_precision: 'no'\nbackend: comet\n")
+    finished = accel("launch", "--config_file", "run.yaml", script("print('ran')"), env=comet)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert "The backend 'comet' was asked for (run.yaml:2)." in finished.stderr
+
+
+def test_a_program_of_another_installation_may_have_what_this_one_lacks(accel, comet):
+    assert accel("launch", "--backend", "comet", "--no_python", "true", env=comet).returncode == 0
+
+
+def test_a_chosen_backend_that_cannot_be_loaded_is_refused(accel, script):
+    script("[accel.backends]\nruin = ruin:MANIFEST\n", "site/ruin-1.0.dist-info/entry_points.txt")
+    env = {"PYTHONPATH": str(script("import no_such_module_anywhere", "site/ruin.py").parent)}
+    finished = accel("launch", "--backend", "ruin", script("print('ran')"), env=env)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert "The backend 'ruin' was asked for (--backend)." in finished.stderr
+    assert "no_such_module_anywhere" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("parts.none", "There is no module 'parts.none'."),
+        ("parts", "It is a package without a __main__ module."),
+        ("parts.inner.none", "There is no module 'parts.inner.none'."),
+        ("parts.job.deeper", "There is no module 'parts.job.deeper'."),
+        ("nowhere.job", "There is no module 'nowhere'."),
+    ],
+)
+def test_a_module_that_does_not_exist_is_refused_without_importing_its_package(accel, script, module, said):
+    for name in ("parts/__init__.py", "parts/inner/__init__.py"):
+        script("raise SystemExit('imported')", name)
+    script("print('ran')", "parts/job.py")
+    finished = accel("launch", "--num_processes", "2", "-m", module)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert said in finished.stderr
+    assert "imported" not in finished.stderr
+
+
+@pytest.mark.parametrize("module", ["whole", "whole.job", "whole.moved"])
+def test_modules_that_can_be_run_are_run(accel, script, module):
+    script("import os; __path__.append(os.path.join(os.path.dirname(__file__), 'more'))", "whole/__init__.py")
+    for name in ("whole/__main__.py", "whole/job.py", "whole/more/moved.py"):
+        script("print('ran')", name)
+    assert accel("launch", "-m", module).stdout == "ran\n"
+
+
+@pytest.mark.parametrize("named", ["script.py", "--num_processes 2 script.py"])
+def test_a_script_that_does_not_exist_is_found_by_the_doctor(accel, named):
+    finished = accel("doctor", "--json", "--", *named.split())
+    (found,) = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "script"]
+    assert (finished.returncode, found["verdict"]) == (1, "trouble")
+    assert "There is no such file" in found["told"]
+
+
+def test_a_requirement_that_is_missing_is_found_by_the_doctor(accel, script, comet):
+    finished = accel("doctor", "--json", "--", "--backend", "comet", script(""), env=comet)
+    findings = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
+    assert (finished.returncode, findings["script"]["verdict"]) == (1, "fine")
+    assert "asked for (--backend). The package 'no_such_engine' is not installed." in findings["backend"]["told"]
+
+
+ORIGINS_READ = """
+from accel_state.settings.environ import resolve
+from accel_state.settings.run import ProcessSettings, RunSettings
+import os
+os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "3"
+given = {**resolve(RunSettings, {}), **resolve(ProcessSettings, {})}
+print(*(given[name].origin for name in ("mixed_precision", "cpu", "backend", "gradient_accumulation_steps")))
+"""
+
+
+def test_processes_know_which_flag_a_variable_was_derived_from(accel, script, tmp_path):
+    (tmp_path / "run.yaml").write_text("use_cpu: true\n")
+    words = ("--config_file", "run.yaml", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "2")
+    finished = accel("launch", *words, script(ORIGINS_READ), env={"ACCEL_BACKEND": "ddp"})
+    assert finished.stdout == "--mixed_precision run.yaml:1 $ACCEL_BACKEND $ACCELERATE_GRADIENT_ACCUMULATION_STEPS\n"
+
+
+def test_sizes_of_axes_that_the_processes_do_not_fit_are_refused_with_their_flags(accel, script):
+    words = ("--cpu", "--num_processes", "2", "--parallelism_config_tp_size", "3")
+    finished = accel("launch", *words, script("print('ran')"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert "tp_size=3 (--parallelism_config_tp_size) and num_processes=2 (--num_processes)" in finished.stderr

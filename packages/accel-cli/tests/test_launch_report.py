@@ -81,7 +81,9 @@ def test_a_report_ends_with_the_traceback(capsys):
 
 def test_a_traceback_that_was_shown_is_not_repeated(capsys):
     report([Failure(0, 1, record(shown=True))], 1)
-    assert capsys.readouterr().err == "accel launch: The script ended with exit code 1. Its traceback stands above.\n"
+    assert capsys.readouterr().err == (
+        "accel launch: The script ended with exit code 1. Its traceback stands above:\n  ValueError: wrong\n"
+    )
 
 
 def test_quiet(capsys):
@@ -89,3 +91,26 @@ def test_quiet(capsys):
     assert capsys.readouterr().err.split() == ["Traceback", "ValueError:", "wrong"]
     report([Failure(0, 3)], 1, quiet=True)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a.Missing: What was asked.\n  An obstacle.\n  A remedy.", "a.Missing: What was asked. An obstacle."),
+        (
+            "RuntimeError: Error(s) in loading:\n\tMissing key: x\n\tMore",
+            "RuntimeError: Error(s) in loading: Missing key: x",
+        ),
+        ("ValueError: first\nsecond\nlast", "ValueError: first"),
+        ('  File "job.py", line 1\n    1 +\n    ^\nSyntaxError: invalid syntax', "SyntaxError: invalid syntax"),
+        ("KeyError: " + "k" * 10_000, "KeyError: " + "k" * 390 + " ..."),
+    ],
+)
+def test_the_first_part_of_an_error_is_shown_in_the_summary(capsys, text, part):
+    report([Failure(0, 1, record(time=1.0)), Failure(1, 1, record(text, time=2.0))], 2)
+    assert f"  Process 1 failed too: {part}\n" in capsys.readouterr().err
+
+
+def test_a_traceback_that_stands_above_is_summarised(capsys):
+    report([Failure(0, 1, record("E: asked\n  obstacle\n  remedy", shown=True))], 2)
+    assert capsys.readouterr().err.endswith("Its traceback stands above:\n  E: asked obstacle\n")

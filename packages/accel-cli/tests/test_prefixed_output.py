@@ -53,6 +53,7 @@ def test_a_line_after_a_long_one_begins_with_the_usual_prefix(relayed):
 def test_progress_bars_and_foreign_line_ends(relayed):
     out, _ = relayed(
         "import sys, time; out = sys.stdout.buffer\n"
-        "for piece in (b'10%\\r', b'20%\\r', b'\\n', b'\\r\\n', b'a\\r\\nb'): out.write(piece); out.flush(); time.sleep(0.2)"
+        "for piece in (b'10%\\r', b'20%\\r', b'\\n', b'\\r\\n', b'a\\r\\nb'):\n"
+        "    out.write(piece); out.flush(); time.sleep(0.2)"
     )
     assert out == b"[rank 0] 10%\r[rank 0] 20%\r\n[rank 0] \r\n[rank 0] a\r\n[rank 0] b\n"

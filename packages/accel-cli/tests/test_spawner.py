@@ -375,3 +375,38 @@ def test_an_interpreter_that_cannot_be_started_is_a_typed_error(tmp_path):
     with pytest.raises(LaunchError) as caught:
         run(plan, {})
     assert "Process 0 of 2" in caught.value.asked
+
+
+RAISES = """
+    from accel_state.settings.run import RunSettings
+    from accel_state.settings.schema import settings_of
+    def choose():
+        settings_of(RunSettings)["mixed_precision"].parse("bf17", "here")
+    {call}
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_our_frames_are_folded_in_the_traceback_of_our_own_errors(accel, script, count):
+    finished = accel("launch", "--num_processes", count, script(RAISES.format(call="choose()")))
+    shown = finished.stderr[finished.stderr.index("Traceback") :]
+    assert "in choose\n" in shown
+    assert "  (... 1 frame of accel)\n" in shown
+    assert "schema.py" not in shown
+    assert "mixed_precision='bf17' was asked for (here)." in shown
+
+
+def test_our_frames_are_folded_in_each_link_of_a_chain_and_a_fault_of_ours_keeps_its_frame(accel, script):
+    call = """
+    try:
+        choose()
+    except Exception as error:
+        settings_of(RunSettings)["mixed_precision"].kind.choices = 3
+    """
+    shown = accel("launch", script(RAISES.format(call=call))).stderr
+    chain = shown.split("During handling of the above exception, another exception occurred:")
+    assert len(chain) == 2
+    assert "(... 1 frame of accel)" in chain[0]
+    assert "frame of accel" not in chain[1]
+    fault = """settings_of(RunSettings)["mixed_precision"].parse(3, "here")"""
+    assert "in parse\n" in accel("launch", script(RAISES.format(call=fault))).stderr

@@ -130,18 +130,38 @@ def _callable(asked: str, model_name: str) -> Callable[..., Any]:
         raise SettingError(
             asked, f"{type(error).__name__}: {error}", "Write package.module:Class or file.py:Class."
         ) from error
+    except SystemExit as leaving:
+        raise SettingError(
+            asked,
+            f"Importing {place} runs a program, which left with {leaving.code!r} before the class was there.",
+            "Put what the program does, such as reading its arguments, under: if __name__ == '__main__'",
+        ) from leaving
+    except Exception as error:
+        raise SettingError(
+            asked,
+            f"Importing {place} raised {type(error).__name__}: {error}",
+            "Correct that, or put what is no definition under: if __name__ == '__main__'",
+        ) from error
     if not callable(found):
         raise SettingError(asked, f"{name!r} is a {type(found).__name__}.", "Name a class or a function.")
     return found  # type: ignore[no-any-return]
 
 
 def _file(path: Path) -> Any:
+    """The module that a file makes, which sees its own name as the only argument of the program."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    arguments, folders = sys.argv, list(sys.path)
+    sys.argv = [str(path)]
+    # What stands beside a script can be imported by it.
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv, sys.path[:] = arguments, folders
     return module
 
 

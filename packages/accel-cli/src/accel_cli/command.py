@@ -15,7 +15,7 @@ from accel_state.settings.extension import Extension, extensions
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("BUILT_IN", "GROUP", "Command", "find_command", "offers", "spelled")
+__all__ = ("BUILT_IN", "GROUP", "Command", "described", "find_command", "offers", "spelled")
 
 GROUP: Final = "accel.commands"
 
@@ -69,6 +69,56 @@ def offers() -> dict[str, tuple[Extension, str]]:
     for extension in extensions(GROUP):
         found.setdefault(extension.name, (extension, f"(from {extension.origin})"))
     return found
+
+
+def described(name: str) -> str:
+    """What the list of commands says of one: its line of help, and the package where that is another one.
+
+    No command is loaded: one of another package is described by the text that its class assigns to `help`.
+    """
+    extension, said = offers()[name]
+    return said if extension.origin == "accel-cli" else f"{_help_in_source(extension.target)} {said}".lstrip()
+
+
+def _help_in_source(target: str) -> str:
+    """The text of `help` in the class of "module:object", or nothing where the source does not spell it out."""
+    import ast
+
+    module, _, name = target.partition(":")
+    try:
+        with open(_source_of(module), "rb") as file:
+            body = ast.parse(file.read()).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    made = {
+        spelled_out.id: node.value.func.id
+        for node in body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        for spelled_out in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(spelled_out, ast.Name)
+    }
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == made.get(name):
+            for line in node.body:
+                if isinstance(line, ast.Assign) and any(getattr(one, "id", "") == "help" for one in line.targets):
+                    text = getattr(line.value, "value", None)
+                    return text if isinstance(text, str) else ""
+    return ""
+
+
+def _source_of(module: str) -> str:
+    """File of a module, found without importing its packages."""
+    from importlib.machinery import PathFinder
+
+    names, folders, found = module.split("."), None, None
+    for count in range(1, len(names) + 1):
+        found = PathFinder.find_spec(".".join(names[:count]), folders)
+        folders = found.submodule_search_locations if found is not None else None
+        if found is None or (folders is None and count < len(names)):
+            raise FileNotFoundError(module)
+    return str(found.origin) if found is not None else ""
 
 
 def find_command(name: str) -> Command:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from accel_cli.command import Command, find_command, offers
+from accel_cli.command import Command, described, find_command, offers
 from accel_state.errors import AccelError
 
 __all__ = ("console", "main")
@@ -100,7 +100,7 @@ def _call(command: Command, prog: str, manual: Callable[[str], str] | None, argu
 def _help(prog: str) -> str:
     from accel_cli.manual import render
 
-    rows = [(name, said) for name, (_, said) in offers().items()]
+    rows = [(name, described(name)) for name in offers()]
     end = f"`{prog} <command> --help` shows the arguments of a command, `{prog} --version` the version."
     about = "Start and prepare PyTorch programs on many processes."
     return render(f"{prog} <command> [arguments]", about, {"commands": rows}, end)

@@ -33,9 +33,9 @@ class Row(NamedTuple):
         name: what users choose it by.
         package, version: the distribution that offers it.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
-        priority: of the backends that are present, the one with the highest is taken.
-        probe: whether a process started here alone would be its own: "present", "absent", "by name" for one that is
-            never taken unless it is asked for, "unknown" when it was not asked or could not tell.
+        priority: of the backends whose circumstances are present, the one with the highest is taken.
+        state: "default" for what a process started here alone uses when nothing is asked for, "available" for others
+            that can be asked for, "unusable" when something stands in the way, "unknown" when it was not asked.
         obstacle: what stands in the way of using it; empty when nothing does.
         failure: the traceback of what failed; empty when nothing did.
     """
@@ -45,37 +45,36 @@ class Row(NamedTuple):
     version: str
     tier: int | None = None
     priority: int = 0
-    probe: str = "unknown"
+    state: str = "unknown"
     obstacle: str = ""
     failure: str = ""
 
 
 def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
     """Every offered backend, in order of name; `answers` are those of `ask`."""
-    return [_row(found, (answers or {}).get(found.name, {})) for found in available()]
+    answered = answers or {}
+    listed = [_row(found, answered.get(found.name, {})) for found in available()]
+    present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
+    best = max((row.priority for row in present), default=None)
+    return [row._replace(state="default") if row in present and row.priority == best else row for row in listed]
 
 
 def _row(found: Found, answer: Mapping[str, Any]) -> Row:
     package, _, version = found.origin.rpartition(" ")
     if found.manifest is None:
-        return Row(found.name, package, version, obstacle=found.obstacle or "", failure=found.failure)
+        return Row(found.name, package, version, state="unusable", obstacle=found.obstacle or "", failure=found.failure)
     failure = _settings_failure(found) or answer.get("failed", "")
+    obstacle = found.obstacle or _last_line(failure)
     return Row(
         found.name,
         package,
         version,
         found.manifest.tier,
         found.manifest.priority,
-        _probed(answer),
-        found.obstacle or _last_line(failure),
+        "unusable" if obstacle else "available" if answer else "unknown",
+        obstacle,
         "" if found.obstacle else failure,
     )
-
-
-def _probed(answer: Mapping[str, Any]) -> str:
-    if not answer or answer["failed"]:
-        return "unknown"
-    return {True: "present", False: "absent", None: "by name"}[answer["present"]]
 
 
 def _settings_failure(found: Found) -> str:
@@ -114,18 +113,16 @@ def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
 
 def table(listed: Iterable[Row]) -> list[tuple[str, ...]]:
     """Cells under `HEAD`."""
-    listed = list(listed)
-    best = max((row.priority for row in listed if row.probe == "present" and not row.obstacle), default=None)
     return [
-        (row.name, row.version, row.package, "?" if row.tier is None else str(row.tier), _here(row, best))
+        (
+            row.name,
+            row.version,
+            row.package,
+            "?" if row.tier is None else str(row.tier),
+            f"cannot be used: {row.obstacle}" if row.obstacle else row.state,
+        )
         for row in listed
     ]
-
-
-def _here(row: Row, best: int | None) -> str:
-    if row.obstacle:
-        return f"cannot be used: {row.obstacle}"
-    return "taken" if row.probe == "present" and row.priority == best else row.probe
 
 
 def _last_line(text: str) -> str:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ("COMMAND", "Backends")
 
 _END: Final = (
-    "'taken' is what a process started here alone uses when nothing is asked for. "
-    "`accel launch --backend NAME` asks for one; tiers are explained in the document on what is supported."
+    "A process that is started here alone uses the 'default' one when nothing is asked for. "
+    "`accel launch --backend NAME` asks for an 'available' one; the document on what is supported explains the tiers."
 )
 
 
@@ -46,7 +46,7 @@ class Backends:
         if obstacle:
             import sys
 
-            print(f"accel backends: they could not be asked whether they are present: {obstacle}", file=sys.stderr)
+            print(f"accel backends: they could not be asked whether they can be used: {obstacle}", file=sys.stderr)
         return 0
 
 

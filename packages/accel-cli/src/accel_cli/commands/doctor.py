@@ -58,9 +58,12 @@ def _here(request: Request) -> Sequence[Finding]:
 
 
 def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
+    from accel_cli.doctor.examine import examine_launch
+    from accel_cli.doctor.finding import TROUBLE
     from accel_cli.doctor.preflight import meet_machines
 
-    return meet_machines(request, arguments.timeout, arguments.shared_folder)
+    own = [finding for finding in examine_launch(request) if finding.verdict == TROUBLE]
+    return [*own, *meet_machines(request, arguments.timeout, arguments.shared_folder)]
 
 
 COMMAND: Final = Doctor()

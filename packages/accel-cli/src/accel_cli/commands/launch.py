@@ -38,22 +38,23 @@ class Launch:
     def run(self, arguments: Namespace) -> int:
         """Start the processes and return the exit code of the run."""
         from accel_cli.doctor.preflight import clear_for_launch
-        from accel_cli.launch.check import check_launchers
+        from accel_cli.launch.check import check_axes, check_here, check_launchers
         from accel_cli.launch.options import carried_classes
         from accel_cli.launch.plan import make_plan
         from accel_cli.launch.request import notes, read_request
-        from accel_cli.launch.script import find_script
+        from accel_cli.launch.script import script_of
         from accel_state.labels import ComputeEnvironment
 
-        words = arguments.script[arguments.script[:1] == ["--"] :]
-        target, *script_arguments = words or [""]
-        script = find_script(target, script_arguments, arguments.module, arguments.no_python)
+        script = script_of(arguments)
         request = read_request(arguments, os.environ)
         if request.settings["compute_environment"].value != ComputeEnvironment.LOCAL_MACHINE.value:
             return _hand_in(request, script)
+        check_here(request.settings, python=script.how != "program")
         clear_for_launch(request)
         plan = make_plan(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
         check_launchers(request.surroundings, plan.processes)
+        if plan.runner in ("spawner", "torchrun"):
+            check_axes(request.settings, plan.processes * request.settings["num_machines"].value)
         if not arguments.quiet:
             for note in (*notes(request), *_lost_place(plan, request.environ)):
                 print(f"accel launch: {note}", file=sys.stderr, flush=True)

@@ -89,6 +89,14 @@ class Effective(Mapping[str, Effect]):
             variables.update(further(given))
         return variables
 
+    def origins(self, settings_class: type) -> dict[str, str]:
+        """Where the values of a class came from that `variables` carries, by variable."""
+        return {
+            effect.setting.variable: effect.origin
+            for effect in self._by_class[settings_class].values()
+            if effect.given and effect.setting.variable is not None
+        }
+
 
 def effective(
     classes: Iterable[type],

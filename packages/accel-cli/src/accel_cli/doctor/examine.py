@@ -11,12 +11,14 @@ from typing import Final
 
 from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, Finding
 from accel_cli.launch.backends import failures
+from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import ask_torch
 from accel_cli.launch.ports import Port
 from accel_cli.launch.request import Request
+from accel_cli.launch.script import script_of
 from accel_state.errors import AccelError
 
-__all__ = ("EXAMINATIONS", "examine")
+__all__ = ("EXAMINATIONS", "examine", "examine_launch")
 
 _OLDEST_PYTHON: Final = (3, 10)
 _SHARED_MEMORY: Final = "/dev/shm"
@@ -59,6 +61,24 @@ def _backends(request: Request) -> Iterator[Finding]:
         yield Finding("backends", WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
     if not broken:
         yield Finding("backends", FINE, "all can be loaded")
+
+
+def examine_launch(request: Request) -> Iterator[Finding]:
+    """What the launch that is meant needs on this machine: its script, and what the chosen backend requires."""
+    if getattr(request.arguments, "script", None):
+        try:
+            script = script_of(request.arguments)
+            yield Finding("script", FINE, script.target)
+        except AccelError as error:
+            yield Finding("script", TROUBLE, _told(error), error.remedy)
+    try:
+        check_here(request.settings, python=not getattr(request.arguments, "no_python", False))
+    except AccelError as error:
+        yield Finding("backend", TROUBLE, _told(error), error.remedy)
+
+
+def _told(error: AccelError) -> str:
+    return f"{error.asked} {error.obstacle}"
 
 
 def _config(request: Request) -> Iterator[Finding]:
@@ -131,6 +151,7 @@ EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
     _python,
     _torch_and_devices,
     _backends,
+    examine_launch,
     _config,
     _port,
     _name,

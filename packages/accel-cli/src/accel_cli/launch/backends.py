@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from accel_state.errors import Missing, SettingError
+from accel_cli.launch.kinds import kind_of
+from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest, settings_of
 
-__all__ = ("GROUP", "Backend", "backend_for", "backend_settings", "backends", "check_backend", "failures")
+if TYPE_CHECKING:
+    from accel_cli.config.effective import Effective
+
+__all__ = (
+    "GROUP",
+    "Backend",
+    "backend_for",
+    "backend_settings",
+    "backends",
+    "check_backend",
+    "check_requirements",
+    "failures",
+)
 
 GROUP: Final = "accel.backends"
 
@@ -83,6 +96,42 @@ def backend_for(label: str, origin: str) -> str | None:
         "No installed backend trains that way.",
         "Install the package that offers such a backend (`accel backends` lists what there is), or remove the option.",
     )
+
+
+def check_requirements(settings: Effective) -> None:
+    """Refuse a backend that cannot start: what it needs is not installed, or it cannot be loaded.
+
+    Where several backends train in the way that was asked for, one that can start is enough.
+
+    Raises:
+        Missing: a package that it requires is absent or too old.
+        PluginError: it could not be loaded.
+    """
+    named, asked = settings["backend"], kind_of(settings)
+    if named.value is not None:
+        origin = named.origin
+        chosen = [backend for backend in backends() if backend.extension.name == named.value]
+    elif asked is not None and not asked[0].by_device:
+        origin = asked[1].origin
+        chosen = [backend for backend in backends() if _label(backend.manifest) == asked[0].label]
+    else:
+        return
+    errors = [error for error in (_unusable(backend, origin) for backend in chosen) if error is not None]
+    if errors and len(errors) == len(chosen):
+        raise errors[0]
+
+
+def _unusable(backend: Backend, origin: str) -> Exception | None:
+    asked = f"The backend {backend.extension.name!r} was asked for ({origin})."
+    if backend.manifest is None:
+        package = backend.extension.origin
+        remedy = f"Repair, update or remove {package.split()[0]}."
+        return PluginError(asked, f"That of {package} could not be loaded: {backend.error!r}.", remedy)
+    for requirement in backend.manifest.requires:
+        obstacle = requirement.obstacle()
+        if obstacle is not None:
+            return Missing(asked, obstacle, requirement.remedy())
+    return None
 
 
 def _label(manifest: Any) -> str | None:

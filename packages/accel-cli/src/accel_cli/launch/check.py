@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from accel_cli.config.effective import Effect, Effective
 from accel_cli.launch.arguments import TorchrunSettings
-from accel_cli.launch.kinds import check_kind
+from accel_cli.launch.backends import check_requirements
+from accel_cli.launch.kinds import check_kind, given_sizes
 from accel_cli.launch.surroundings import Surroundings
-from accel_state.errors import Conflict, SettingError
+from accel_state.errors import AccelError, Conflict, SettingError
+from accel_state.mesh import ParallelismConfig
 from accel_state.settings.schema import settings_of
 
-__all__ = ("asks_for_torchrun", "check_launch", "check_launchers", "check_own_launcher", "contradiction", "shown")
+__all__ = (
+    "asks_for_torchrun",
+    "check_axes",
+    "check_here",
+    "check_launch",
+    "check_launchers",
+    "check_own_launcher",
+    "contradiction",
+    "shown",
+)
 
 _PYTHON_CAN_DO: Final = "Remove one of the two."
 
@@ -54,6 +66,44 @@ def check_own_launcher(effective: Effective) -> None:
     """
     _check_meeting(effective)
     _check_launcher(effective)
+
+
+def check_here(effective: Effective, python: bool) -> None:
+    """Refuse what the processes of this machine would refuse, each of them, once they have started.
+
+    Args:
+        effective: every setting of the launch.
+        python: whether the processes run this interpreter; a program of another kind has an installation of its own,
+            as the machines of a TPU pod have.
+
+    Raises:
+        Missing: a package that the chosen backend requires is absent or too old.
+        PluginError: the chosen backend could not be loaded.
+    """
+    if python and not effective["tpu_use_cluster"].value:
+        check_requirements(effective)
+
+
+def check_axes(effective: Effective, processes: int) -> None:
+    """Refuse sizes of axes that a number of processes does not fit.
+
+    Raises:
+        Conflict: the sizes take another number, or contradict each other.
+    """
+    sizes, switch = given_sizes(effective), effective["use_parallelism_config"]
+    if not sizes or (switch.given and not switch.value):
+        return
+    try:
+        effective.instance(ParallelismConfig).check_world(processes)
+    except AccelError as error:
+        number = effective["num_processes"]
+        asked = [shown(effect) for effect in (*sizes, *((number,) if number.given else ()))]
+        obstacle = f"{error.asked} {error.obstacle}"
+        raise Conflict(f"{' and '.join(asked)} {_were(asked)} asked for.", obstacle, error.remedy) from error
+
+
+def _were(asked: Sequence[str]) -> str:
+    return "were" if len(asked) > 1 else "was"
 
 
 def _check_machines(effective: Effective) -> None:

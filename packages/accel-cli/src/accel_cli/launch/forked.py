@@ -10,13 +10,12 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import IO, Any, Final, NamedTuple
 
 from accel_cli.launch.report import meaning
-from accel_cli.launch.runner import PARENT_VARIABLE, follow_parent
+from accel_cli.launch.runner import PARENT_VARIABLE, folded, follow_parent
 from accel_state.errors import LaunchError, NotOffered
 from accel_state.settings.environ import publish
 
@@ -67,7 +66,7 @@ def run_forked(
 def _start(
     rank: int, function: Callable[..., Any], arguments: Sequence[Any], environment: Mapping[str, str]
 ) -> _Forked:
-    error = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")
+    error = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - kept for the process's life
     process = multiprocessing.get_context("fork").Process(
         target=_run, args=(function, tuple(arguments), dict(environment), error), name=f"rank-{rank}"
     )
@@ -90,7 +89,7 @@ def _run(
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        record.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        record.write(folded(error))
         record.flush()
         raise SystemExit(1) from None
 

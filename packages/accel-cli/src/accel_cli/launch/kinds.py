@@ -14,7 +14,17 @@ from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
 from accel_state.settings.schema import BOOLEAN, setting, settings_of, table
 
-__all__ = ("Kind", "KindSettings", "check_devices_of_kind", "check_kind", "idle", "kind_of", "kind_variables")
+__all__ = (
+    "Kind",
+    "KindSettings",
+    "check_devices_of_kind",
+    "check_kind",
+    "given_sizes",
+    "idle",
+    "kind_of",
+    "kind_origins",
+    "kind_variables",
+)
 
 _GROUP: Final = "Kind of run"
 _MESH: Final = "parallelism_config."
@@ -169,10 +179,23 @@ def kind_variables(effective: Effective) -> dict[str, str]:
     found = kind_of(effective)
     variables = dict(found[0].variables) if found is not None else {}
     mesh = effective["use_parallelism_config"]
-    sizes = (effect for name, effect in effective.items() if name.startswith(_MESH))
-    if not mesh.given and any(effect.given for effect in sizes):
+    if not mesh.given and given_sizes(effective):
         variables[str(mesh.setting.variable)] = "true"
     return variables
+
+
+def kind_origins(effective: Effective) -> dict[str, str]:
+    """What the user gave for each of `kind_variables`."""
+    found, sizes = kind_of(effective), given_sizes(effective)
+    origins = dict.fromkeys(found[0].variables, found[1].origin) if found is not None else {}
+    if sizes:
+        origins[str(effective["use_parallelism_config"].setting.variable)] = sizes[0].origin
+    return origins
+
+
+def given_sizes(effective: Effective) -> list[Effect]:
+    """The sizes of axes, and how they are done, that anybody gave."""
+    return [effect for name, effect in effective.items() if name.startswith(_MESH) and effect.given]
 
 
 def idle(effective: Effective) -> Iterator[tuple[str, Effect, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from accel_state.settings.environ import ORIGINS
+
 __all__ = ("PLACE_VARIABLES", "WRITTEN", "without_outer", "written")
 
 WRITTEN: Final = "ACCEL_LAUNCH_VARIABLES"
@@ -33,7 +35,7 @@ def written(environment: Mapping[str, str], environ: Mapping[str, str]) -> str:
 
 def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment as it was before an outer launch, of this launcher or of torch.distributed.run."""
-    dropped = {WRITTEN, *environ.get(WRITTEN, "").split(",")}
+    dropped = {WRITTEN, ORIGINS, *environ.get(WRITTEN, "").split(",")}
     if _TORCHRUN_TRACE in environ:
         dropped.update(PLACE_VARIABLES, _STORE_VARIABLES, _with_prefix(environ))
     return {name: value for name, value in environ.items() if name not in dropped}

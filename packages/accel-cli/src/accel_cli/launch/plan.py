@@ -13,13 +13,14 @@ from accel_cli.launch.arguments import MachineSettings, SupervisionSettings
 from accel_cli.launch.check import asks_for_torchrun, check_launch, check_own_launcher
 from accel_cli.launch.deepspeed import ENVIRONMENT_FILE, check_deepspeed, deepspeed_argv, own_launcher
 from accel_cli.launch.devices import usual_variables, visible
-from accel_cli.launch.kinds import check_devices_of_kind, kind_of, kind_variables
+from accel_cli.launch.kinds import check_devices_of_kind, kind_of, kind_origins, kind_variables
 from accel_cli.launch.mpi import mpi_argv, mpi_hosts
 from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.parts import RUNNER, LaunchPlan, Machine, Script
 from accel_cli.launch.torchrun import torchrun_argv, torchrun_environment
 from accel_cli.launch.tpu import pod_argv, tpu_argv, tpu_variables
 from accel_state.devices.rows import ROWS
+from accel_state.settings.environ import ORIGINS, origins_text
 
 __all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "common_environment", "make_plan")
 
@@ -48,8 +49,25 @@ class _Launch(NamedTuple):
             environment[str(self.effective["backend"].setting.variable)] = self.backend
         environment.update(_machine_environment(self.effective, self.machine, environment, processes))
         environment.update(more)
+        origins = self._origins(environment)
+        if origins:
+            environment[ORIGINS] = origins_text(origins)
         environment[WRITTEN] = written(environment, self.machine.environ)
         return environment
+
+    def _origins(self, environment: Mapping[str, str]) -> dict[tuple[str, str], str]:
+        """What the user gave, by the variable that was derived from it and its text."""
+        origins = kind_origins(self.effective)
+        found = kind_of(self.effective)
+        if found is not None:
+            origins.setdefault(str(self.effective["backend"].setting.variable), found[1].origin)
+        for settings_class in self.carried:
+            origins.update(self.effective.origins(settings_class))
+        return {
+            (name, environment[name]): origin
+            for name, origin in origins.items()
+            if name in environment and origin != f"${name}"
+        }
 
 
 def make_plan(

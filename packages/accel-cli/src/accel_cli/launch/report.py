@@ -25,6 +25,9 @@ _MEANINGS: Final = {
     "SIGPIPE": "the reader of its output has gone",
 }
 
+_LONGEST: Final = 400
+"""Characters of one rank's error in the summary."""
+
 _RESUMABLE: Final = (
     f"accel launch: The run was asked to end and saved a checkpoint; start it again to resume (exit code {RESUME})."
 )
@@ -64,10 +67,9 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """The error in one line, or how the process ended."""
+        """The first part of the error in one line, or how the process ended."""
         text = self.record.get("message") if self.record is not None else None
-        line = str(text).strip().splitlines() if text else []
-        return line[-1] if line else _ending(self.code)
+        return _first_part(str(text or "")) or _ending(self.code)
 
     @property
     def trace(self) -> str:
@@ -139,14 +141,26 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
 
 def _headline(first: Failure, processes: int) -> str:
     who = "The script" if processes == 1 else f"Process {first.rank} of {processes} failed first and"
-    shown = " Its traceback stands above." if first.shown else ""
-    return f"accel launch: {who} {_ending(first.code if first.record is None else first.exit_code)}.{shown}"
+    ending = _ending(first.code if first.record is None else first.exit_code)
+    shown = f" Its traceback stands above:\n  {first.message}" if first.shown else ""
+    return f"accel launch: {who} {ending}.{shown}"
 
 
 def _ending(code: int | None) -> str:
     if code is None:
         return "did not end"
     return f"was killed by {meaning(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def _first_part(text: str) -> str:
+    """What an error says at first: its first line with an indented one below it, such as the obstacle of our errors."""
+    lines = text.strip().splitlines() or [""]
+    if lines[0].startswith('File "'):
+        # A syntax error, which begins with its place.
+        return lines[-1][:_LONGEST]
+    obstacle = lines[1].strip() if len(lines) > 1 and lines[1].startswith((" ", "\t")) else ""
+    first = f"{lines[0]} {obstacle}".rstrip()
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
 
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:

@@ -32,6 +32,7 @@ class Request(NamedTuple):
         by_default: whether that file was read because it lies where a user's own one lies.
         backend: the backend that follows from the kind of run, or None where the processes choose it.
         surroundings: what a batch system says about the machines.
+        arguments: the parsed command line.
     """
 
     settings: Effective
@@ -40,6 +41,7 @@ class Request(NamedTuple):
     by_default: bool
     backend: str | None
     surroundings: Surroundings
+    arguments: Namespace
 
 
 def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
@@ -60,7 +62,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
         check_backend(backend.value, backend.origin)
     wanted = asked is not None and not asked[0].by_device and backend.value is None
     implied = backend_for(asked[0].label, asked[1].origin) if asked is not None and wanted else None
-    return Request(settings, own, config, arguments.config_file is None, implied, around)
+    return Request(settings, own, config, arguments.config_file is None, implied, around, arguments)
 
 
 def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:

@@ -17,14 +17,19 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+    from traceback import StackSummary
     from types import CodeType, TracebackType
+    from typing import Any
 
-__all__ = ("PARENT_VARIABLE", "LastHook", "follow_parent", "main")
+__all__ = ("PARENT_VARIABLE", "LastHook", "folded", "follow_parent", "main")
 
 PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
 """Number of the process that started this one, so that it can tell whether that one has died already."""
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_OUR_PACKAGES = frozenset(
+    f"accel_{name}" for name in ("state", "ops", "data", "bigmodel", "tracking", "plugins", "cli", "torch")
+) | {"accelerate"}
 _SET_PARENT_DEATH_SIGNAL = 1
 _KILL = 9
 
@@ -115,7 +120,7 @@ def _record(error: BaseException, shown: bool) -> bool:
     import traceback
 
     now = time.time()
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    trace = folded(error)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "pid": os.getpid(), "shown": shown}
     try:
@@ -126,6 +131,51 @@ def _record(error: BaseException, shown: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def folded(error: BaseException) -> str:
+    """The traceback of an error as Python shows it, with one line in place of each run of our own frames.
+
+    Where our code raised something else than one of its typed errors, which is a fault of ours, that frame stays.
+    """
+    from traceback import TracebackException
+
+    shown = TracebackException(type(error), error, error.__traceback__)
+    left = [(shown, error)]
+    while left:
+        part, raised = left.pop()
+        part.stack = _without_own_runs(part.stack, _is_typed(raised))
+        chained = [(part.__cause__, raised.__cause__), (part.__context__, raised.__context__)]
+        chained += zip(getattr(part, "exceptions", None) or (), getattr(raised, "exceptions", ()), strict=False)
+        left += [(inner, cause) for inner, cause in chained if inner is not None and cause is not None]
+    return "".join(shown.format())
+
+
+def _is_typed(error: BaseException) -> bool:
+    return any(base.__module__ == "accel_state.errors" for base in type(error).__mro__)
+
+
+def _without_own_runs(stack: StackSummary, typed: bool) -> StackSummary:
+    from itertools import groupby
+    from traceback import StackSummary
+
+    loaded = [sys.modules.get(name) for name in _OUR_PACKAGES] if "accel_state" in sys.modules else []
+    files = [getattr(module, "__file__", None) for module in loaded]
+    folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
+    ours = {id(frame) for frame in stack if frame.filename.startswith(folders)}
+    if not typed and stack:
+        ours.discard(id(stack[-1]))
+
+    class Folding(StackSummary):
+        def format(self, **options: Any) -> list[str]:
+            lines: list[str] = []
+            for hidden, run in groupby(self, lambda frame: id(frame) in ours):
+                frames = list(run)
+                count = f"{len(frames)} frame{'s' if len(frames) > 1 else ''}"
+                lines += [f"  (... {count} of accel)\n"] if hidden else StackSummary.from_list(frames).format(**options)
+            return lines
+
+    return Folding(stack)
 
 
 def _prepare_streams() -> None:

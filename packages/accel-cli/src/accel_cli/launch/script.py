@@ -5,14 +5,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from accel_cli.launch.parts import Script
 from accel_state.errors import Conflict, SettingError
 
-__all__ = ("find_script",)
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from importlib.machinery import ModuleSpec
+
+__all__ = ("find_script", "script_of")
 
 _ZIPPED: Final = (".zip", ".pyz")
+
+
+def script_of(arguments: Namespace) -> Script:
+    """What a command line of `accel launch` names.
+
+    Raises:
+        SettingError: it cannot be found.
+    """
+    words = arguments.script[arguments.script[:1] == ["--"] :]
+    target, *script_arguments = words or [""]
+    return find_script(target, script_arguments, arguments.module, arguments.no_python)
 
 
 def find_script(target: str, arguments: Sequence[str], module: bool, no_python: bool) -> Script:
@@ -58,7 +73,7 @@ def _as_module(target: str) -> str | None:
 
 
 def _check_module(target: str) -> None:
-    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
 
     asked = f"The module {target} was to be started."
     if not all(part.isidentifier() for part in target.split(".")):
@@ -66,10 +81,49 @@ def _check_module(target: str) -> None:
         raise SettingError(asked, "That is no name of a module.", f"Write it as {near}, or leave out -m for a path.")
     if target.endswith(".py") and os.path.isfile(target):
         raise SettingError(asked, f"{target} is a file.", f"Leave out -m, or write {target.removesuffix('.py')}.")
-    # Of a longer name only the first part can be looked for without importing it.
     first = target.partition(".")[0]
-    if first not in sys.builtin_module_names and PathFinder.find_spec(first, [os.getcwd(), *sys.path]) is None:
-        raise SettingError(asked, f"There is no module {first!r}.", "Install it, or start from its folder.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = find_spec(first)
+    except ValueError:
+        # It has been imported and says nothing of where it is from.
+        return
+    finally:
+        del sys.path[0]
+    missing = first if spec is None else _missing_part(spec, target)
+    if missing.endswith(".__main__"):
+        raise SettingError(asked, "It is a package without a __main__ module.", "Name the module to run.")
+    if missing:
+        raise SettingError(asked, f"There is no module {missing!r}.", "Install it, or start from its folder.")
+
+
+def _missing_part(spec: ModuleSpec, target: str) -> str:
+    """What a package lacks of a longer name, or of what makes it run; found without importing it."""
+    from importlib.machinery import PathFinder
+
+    names = f"{target}.__main__".split(".")
+    for count in range(2, len(names) + 1):
+        if spec.submodule_search_locations is None:
+            # A module: it has no parts, and needs none to run.
+            return "" if count == len(names) else ".".join(names[:count])
+        if _extends_itself(spec):
+            return ""
+        found = PathFinder.find_spec(".".join(names[:count]), spec.submodule_search_locations)
+        if found is None:
+            return ".".join(names[:count])
+        spec = found
+    return ""
+
+
+def _extends_itself(spec: ModuleSpec) -> bool:
+    """Whether a package may look for its parts in other folders than its own."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return spec.origin is not None
+    try:
+        with open(spec.origin, "rb") as file:
+            return b"__path__" in file.read()
+    except OSError:
+        return True
 
 
 def _check_program(target: str) -> None:

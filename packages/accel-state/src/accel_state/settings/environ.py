@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 from accel_state.settings.schema import Setting, settings_of
 
-__all__ = ("DEFAULT", "Given", "fill", "from_environment", "publish", "read", "resolve", "to_environment")
+__all__ = (
+    "DEFAULT",
+    "ORIGINS",
+    "Given",
+    "fill",
+    "from_environment",
+    "origins_text",
+    "publish",
+    "read",
+    "resolve",
+    "to_environment",
+)
 
 S = TypeVar("S")
 
@@ -26,6 +38,9 @@ class Given(NamedTuple):
 
 DEFAULT: Final = "default"
 
+ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
+"""Variable by which a launcher tells the processes what the user gave: the flag or the line of a file."""
+
 
 def read(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
     """Value of a setting from the first of its variables that is set and not empty, or None.
@@ -37,8 +52,36 @@ def read(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | 
     for variable in setting.variables:
         text = source.get(variable, "")
         if text.strip():
-            return Given(setting.parse(text, f"${variable}"), f"${variable}")
+            origin = _origins(source.get(ORIGINS, "")).get((variable, text), f"${variable}")
+            return Given(setting.parse(text, origin), origin)
     return None
+
+
+def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
+    """Value of `ORIGINS`.
+
+    Args:
+        origins: where the text of a variable came from, by the variable and its text; with another text it does not
+            count, since somebody else has set the variable.
+
+    Example:
+        >>> origins_text({("ACCEL_BACKEND", "fsdp2"): "--backend"})
+        'ACCEL_BACKEND:fsdp2:--backend'
+    """
+    from urllib.parse import quote
+
+    rows = ((variable, text, origin) for (variable, text), origin in sorted(origins.items()))
+    return ",".join(":".join(quote(part, safe="") for part in row) for row in rows)
+
+
+@lru_cache(maxsize=4)
+def _origins(told: str) -> Mapping[tuple[str, str], str]:
+    if not told:
+        return {}
+    from urllib.parse import unquote
+
+    rows = (tuple(map(unquote, row.split(":"))) for row in told.split(","))
+    return {(row[0], row[1]): row[2] for row in rows if len(row) == 3}
 
 
 def resolve(
