@@ -124,18 +124,18 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
         """
     )
     (tmp_path / "run.yaml").write_text(
-        "distributed_type: FSDP\nnum_processes: 1\nfsdp_config:\n  fsdp_version: 2\n"
-        "parallelism_config:\n  parallelism_config_tp_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+        "parallelism_config:\n  parallelism_config_tp_size: 2\n  parallelism_config_dp_shard_size: 1\n"
         "dynamo_config:\n  backend: INDUCTOR\n  use_fullgraph: true\n"
     )
-    flags = ["--use_fsdp", "--num_processes", "1", "--fsdp_version", "2", "--parallelism_config_tp_size=2"]
-    flags += ["--parallelism-config-dp-shard-size", "2", "--dynamo_backend", "inductor", "--dynamo_use_fullgraph"]
+    flags = ["--use_fsdp", "--num_processes", "2", "--fsdp_version", "2", "--parallelism_config_tp_size=2"]
+    flags += ["--parallelism-config-dp-shard-size", "1", "--dynamo_backend", "inductor", "--dynamo_use_fullgraph"]
     by_flags = accel("launch", *flags, job)
     by_file = accel("launch", "--config_file", tmp_path / "run.yaml", job)
     assert (by_flags.returncode, by_file.returncode) == (0, 0), by_flags.stderr + by_file.stderr
     assert by_flags.stdout == by_file.stdout
-    tp, shard, dynamo, version = json.loads(by_file.stdout)
-    assert (tp, shard, version) == (2, 2, "2")
+    tp, shard, dynamo, version = json.loads(by_file.stdout.splitlines()[0])
+    assert (tp, shard, version) == (2, 1, "2")
     assert (dynamo["backend"], dynamo["fullgraph"]) == ("inductor", True)
 
 
