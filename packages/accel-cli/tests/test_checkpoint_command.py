@@ -13,8 +13,10 @@ import pytest
 
 from accel_cli.checkpoints import shown_age, shown_size
 from accel_cli.main import main
-from accel_plugins.checkpoint.commit import beside, staging
+from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.ownership import Claim
 from accel_state import PartialState
 from accel_state.testing.fresh import fresh
 
@@ -29,10 +31,9 @@ def project(tmp_path: Path) -> Path:
         for number in range(3):
             with staging(tmp_path / "checkpoints" / f"checkpoint_{number}", facts=FACTS, fsync=False) as folder:
                 (folder / "optimizer.bin").write_text(f"bytes{number}"[-5:])
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left = beside(tmp_path / "checkpoints" / "checkpoint_3", "tmp")
-    left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-")).mkdir()
+    # A claim that was let go is that of a process that died.
+    with Claim(tmp_path / "checkpoints" / "checkpoint_3") as claim:
+        claim.path("tmp").mkdir()
     return tmp_path
 
 
@@ -94,6 +95,22 @@ def test_pruning(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The newest good one stays, also when it is not among the newest.
     assert {entry.name for entry in folder.iterdir()} == {"checkpoint_1", "checkpoint_2"}
     assert run(capsys, "prune", str(project), "--keep", "5") == (0, "Nothing to remove.\n")
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "info", "prune"])
+def test_a_checkpoint_that_was_moved_aside_is_there_again(
+    project: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    """Its run was killed between the two renames that replace a checkpoint where names cannot be exchanged."""
+    one = project / "checkpoints" / "checkpoint_1"
+    with Claim(one) as claim:
+        one.rename(claim.path("old"))
+    named = one if action in ("verify", "info") else project
+    code, shown = run(capsys, action, str(named), *(("--keep", "3") if action == "prune" else ()))
+    assert code == 0
+    assert ("checkpoint_1" in shown) is (action != "prune")
+    assert ("checkpoint_3" in shown) is (action in ("list", "prune"))
+    assert verify(one, hashes=True).good
 
 
 def test_one_checkpoint_in_detail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

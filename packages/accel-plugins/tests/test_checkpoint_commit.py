@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel_plugins.checkpoint import commit
-from accel_plugins.checkpoint.commit import beside, exchange, recover, staging
+from accel_plugins.checkpoint.commit import exchange, staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify
 from accel_plugins.checkpoint.sealing import Sealer
@@ -176,30 +174,6 @@ def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
         assert exchanged
     assert entries(first) == ({"second"} if exchanged else {"first"})
     assert not exchange(first, tmp_path / "absent")
-
-
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_what_a_dead_process_left_is_cleaned_up_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
-    dead = str(dead_process())
-    names = {
-        key: beside(tmp_path / name, kind).name.replace(f"-{os.getpid()}-", f"-{pid}-")
-        for key, name, kind, pid in [
-            ("half", "a", "tmp", dead),
-            ("aside", "b", "old", dead),
-            ("replaced", "c", "old", dead),
-            ("alive", "d", "tmp", str(os.getpid())),
-        ]
-    }
-    for name in (*names.values(), "c", "checkpoint_0"):
-        (tmp_path / name).mkdir()
-    recover(tmp_path)
-
-    assert entries(tmp_path) == {"b", "c", "checkpoint_0", names["alive"]}
 
 
 @pytest.mark.parametrize(

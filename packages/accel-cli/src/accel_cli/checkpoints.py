@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.table import columns
-from accel_plugins.checkpoint.commit import left_behind, recover, unfinished
 from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
 from accel_plugins.checkpoint.manifest import Verdict, read_manifest, verify
+from accel_plugins.checkpoint.recovery import is_left_behind, located, missing, recover, unfinished
 from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
 from accel_state.errors import SettingError
 from accel_state.untrusted import integer, list_of, printable, record
@@ -46,8 +46,11 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _place(folder: Path) -> Path:
-    """Where the checkpoints of a project lie."""
-    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    """Where the checkpoints of a project are; what runs that died had moved aside there is put back."""
+    place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    for name in missing(place):
+        located(place / name)
+    return place
 
 
 def _row(path: Path, hashes: bool) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def _row(path: Path, hashes: bool) -> dict[str, Any]:
 
 
 def _half(path: Path) -> dict[str, Any]:
-    state = "incomplete: its process is gone" if left_behind(path) else "incomplete: being written"
+    state = "incomplete: its process is gone" if is_left_behind(path) else "incomplete: being written"
     written = path.stat().st_mtime
     row = {"name": path.name, "position": "", "processes": None, "size": _size(path), "written": written}
     return {**row, "state": state, "damage": []}
@@ -126,7 +129,7 @@ def shown_age(written: float) -> str:
 def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
     """Remove the oldest checkpoints until `keep` are left, and what dead processes left; the names of what goes."""
     place = _place(folder)
-    dead = [entry for entry in unfinished(place) if left_behind(entry)]
+    dead = [entry for entry in unfinished(place) if is_left_behind(entry)]
     if dry_run:
         return [path.name for path in (*dead, *surplus(place, keep))]
     recover(place)

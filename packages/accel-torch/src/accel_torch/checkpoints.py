@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.checkpoint.contents import Contents
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.meeting import Meeting
-from accel_plugins.checkpoint.retention import checkpoints, find_newest
+from accel_plugins.checkpoint.recovery import located
+from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.manifest import Duty
 from accel_state.errors import CheckpointError, SettingError
 
@@ -109,16 +110,40 @@ def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: b
         project.iteration = max(project.iteration, told["following"])
         return None if told["folder"] is None else Path(told["folder"])
     folder = Path(_named(input_dir, "load_state"))
-    if missing_ok and not folder.exists():
+    found = _found(parts, folder)
+    if found is None and missing_ok:
         return None
-    _check(folder, hashes)
-    return folder
+    _check(found or folder, hashes)
+    return found
+
+
+def _found(parts: Parts, folder: Path) -> Path | None:
+    """Where a named checkpoint is read; the first process of each node puts back what a dead run had moved aside.
+
+    Raises:
+        CheckpointError: some processes see it and others do not.
+    """
+    process, asked = parts.state._process, f"The checkpoint {folder} was to be loaded."
+    meeting = Meeting(process, f"find/{folder.name}", asked, parts._options.project.deadline)
+    found = located(folder) if process.topology.is_local_main else None
+    meeting.exchange("recover")
+    if not process.topology.is_local_main:
+        found = located(folder)
+    blind = [rank for rank, seen in enumerate(meeting.exchange("find", "" if found is None else "seen")) if not seen]
+    if 0 < len(blind) < process.world_size:
+        meeting.leave()
+        raise CheckpointError(
+            asked,
+            f"There is no such folder on process {', '.join(map(str, blind))}; the others see it.",
+            "Save to a file system that all nodes share, or copy the checkpoint to each.",
+        )
+    return found
 
 
 def _newest(project: ProjectConfiguration, hashes: bool, missing_ok: bool) -> dict[str, Any]:
     """The newest good checkpoint, and a number that is free for the next."""
     folder = automatic_folder(project)
-    known = checkpoints(folder)
+    known = available(folder)
     following = known[-1].number + 1 if known else 0
     if missing_ok and not known:
         return {"folder": None, "following": following}

@@ -35,11 +35,12 @@ class Checkpoint:
     def run(self, arguments: Namespace) -> int:
         """Do one of the four."""
         from accel_cli import checkpoints
+        from accel_plugins.checkpoint.recovery import located
 
-        folder = Path(arguments.path)
-        if not folder.is_dir():
+        folder = located(Path(arguments.path))
+        if folder is None or not folder.is_dir():
             raise SettingError(
-                f"`accel checkpoint {arguments.action} {folder}` was asked for.",
+                f"`accel checkpoint {arguments.action} {arguments.path}` was asked for.",
                 "There is no such folder.",
                 "Name a checkpoint, a folder of them, or the project above it.",
             )

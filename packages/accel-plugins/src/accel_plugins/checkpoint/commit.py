@@ -1,22 +1,21 @@
 """Making a folder valid all at once: it is filled under another name, made durable, and put in place by a rename.
 
 What stood under the name before stays valid until that moment. Where the system can exchange two names in one step, it
-does; elsewhere the old folder is moved aside, and `recover` puts it back should the process die in between.
+does; elsewhere the old folder is moved aside, and whoever looks for it next puts it back should the process die in
+between.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
-import re
-import secrets
+import random
 import shutil
-import socket
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,17 +23,20 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_plugins.checkpoint.files import is_ours
 from accel_plugins.checkpoint.manifest import read_manifest
 from accel_plugins.checkpoint.meeting import Meeting
+from accel_plugins.checkpoint.ownership import Claim
+from accel_plugins.checkpoint.recovery import discard, fingerprint, recover
 from accel_plugins.checkpoint.sealing import Sealer, fsync_path
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_state.current import Process
 
-__all__ = ("beside", "discard", "exchange", "left_behind", "recover", "staging", "unfinished")
+__all__ = ("exchange", "staging")
 
-_STAGED: Final = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}")
-_FORGOTTEN: Final = 24 * 3600.0
-"""Seconds after which a staging folder counts as left behind where its process cannot be looked for."""
+_ATTEMPTS: Final = 100
+_LONGEST_PAUSE: Final = 0.02
+_CONTENDED: Final = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
+"""What it looks like when another run puts a checkpoint under the same name, or takes one away."""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -74,19 +76,19 @@ def staging(
     target = Path(os.path.realpath(target))
     sealer = sealer or Sealer(fsync)
     meeting = Meeting(process, f"save/{target.name}", f"A checkpoint was to be saved as {target}.", deadline)
-    path, owns = _open(target, process, meeting)
+    path, claim = _open(target, process, meeting)
     phase = "write"
     try:
         try:
             yield path
             meeting.exchange(phase)
             phase = "complete"
-            if owns:
+            if claim is not None:
                 sealer.seal(path, {"world_size": process.world_size, **(facts or {})})
             meeting.exchange(phase)
             phase = "commit"
-            if owns:
-                _put_in_place(path, target, fsync)
+            if claim is not None:
+                _put_in_place(claim, target, sealer, fsync)
         except BaseException as error:
             # A process that fails takes the folder away under the hands of the others: theirs is not the first failure.
             first = _failure_of_another(meeting, phase) if isinstance(error, (OSError, CheckpointError)) else None
@@ -98,8 +100,7 @@ def staging(
         meeting.leave()
     finally:
         sealer.close()
-        if owns:
-            discard(path)
+        _leave(claim)
 
 
 def _failure_of_another(meeting: Meeting, phase: str) -> CheckpointError | None:
@@ -110,42 +111,41 @@ def _failure_of_another(meeting: Meeting, phase: str) -> CheckpointError | None:
     return None
 
 
-def _open(target: Path, process: Process, meeting: Meeting) -> tuple[Path, bool]:
-    """The staging folder, and whether this process made it and has to put it in place."""
-    owns = process.rank == 0
-    path = beside(target, "tmp")
-    if owns:
-        _make(path, target, meeting, "open")
+def _open(target: Path, process: Process, meeting: Meeting) -> tuple[Path, Claim | None]:
+    """The staging folder, and the claim of the process that made it and has to put it in place."""
+    claim = _make(target, meeting, "open") if process.rank == 0 else None
     try:
-        path = path.with_name(meeting.exchange("open", path.name)[0])
+        token = meeting.exchange("open", "" if claim is None else claim.token)[0]
+        path = target.with_name(f"{target.name}.tmp-{token}")
         if process.topology.is_local_main and not path.exists():
-            owns = True
-            _make(path, target, meeting, "enter")
+            claim = _make(target, meeting, "enter", token)
         meeting.exchange("enter")
     except BaseException:
-        if owns:
-            discard(path)
+        _leave(claim)
         raise
-    return path, owns
+    return path, claim
 
 
-def beside(target: Path, kind: str) -> Path:
-    """A name next to `target` for something that is on its way in ("tmp") or out ("old"); `recover` knows it."""
-    return target.with_name(f"{target.name}.{kind}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+def _leave(claim: Claim | None) -> None:
+    """Remove what a save that ends leaves beside its name: the folder that failed, or that was replaced."""
+    if claim is not None:
+        discard(claim.path("tmp"))
+        claim.release()
 
 
-@lru_cache(maxsize=1)
-def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
-
-
-def _make(path: Path, target: Path, meeting: Meeting, phase: str) -> None:
+def _make(target: Path, meeting: Meeting, phase: str, token: str | None = None) -> Claim:
+    """A staging folder, claimed by this process."""
     try:
         if target.exists() and not target.is_dir():
             raise NotADirectoryError(f"{target} is a file")
-        _make_lasting(path.parent)
-        recover(path.parent)
-        path.mkdir()
+        _make_lasting(target.parent)
+        recover(target.parent)
+        claim = Claim(target, token)
+        try:
+            claim.path("tmp").mkdir()
+        except OSError:
+            claim.release()
+            raise
     except OSError as error:
         meeting.fail(phase, f"{type(error).__name__}: {error}")
         raise CheckpointError(
@@ -153,6 +153,7 @@ def _make(path: Path, target: Path, meeting: Meeting, phase: str) -> None:
             f"{type(error).__name__}: {error}",
             "Name a folder in a place where you may write.",
         ) from error
+    return claim
 
 
 def _make_lasting(folder: Path) -> None:
@@ -164,13 +165,18 @@ def _make_lasting(folder: Path) -> None:
     fsync_path(folder.parent)
 
 
-def _put_in_place(path: Path, target: Path, fsync: bool) -> None:
+def _put_in_place(claim: Claim, target: Path, sealer: Sealer, fsync: bool) -> None:
+    """Give the staging folder its name.
+
+    Another run may put a checkpoint under the same name meanwhile; what stood there when this one comes last makes way.
+    """
+    path, attempts = claim.path("tmp"), _ATTEMPTS
     try:
-        if target.exists():
-            _carry_over(target, path)
-            _replace(path, target)
-        else:
-            path.rename(target)
+        while not _is_placed(claim, path, target, sealer):
+            attempts -= 1
+            if not attempts:
+                raise FileExistsError(f"{target} was changed by another run {_ATTEMPTS} times meanwhile")
+            time.sleep(_LONGEST_PAUSE * random.random())
         if fsync:
             fsync_path(target.parent)
     except OSError as error:
@@ -181,8 +187,61 @@ def _put_in_place(path: Path, target: Path, fsync: bool) -> None:
         ) from error
 
 
-def _carry_over(old: Path, new: Path) -> None:
-    """Bring along what lies in the old folder and was not written by saving it."""
+def _is_placed(claim: Claim, path: Path, target: Path, sealer: Sealer) -> bool:
+    """Try to give a folder its name; False when another run changed what stands there meanwhile."""
+    carried: list[Path] = []
+    try:
+        if target.exists():
+            before = fingerprint(target)
+            _carry_over(target, path, carried)
+            if fingerprint(target) != before:
+                raise FileExistsError(errno.EEXIST, "another run changed it meanwhile", str(target))
+        _check_ours(claim, path, target, sealer)
+        if exchange(path, target):
+            return True
+        _move_in(path, target, claim.path("old"))
+    except OSError as error:
+        for entry in carried:
+            _remove(entry)
+        if error.errno in _CONTENDED and path.is_dir():
+            return False
+        raise
+    return True
+
+
+def _check_ours(claim: Claim, path: Path, target: Path, sealer: Sealer) -> None:
+    """Refuse a folder that another process took for left behind, or changed since it was sealed."""
+    changed = [] if claim.holds else ["Another run took its folder for left behind."]
+    changed += [f"{name} is gone or has another content than was written." for name in sealer.changed(path)]
+    if changed:
+        raise CheckpointError(
+            f"A checkpoint was to be put in place as {target}.",
+            " ".join(changed),
+            "What stood there before is still valid. Let nothing else write there, and save again.",
+        )
+
+
+def _move_in(path: Path, target: Path, aside: Path) -> None:
+    """Put a folder in the place of another without an exchange; `located` finds what is aside in between."""
+    try:
+        target.rename(aside)
+    except FileNotFoundError:
+        path.rename(target)
+        return
+    try:
+        path.rename(target)
+    except OSError:
+        with suppress(OSError):
+            aside.rename(target)
+        if os.path.lexists(target):
+            # Another run put a newer one there, unless it is back.
+            discard(aside)
+        raise
+    discard(aside)
+
+
+def _carry_over(old: Path, new: Path, carried: list[Path]) -> None:
+    """Bring along what is in the old folder and was not written by saving it; says what, as far as it came."""
     try:
         manifest = read_manifest(old)
     except CheckpointError:
@@ -191,10 +250,18 @@ def _carry_over(old: Path, new: Path) -> None:
     for entry in sorted(old.iterdir()):
         if entry.name in written or is_ours(entry.name) or (new / entry.name).exists():
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, new / entry.name)
+        carried.append(new / entry.name)
+        _bring(entry, new / entry.name)
+
+
+def _bring(entry: Path, to: Path) -> None:
+    if not entry.is_dir() or entry.is_symlink():
+        _link(entry, to)
+        return
+    to.mkdir()
+    for inner in sorted(entry.iterdir()):
+        _bring(inner, to / inner.name)
+    shutil.copystat(entry, to)
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -205,18 +272,11 @@ def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Non
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _replace(path: Path, target: Path) -> None:
-    """Put `path` in the place of `target`, whose old contents end up under another name and are discarded."""
-    if exchange(path, target):
-        return
-    aside = beside(target, "old")
-    target.rename(aside)
-    try:
-        path.rename(target)
-    except OSError:
-        aside.rename(target)
-        raise
-    discard(aside)
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 def exchange(first: Path, second: Path) -> bool:
@@ -235,45 +295,3 @@ def _renameat2() -> Any | None:
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     return call
-
-
-def discard(path: Path) -> None:
-    """Remove a folder, where it is still there; what cannot be removed is left for `recover`."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def recover(parent: Path) -> None:
-    """Clean up after processes that died while saving: put back what they moved aside, remove what they left half done.
-
-    Folders of processes that may be alive are left alone.
-    """
-    for entry in unfinished(parent):
-        match = _STAGED.fullmatch(entry.name)
-        if match is None or not left_behind(entry):
-            continue
-        target = parent / match["name"]
-        if match["kind"] == "old" and not target.exists():
-            entry.rename(target)
-        else:
-            discard(entry)
-
-
-def unfinished(parent: Path) -> list[Path]:
-    """Folders that saves have not completed, or had moved aside."""
-    return sorted(entry for entry in parent.iterdir() if _STAGED.fullmatch(entry.name))
-
-
-def left_behind(entry: Path) -> bool:
-    """Whether the process that made one of these folders is gone; one of another machine is given a day."""
-    match = _STAGED.fullmatch(entry.name)
-    if match is None:
-        return False
-    try:
-        if match["host"] != _host() or os.name == "nt":
-            return time.time() - entry.stat().st_mtime > _FORGOTTEN
-        os.kill(int(match["pid"]), 0)  # asks whether the process is there, except on Windows
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False

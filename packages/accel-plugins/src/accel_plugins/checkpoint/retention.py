@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from accel_plugins.checkpoint.commit import beside, discard, recover
 from accel_plugins.checkpoint.manifest import Verdict, verify
+from accel_plugins.checkpoint.ownership import Claim
+from accel_plugins.checkpoint.recovery import discard, fingerprint, located, missing, recover
 from accel_state.errors import CheckpointError
 
-__all__ = ("Checkpoint", "checkpoints", "find_newest", "remove_oldest", "surplus")
+__all__ = ("Checkpoint", "available", "checkpoints", "find_newest", "remove_oldest", "surplus")
 
 _NAME: Final = re.compile(r"checkpoint_(\d+)")
 
@@ -39,6 +43,17 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(entry, int(match[1])) for entry, match in found if match), key=lambda c: c.number)
 
 
+def available(folder: Path) -> list[Checkpoint]:
+    """The checkpoints in a folder, after what dead runs had moved aside was put back; oldest number first."""
+    recover(folder)
+    known = checkpoints(folder)
+    for name in missing(folder):
+        match = _NAME.fullmatch(name)
+        if match is not None and (found := located(folder / name)) is not None:
+            known.append(Checkpoint(found, int(match[1])))
+    return sorted(known, key=lambda checkpoint: checkpoint.number)
+
+
 def find_newest(folder: Path, *, hashes: bool = False) -> Path:
     """The newest good checkpoint of a folder; why newer ones were passed over is logged.
 
@@ -47,11 +62,9 @@ def find_newest(folder: Path, *, hashes: bool = False) -> Path:
     Raises:
         CheckpointError: there is none; the message says what is wrong with each.
     """
-    if folder.is_dir():
-        recover(folder)
     reasons: list[str] = []
     foreign: list[Checkpoint] = []
-    for candidate in reversed(checkpoints(folder)):
+    for candidate in reversed(available(folder)):
         verdict = candidate.verdict(hashes=hashes)
         if verdict.good:
             for reason in reasons:
@@ -86,15 +99,34 @@ def remove_oldest(folder: Path, limit: int) -> list[Path]:
     take its place.
     """
     removed = []
+    seen = dict(_fingerprints(folder))
     for path in surplus(folder, limit):
-        # Renamed first: a removal that is cut short leaves no half of a checkpoint under its name.
-        aside = beside(path, "tmp")
         try:
-            path.rename(aside)
+            with Claim(path) as claim:
+                if path in seen and _is_removed(path, claim.path("old"), seen[path]):
+                    removed.append(path)
         except OSError as error:
             # What was saved is in place; one checkpoint too many is no reason to fail.
             logger.warning("%s could not be removed: %s", path, error)
-            continue
-        discard(aside)
-        removed.append(path)
     return removed
+
+
+def _fingerprints(folder: Path) -> Iterator[tuple[Path, tuple[int, bytes | None]]]:
+    for checkpoint in checkpoints(folder):
+        with suppress(OSError):
+            yield checkpoint.path, fingerprint(checkpoint.path)
+
+
+def _is_removed(path: Path, aside: Path, seen: tuple[int, bytes | None]) -> bool:
+    """Remove a checkpoint, unless another run has put a newer one under its name since it was seen."""
+    path.rename(aside)
+    if fingerprint(aside) != seen:
+        try:
+            aside.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        else:
+            return False
+    discard(aside)
+    return True

@@ -31,11 +31,12 @@ class _Stamp:
 
     size: int
     changed: int
+    inode: int
 
     @classmethod
     def of(cls, path: Path) -> _Stamp:
         found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 class Sealer:
@@ -49,6 +50,7 @@ class Sealer:
         self._fsync = fsync
         self._hashes = _Worker(record_of)
         self._flushes = _Worker(_flushed)
+        self._sealed: CheckpointManifest | None = None
 
     def begin(self, path: Path) -> None:
         """Hash and flush a file that is complete, behind the back of whoever writes the next one."""
@@ -83,7 +85,27 @@ class Sealer:
             ) from error
         finally:
             self.close()
+        self._sealed = manifest
         return manifest
+
+    def changed(self, folder: Path) -> list[str]:
+        """Names of files in a sealed folder that are no longer what was sealed."""
+        if self._sealed is None:
+            return []
+        records = self._sealed.files.items()
+        changed = [name for name, record in records if not self._is_still(folder / name, record)]
+        try:
+            whole = (folder / MANIFEST_NAME).read_text(encoding="utf-8") == self._sealed.text()
+        except (OSError, UnicodeDecodeError):
+            whole = False
+        return changed if whole else [*changed, MANIFEST_NAME]
+
+    def _is_still(self, path: Path, record: FileRecord) -> bool:
+        """Whether a file is the one that was hashed; some network file systems change the time of one that is."""
+        try:
+            return self._hashes.stamp(path) == _Stamp.of(path) or record_of(path).xxh3_128 == record.xxh3_128
+        except OSError:
+            return False
 
     def _write(self, folder: Path, manifest: CheckpointManifest, directories: set[Path]) -> None:
         target = folder / MANIFEST_NAME
@@ -121,6 +143,10 @@ class _Worker:
             self._waiting.put(path)
         else:
             self._do(path)
+
+    def stamp(self, path: Path) -> _Stamp | None:
+        """What a file looked like when it was handed over last."""
+        return self._asked.get(path)
 
     def _has_started(self) -> bool:
         thread = threading.Thread(target=self._run, name="accel-seal", daemon=True)
