@@ -136,3 +136,49 @@ def test_a_pickle_of_ones_own_is_read_when_that_is_asked_for_by_name(tmp_path: P
         assert not (tmp_path / "it ran").exists()
         made().load_state(str(tmp_path / "a"), weights_only=False)
     assert (tmp_path / "it ran").exists()
+
+
+def described_by_code(marker: Path) -> bytes:
+    """A `.metadata` of names in the module that describes tensors: its `dataclass` runs what a field is called."""
+    name = f"a:os.mkdir({str(marker)!r})"
+    metadata = "torch.distributed.checkpoint.metadata"
+
+    def named(text: str) -> bytes:
+        return pickle.GLOBAL + f"{metadata}\n{text}\n".encode()
+
+    def text(value: str) -> bytes:
+        return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+    def pairs(**values: bytes) -> bytes:
+        return pickle.EMPTY_DICT + pickle.MARK + b"".join(text(k) + v for k, v in values.items()) + pickle.SETITEMS
+
+    hidden = pairs(init=pickle.NEWFALSE, repr=pickle.NEWFALSE, compare=pickle.NEWFALSE)
+    field = named("field") + pickle.EMPTY_TUPLE + pickle.REDUCE + pickle.NONE + hidden + pickle.TUPLE2 + pickle.BUILD
+    changed = pairs(**{"__annotations__": pairs(**{name: text("int")}), name: field})
+    changed_class = named("BytesStorageMetadata") + pickle.NONE + changed + pickle.TUPLE2 + pickle.BUILD
+    return pickle.PROTO + b"\x04" + named("dataclass") + changed_class + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+
+
+def loaded_from_shards(folder: str, marker: str) -> str:
+    """What a load says of a checkpoint whose description runs code, and of one whose descriptions of ranks do."""
+    shards = Path(folder, "pytorch_model_fsdp_0", ".metadata")
+    good = shards.read_bytes()
+    found = []
+    for whole, of_rank in ((described_by_code(Path(marker)), None), (b"", described_by_code(Path(marker)))):
+        shards.write_bytes(whole)
+        if of_rank is not None:
+            shards.with_name("__0.metadata").write_bytes(of_rank)
+        with pytest.raises(CheckpointError, match="metadata") as refusal:
+            made("SHARDED_STATE_DICT").load_state(folder)
+        found.append(str(refusal.value))
+    shards.write_bytes(good)
+    made("SHARDED_STATE_DICT").load_state(folder)
+    return "\n".join(found)
+
+
+def test_a_description_of_tensors_runs_no_code(one: Processes, tmp_path: Path) -> None:
+    one.run(save, str(tmp_path / "a"), "SHARDED_STATE_DICT", True)
+    (tmp_path / "a" / MANIFEST_NAME).unlink()
+    told = one.run(loaded_from_shards, str(tmp_path / "a"), str(tmp_path / "it ran"))[0]
+    assert not (tmp_path / "it ran").exists()
+    assert "torch.distributed.checkpoint.metadata.dataclass" in told

@@ -18,8 +18,9 @@ from torch import Tensor
 from accel_bigmodel.weight_files.header import read_header
 from accel_bigmodel.weight_files.index import read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
+from accel_bigmodel.weight_files.torch_files import check_torch_file
+from accel_ops.pickle_rules import PickleRefused
 from accel_state.errors import CheckpointError
-from accel_state.untrusted import open_regular
 
 __all__ = ("WeightFile", "WeightSource", "find_weights", "load_weights", "load_weights_file")
 
@@ -156,11 +157,10 @@ class WeightFile:
 
 def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
     try:
-        # Whatever else bears the name, such as a pipe, could keep the reader waiting.
-        open_regular(path).close()
+        check_torch_file(path)
         # Mapping needs the zip format that torch.save writes since 1.6; older files are read as a whole.
         weights = torch.load(path, map_location=torch.device(device), weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, PickleRefused) as error:
         raise CheckpointError(
             f"Read the weights in {str(path)!r}.",
             f"It is not a plain file of tensors: {str(error).splitlines()[0]}",

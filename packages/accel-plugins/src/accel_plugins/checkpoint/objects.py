@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,11 +80,13 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain data.
     """
+    trusted = not kwargs.pop("weights_only", True)
     if not isinstance(f, (str, os.PathLike)):
-        with torch.serialization.safe_globals(list(pickled.SAFE_GLOBALS)):
-            return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+        if trusted:
+            return torch.load(f, map_location=map_location, weights_only=False, **kwargs)
+        rest = io.BytesIO(f.read()) if f.tell() else f
+        return pickled.read_open(rest, str(getattr(f, "name", "an open file")), map_location, **kwargs)
     path = Path(f)
     if is_safetensors(path):
         return load_weights_file(path, map_location or "cpu")
-    trusted = not kwargs.pop("weights_only", True)
     return pickled.read(path, map_location, trusted=trusted, **kwargs)

@@ -6,22 +6,28 @@ import codecs
 import io
 import pickle
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy
 import torch
 
+from accel_bigmodel.weight_files.torch_files import check_torch_file
+from accel_ops.pickle_rules import PickleRefused
 from accel_state.errors import CheckpointError
 
-__all__ = ("SAFE_GLOBALS", "read", "read_bytes", "write")
+__all__ = ("read", "read_open", "write")
 
 _MULTIARRAY: Any = getattr(numpy, "_core", None) or numpy.core  # numpy 1 has it under the second name
 
-SAFE_GLOBALS: Final[tuple[Any, ...]] = (
-    _MULTIARRAY.multiarray._reconstruct,
-    _MULTIARRAY.multiarray.scalar,
+_SAFE_GLOBALS: Final[list[Any]] = [
+    *(
+        (getattr(_MULTIARRAY.multiarray, name), f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    ),
     numpy.ndarray,
     numpy.dtype,
+    bytes,
     codecs.encode,
     io.BytesIO,
     *(
@@ -29,9 +35,10 @@ SAFE_GLOBALS: Final[tuple[Any, ...]] = (
         for name in dir(getattr(numpy, "dtypes", None))
         if isinstance(kind := getattr(numpy.dtypes, name), type) and issubclass(kind, numpy.dtype)
     ),
-)
-"""What arrays and scalars of numpy, as in the state of its generator, are made with when they are read, and what holds
-bytes, as layers of Transformer Engine may save them."""
+]
+"""What arrays and scalars of numpy are made with when they are read, and what holds bytes, as layers of Transformer
+Engine may save them. With these alone a file can make numpy take its bytes for addresses: `check_torch_file` comes
+first, and it admits arrays of numbers."""
 
 
 def write(state: Any, path: Path) -> None:
@@ -64,45 +71,63 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **opti
         CheckpointError: the file is missing, damaged, or holds more than plain data.
     """
     try:
-        with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
-            return torch.load(path, map_location=map_location, weights_only=not trusted, **options)
+        if trusted:
+            return torch.load(path, map_location=map_location, weights_only=False, **options)
+        check_torch_file(path)
+        return _load(path, map_location=map_location, **options)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.name} was to be read from {path.parent}.",
             "There is no such file.",
             "The folder is no checkpoint of such objects, or it is incomplete: name another one.",
         ) from None
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()[0]
+    except (pickle.UnpicklingError, PickleRefused) as error:
         raise CheckpointError(
             f"{path.name} was to be read from {path.parent}.",
-            f"It holds more than plain data, or it is damaged: {reason}",
+            f"It holds more than plain data, or it is damaged: {_reason(error)}",
             "If you trust whoever wrote it, load it with load_kwargs={'weights_only': False}; that runs its code.",
         ) from error
     except Exception as error:  # a damaged pickle can make its reader raise anything
-        reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
             f"{path.name} ({_size(path)} bytes) was to be read from {path.parent}.",
-            f"It is damaged: {type(error).__name__}: {reason}",
+            f"It is damaged: {type(error).__name__}: {_reason(error)}",
             "Load an older checkpoint.",
         ) from error
 
 
-def read_bytes(source: io.BytesIO, name: str) -> Any:
-    """`read` of what was written into memory.
+def read_open(file: IO[bytes], name: str, map_location: Any = "cpu", **options: Any) -> Any:
+    """`read` of an open file that can be sought in, from its first byte.
+
+    Args:
+        file: the file.
+        name: what it is called in errors.
+        map_location: where tensors are read to.
+        options: further ones of `torch.load`.
 
     Raises:
         CheckpointError: it is damaged or holds more than plain data.
     """
     try:
-        with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
-            return torch.load(source, map_location="cpu", weights_only=True)
+        check_torch_file(file)
+        file.seek(0)
+        return _load(file, map_location=map_location, **options)
     except Exception as error:  # a damaged pickle can make its reader raise anything
         raise CheckpointError(
             f"{name!r} was to be read from a checkpoint.",
-            f"It is damaged or holds more than plain data: {(str(error).splitlines() or [''])[0]}",
+            f"It is damaged or holds more than plain data: {_reason(error)}",
             "Load an older checkpoint, one that you trust.",
         ) from error
+
+
+def _load(source: Any, **options: Any) -> Any:
+    """`torch.load` of what was checked; the indices of sparse tensors are checked once their storages are read."""
+    sparse: Any = torch.sparse.check_sparse_tensor_invariants
+    with torch.serialization.safe_globals(_SAFE_GLOBALS), sparse():
+        return torch.load(source, weights_only=True, **options)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).split("WeightsUnpickler error:")[-1].strip().splitlines() or [""])[0]
 
 
 def _size(path: Path) -> int:

@@ -7,6 +7,8 @@ nothing but plain data before torch gets to see them.
 from __future__ import annotations
 
 import io
+import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from accel_bigmodel.weight_files.torch_files import check_torch_file
+from accel_ops.pickle_rules import demand
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.allowed import check_metadata
+from accel_plugins.checkpoint.allowed import read_metadata
 from accel_state.errors import AccelError, CheckpointError
 
 __all__ = ("PortableWriter", "check_objects", "names_in", "read_into", "read_whole")
@@ -36,11 +40,62 @@ class PortableWriter(FileSystemWriter):
         return meta
 
 
+class _Record(io.RawIOBase):
+    """A part of an open file; that of torch does not find its own end."""
+
+    def __init__(self, file: Any, begin: int, length: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position of the part."""
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read from there."""
+        memory = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._begin + self._at)
+        count: int = self._file.readinto(memory) if memory else 0
+        self._at += count
+        return count
+
+
+class _PlainReader(FileSystemReader):
+    """Reads what was looked through: the description that is given, and records of plain data."""
+
+    def __init__(self, source: Path) -> None:
+        super().__init__(source)
+        self._described = read_metadata(source / ".metadata")
+
+    # Without the rank that torch asks for, it does not turn to the files that single ranks may have written.
+    def read_metadata(self) -> Metadata:
+        """What the folder holds."""
+        self._described.storage_meta = self._described.storage_meta or StorageMeta()
+        self._described.storage_meta.load_id = self.load_id
+        return self._described
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        demand(sinfo.offset + sinfo.length <= os.fstat(file.fileno()).st_size, "the file is shorter than it should be")
+        record = io.BufferedReader(_Record(file, sinfo.offset, sinfo.length))
+        check_torch_file(record)
+        record.seek(0)
+        return record
+
+
 class _PlainLoadPlanner(DefaultLoadPlanner):
     """Refuses values among the tensors that are more than plain data."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        pickled.read_bytes(value, read_item.dest_index.fqn)
+        pickled.read_open(value, read_item.dest_index.fqn)
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -56,12 +111,12 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
     Raises:
         CheckpointError: the shards are incomplete or damaged, belong to something else, or hold more than plain data.
     """
-    check_metadata(source / ".metadata")
+    reader = _PlainReader(source)
     try:
         with warnings.catch_warnings():
             # Alone is how it is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(state, checkpoint_id=source, planner=_PlainLoadPlanner(), no_dist=alone)
+            load(state, storage_reader=reader, planner=_PlainLoadPlanner(), no_dist=alone)
     except AccelError:
         raise
     except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise anything
@@ -73,31 +128,31 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
 
 
 def check_objects(source: Path) -> None:
-    """Refuse shards that hold more than plain data among the tensors, for an engine that reads them by itself.
+    """Refuse shards that hold more than plain data, for an engine that reads them by itself.
 
     Args:
-        source: the folder of shards, whose `.metadata` was checked.
+        source: the folder of shards.
 
     Raises:
-        CheckpointError: a value is damaged or more than plain data, or its file is not there.
+        CheckpointError: the description or a value is damaged or more than plain data, or its file is not there.
     """
-    metadata = FileSystemReader(source).read_metadata()
+    metadata = read_metadata(source / ".metadata")
     values = {name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)}
     for index, place in (metadata.storage_data or {}).items():
         if index.fqn in values:
-            pickled.read_bytes(_value(source, index.fqn, place), index.fqn)
+            pickled.read_open(_value(source, index.fqn, place), index.fqn)
 
 
 def _value(source: Path, name: str, place: Any) -> io.BytesIO:
     """One value as it stands in its file."""
     asked = f"{name!r} was to be read from {place.relative_path} of {source}."
-    if Path(place.relative_path).name != place.relative_path:
-        raise CheckpointError(asked, "That leads out of the folder.", "Load a checkpoint that you trust.")
     try:
         with open(source / place.relative_path, "rb") as shard:
+            if place.offset + place.length > os.fstat(shard.fileno()).st_size:
+                raise EOFError("it is shorter than it should be")
             shard.seek(place.offset)
             return io.BytesIO(shard.read(place.length))
-    except OSError as error:
+    except (OSError, EOFError) as error:
         remedy = "The folder is incomplete: load an older checkpoint."
         raise CheckpointError(asked, f"The file cannot be read: {error}", remedy) from error
 
@@ -108,8 +163,7 @@ def names_in(source: Path) -> list[str]:
     Raises:
         CheckpointError: as `read_into`.
     """
-    check_metadata(source / ".metadata")
-    return list(FileSystemReader(source).read_metadata().state_dict_metadata)
+    return list(read_metadata(source / ".metadata").state_dict_metadata)
 
 
 def read_whole(source: Path) -> dict[str, Any]:
@@ -118,8 +172,8 @@ def read_whole(source: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: as `read_into`.
     """
-    check_metadata(source / ".metadata")
-    described: Metadata = FileSystemReader(source).read_metadata()
+    described = read_metadata(source / ".metadata")
+    _demand_room(source, described)
     flat: dict[str, Any] = {
         name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
         for name, one in described.state_dict_metadata.items()
@@ -131,6 +185,19 @@ def read_whole(source: Path) -> dict[str, Any]:
         _put(whole, paths.get(name, (name,)), value)
     found: dict[str, Any] = _with_lists(whole)
     return found
+
+
+def _demand_room(source: Path, described: Metadata) -> None:
+    """Refuse tensors that are larger than the files: memory for them is allocated before anything is read."""
+    tensors = [one for one in described.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
+    wanted = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors)
+    there = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
+    if wanted > there:
+        raise CheckpointError(
+            f"The shards in {source} were to be put together.",
+            f"They describe tensors of {wanted} bytes, and the files have {there}.",
+            "The folder is incomplete or damaged: load an older checkpoint.",
+        )
 
 
 def _put(whole: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_ops import gather_object
+from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.agreement import agreed
-from accel_plugins.checkpoint.allowed import check_metadata
 from accel_plugins.checkpoint.shards import check_objects
 from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
 from accel_state.errors import CheckpointError, NotOffered
@@ -25,12 +25,6 @@ FOLDER: Final = "megatron"
 _GENERATORS: Final = "rng_state"
 _FORM: Final = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Divided optimizer states are written in the form that can be read in any other division."""
-
-_PLANS: Final = frozenset(
-    ("torch.distributed.checkpoint.planner", name)
-    for name in ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType", "BytesIOWriteData")
-)
-"""What Megatron-LM writes beside the descriptions of tensors: who wrote which of them."""
 
 
 def save(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
@@ -188,8 +182,8 @@ def _look_through(asked: str, place: Path) -> dict[str, Any]:
     """What stands beside the tensors; nothing in the files is run."""
     if not (place / ".metadata").is_file():
         raise CheckpointError(asked, "There is no such folder with files of Megatron-LM.", "Name another checkpoint.")
-    check_metadata(place / ".metadata", _PLANS)
     check_objects(place)
+    pickled.read(place / "common.pt", map_location="meta")
     try:
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(place))
     except Exception as error:

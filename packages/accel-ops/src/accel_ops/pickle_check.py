@@ -1,0 +1,404 @@
+"""Looks through a pickle without running it: only what a table of rules admits may be made.
+
+A pickle is a program. `check` follows its opcodes on a stack that holds descriptions in place of objects, so nothing is
+imported, called or allocated. It admits the opcodes that pickles of data need, the names of a table, and for each name
+the one way in which its own pickles make it. A pickle that passes does the same in `pickle` and in `torch.load`: both
+follow the same opcodes to the same calls, with arguments that the rules have seen.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from mmap import mmap
+from typing import Any, Final
+
+from accel_ops.pickle_rules import (
+    BYTES_PER_BYTE,
+    Budget,
+    Call,
+    Global,
+    Made,
+    PickleRefused,
+    Rule,
+    Rules,
+    demand,
+    is_made,
+)
+
+__all__ = ("check",)
+
+_DEPTH: Final = 200
+"""How deep containers may lie inside of each other, so that no recursive reader of the data runs out of stack."""
+
+_KEY_SIZE: Final = 4096
+"""How many values a key of a mapping may hold. A tuple of shared tuples takes exponential time to hash."""
+
+_TOO_LARGE: Final = 1 << 40
+_LARGEST_KEY: Final = 2**61 - 2
+"""The largest integer that is its own hash; larger ones can be chosen so that all of them have the same."""
+
+_FREE_NODES: Final = 1 << 22
+
+
+class _Reading:
+    """The state of a reader: its stack, its marks and its memo."""
+
+    def __init__(self, data: bytes | mmap, start: int, rules: Rules, storage: Call | None, budget: Budget) -> None:
+        self.data = data
+        self.at = start
+        self.start = start
+        self.rules = rules
+        self.storage = storage
+        self.budget = budget
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.done = False
+
+    def run(self) -> Any:
+        """Follow the opcodes to the last one."""
+        data, steps = self.data, _STEPS
+        end = len(data)
+        while not self.done:
+            demand(self.at < end, "it ends too early")
+            opcode = data[self.at]
+            self.at += 1
+            step = steps.get(opcode)
+            if step is None:
+                raise PickleRefused(f"it has an opcode that data does not need: {bytes([opcode])!r}")
+            step(self)
+        demand(len(self.stack) == 1 and not self.marks, "it ends with values left over")
+        self.demand_data(self.stack[0])
+        return self.stack[0]
+
+    # ------------------------------------------------------------------ arguments of opcodes
+
+    def take(self, count: int) -> bytes:
+        found = self.data[self.at : self.at + count]
+        demand(len(found) == count, "it ends too early")
+        self.at += count
+        return found
+
+    def unpack(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + 1000)
+        demand(end >= 0, "a name is too long")
+        text = self.data[self.at : end]
+        self.at = end + 1
+        return text.decode("utf-8")
+
+    # ------------------------------------------------------------------ the stack
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        demand(self.stack, "it takes a value that is not there")
+        return self.stack.pop()
+
+    def top(self) -> Any:
+        demand(self.stack, "it takes a value that is not there")
+        return self.stack[-1]
+
+    def pop_mark(self) -> list[Any]:
+        demand(self.marks, "it takes a mark that is not there")
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def remember(self, index: int) -> None:
+        # The memo of Python's own reader is an array: a large index alone would take gigabytes.
+        demand(index <= self.at - self.start, "it remembers a value under a number that is too large")
+        self.memo[index] = self.top()
+
+    def recall(self, index: int) -> None:
+        demand(index in self.memo, "it recalls a value that it has not remembered")
+        self.push(self.memo[index])
+
+    # ------------------------------------------------------------------ what may go where
+
+    def rule_of(self, name: Any) -> Rule:
+        demand(isinstance(name, Global), "it calls what is not a name")
+        return self.rules[name.module, name.name]
+
+    def is_data(self, value: Any) -> bool:
+        if isinstance(value, Made):
+            return not value.carries
+        return not isinstance(value, Global) or self.rule_of(value).constant
+
+    def demand_data(self, value: Any) -> None:
+        if not self.is_data(value):
+            raise PickleRefused(f"it uses {value if isinstance(value, Global) else 'a name'} as data")
+
+    def demand_key(self, value: Any) -> None:
+        if isinstance(value, Made):
+            is_tuple = value.kind == "tuple"
+            demand(is_tuple or (value.rule is not None and value.rule.key), f"a {value.kind} is a key")
+            demand(value.size <= _KEY_SIZE, "a key is too large")
+            for part in value.parts if is_tuple else ():
+                self.demand_key(part)
+        elif type(value) is int:
+            demand(-_LARGEST_KEY <= value <= _LARGEST_KEY, "a key is too large")
+        self.demand_data(value)
+
+    def make(self, kind: str, parts: list[Any], cost: int) -> Made:
+        made = Made(kind, parts)
+        self.budget.spend(cost)
+        return made
+
+    def make_tuple(self, parts: list[Any]) -> None:
+        made = self.make("tuple", parts, 48 + 8 * len(parts))
+        made.carries = not all(map(self.is_data, parts))
+        made.size += min(_TOO_LARGE, sum(part.size if isinstance(part, Made) else 1 for part in parts))
+        self.push(made)
+
+    def put_items(self, items: list[Any]) -> None:
+        target = self.top()
+        mapping = is_made(target, "dict") or (isinstance(target, Made) and target.rule and target.rule.items)
+        demand(mapping and len(items) % 2 == 0, "it puts items into what is not a mapping")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.demand_key(key)
+            self.demand_data(value)
+        self.budget.spend(100 * len(items))
+        target.parts.extend(items)
+
+    def append(self, items: list[Any]) -> None:
+        target = self.top()
+        demand(is_made(target, "list"), "it appends to what is not a list")
+        for item in items:
+            self.demand_data(item)
+        self.budget.spend(8 * len(items))
+        target.parts.extend(items)
+
+    def add(self, items: list[Any]) -> None:
+        target = self.top()
+        demand(is_made(target, "set"), "it adds to what is not a set")
+        for item in items:
+            self.demand_key(item)
+        self.budget.spend(100 * len(items))
+        target.parts.extend(items)
+
+    # ------------------------------------------------------------------ names and objects
+
+    def name(self, module: Any, name: Any) -> None:
+        demand(type(module) is str and type(name) is str, "it asks for a name that is not text")
+        module = "builtins" if module == "__builtin__" else module
+        demand((module, name) in self.rules, f"it asks for {module}.{name}")
+        self.push(Global(module, name))
+
+    def call(self, new: bool) -> None:
+        arguments, name = self.pop(), self.pop()
+        rule = self.rule_of(name)
+        check = rule.new if new else rule.call
+        demand(is_made(arguments, "tuple"), f"{name} is called with what is not a tuple")
+        if check is None:
+            raise PickleRefused(f"it makes {name} in a way that its own pickles do not")
+        made = check(name, arguments.parts, self.budget)
+        if isinstance(made, Made):
+            self.budget.spend(400)
+            made.rule = made.rule or rule
+        self.push(made)
+
+    def build(self) -> None:
+        state, made = self.pop(), self.top()
+        what = made.kind if isinstance(made, Made) else made
+        rule = made.rule if isinstance(made, Made) else None
+        if rule is None or rule.build is None or made.state is not None:
+            raise PickleRefused(f"it gives a state to {what}")
+        self.demand_data(state)
+        rule.build(made, state, self.budget)
+        made.state = state
+        made.size += _size_of(state)
+
+    def persistent(self) -> None:
+        key = self.pop()
+        if self.storage is None or not is_made(key, "tuple"):
+            raise PickleRefused("it refers to something outside of it")
+        self.push(self.storage(Global("", "storage"), key.parts, self.budget))
+
+
+def _size_of(state: Any) -> int:
+    """Values in the state of an object, one level deep: what its hash looks at."""
+    if not isinstance(state, Made):
+        return 1
+    return sum(part.size if isinstance(part, Made) else 1 for part in state.parts)
+
+
+def _protocol(reading: _Reading) -> None:
+    demand(reading.at == reading.start + 1, "it names its protocol in the middle")
+    demand(reading.take(1)[0] <= 5, "its protocol is unknown")
+
+
+def _frame(reading: _Reading) -> None:
+    demand(reading.unpack("<Q") <= len(reading.data) - reading.at, "it ends too early")
+
+
+def _stop(reading: _Reading) -> None:
+    reading.done = True
+
+
+def _mark(reading: _Reading) -> None:
+    reading.marks.append(reading.stack)
+    reading.stack = []
+
+
+def _constant(value: Any) -> Callable[[_Reading], None]:
+    return lambda reading: reading.push(value)
+
+
+def _number(form: str) -> Callable[[_Reading], None]:
+    def step(reading: _Reading) -> None:
+        reading.push(reading.unpack(form))
+
+    return step
+
+
+def _text(form: str) -> Callable[[_Reading], None]:
+    def step(reading: _Reading) -> None:
+        text = reading.take(reading.unpack(form))
+        reading.budget.spend(64 + 4 * len(text))
+        reading.push(text.decode("utf-8", "surrogatepass"))
+
+    return step
+
+
+def _bytes(form: str) -> Callable[[_Reading], None]:
+    def step(reading: _Reading) -> None:
+        reading.push(reading.take(reading.unpack(form)))
+
+    return step
+
+
+def _container(kind: str, cost: int) -> Callable[[_Reading], None]:
+    return lambda reading: reading.push(reading.make(kind, [], cost))
+
+
+def _tuple_of(count: int) -> Callable[[_Reading], None]:
+    def step(reading: _Reading) -> None:
+        demand(len(reading.stack) >= count, "it takes a value that is not there")
+        parts = reading.stack[len(reading.stack) - count :]
+        del reading.stack[len(reading.stack) - count :]
+        reading.make_tuple(parts)
+
+    return step
+
+
+def _set_item(reading: _Reading) -> None:
+    value, key = reading.pop(), reading.pop()
+    reading.put_items([key, value])
+
+
+def _stack_global(reading: _Reading) -> None:
+    name, module = reading.pop(), reading.pop()
+    reading.name(module, name)
+
+
+_STEPS: Final[dict[int, Callable[[_Reading], None]]] = {
+    ord(opcode): step
+    for opcode, step in {
+        b"\x80": _protocol,
+        b"\x95": _frame,
+        b".": _stop,
+        b"(": _mark,
+        b"N": _constant(None),
+        b"\x88": _constant(True),
+        b"\x89": _constant(False),
+        b"J": _number("<i"),
+        b"K": _number("<B"),
+        b"M": _number("<H"),
+        b"G": _number(">d"),
+        b"\x8a": lambda reading: reading.push(
+            int.from_bytes(reading.take(reading.unpack("<B")), "little", signed=True)
+        ),
+        b"U": _text("<B"),
+        b"\x8c": _text("<B"),
+        b"X": _text("<I"),
+        b"C": _bytes("<B"),
+        b"B": _bytes("<I"),
+        b"]": _container("list", 64),
+        b"}": _container("dict", 64),
+        b"\x8f": _container("set", 216),
+        b")": _tuple_of(0),
+        b"\x85": _tuple_of(1),
+        b"\x86": _tuple_of(2),
+        b"\x87": _tuple_of(3),
+        b"t": lambda reading: reading.make_tuple(reading.pop_mark()),
+        b"a": lambda reading: reading.append([reading.pop()]),
+        b"e": lambda reading: reading.append(reading.pop_mark()),
+        b"s": _set_item,
+        b"u": lambda reading: reading.put_items(reading.pop_mark()),
+        b"\x90": lambda reading: reading.add(reading.pop_mark()),
+        b"c": lambda reading: reading.name(reading.line(), reading.line()),
+        b"\x93": _stack_global,
+        b"R": lambda reading: reading.call(new=False),
+        b"\x81": lambda reading: reading.call(new=True),
+        b"b": lambda reading: reading.build(),
+        b"Q": lambda reading: reading.persistent(),
+        b"q": lambda reading: reading.remember(reading.unpack("<B")),
+        b"r": lambda reading: reading.remember(reading.unpack("<I")),
+        b"\x94": lambda reading: reading.remember(len(reading.memo)),
+        b"h": lambda reading: reading.recall(reading.unpack("<B")),
+        b"j": lambda reading: reading.recall(reading.unpack("<I")),
+    }.items()
+}
+"""The opcodes of pickled data of protocols 2 to 5, as `pickle` and `torch.save` write them."""
+
+
+def check(
+    data: bytes | mmap, rules: Rules, budget: Budget, *, storage: Call | None = None, start: int = 0
+) -> tuple[Any, int]:
+    """Look through one pickle.
+
+    Args:
+        data: holds the pickle.
+        rules: what it may make, by module and name.
+        budget: how much memory that may take.
+        storage: describes what a persistent id refers to; none is admitted without it.
+        start: where the pickle begins.
+
+    Returns:
+        A description of what it makes, and where it ends.
+
+    Raises:
+        PickleRefused: it is damaged, or makes something else or more.
+    """
+    reading = _Reading(data, start, rules, storage, budget)
+    try:
+        made = reading.run()
+    except (UnicodeDecodeError, struct.error, OverflowError, RecursionError) as error:
+        raise PickleRefused(f"it is damaged: {error}") from error
+    _demand_tree(made, budget)
+    return made, reading.at
+
+
+def _demand_tree(root: Any, budget: Budget) -> None:
+    """Refuse data that contain themselves, lie too deep, or that shared parts make huge to walk."""
+    known: dict[int, tuple[int, int]] = {}
+    open_: set[int] = set()
+    limit = BYTES_PER_BYTE * budget.size + _FREE_NODES
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        made, leaving = waiting.pop()
+        if not isinstance(made, Made) or id(made) in known:
+            continue
+        inner = _inner(made)
+        if not leaving:
+            demand(id(made) not in open_, "its data contain themselves")
+            open_.add(id(made))
+            waiting.append((made, True))
+            waiting.extend((part, False) for part in inner)
+            continue
+        sizes = [known[id(part)] for part in inner]
+        count = 1 + len(made.parts) + sum(size for size, _ in sizes)
+        depth = 1 + max((depth for _, depth in sizes), default=0)
+        demand(count <= limit, "its shared parts make more data than it has bytes for")
+        demand(depth <= _DEPTH, f"its data lie more than {_DEPTH} levels deep")
+        known[id(made)] = count, depth
+        open_.discard(id(made))
+
+
+def _inner(made: Made) -> Sequence[Made]:
+    parts: Iterable[Any] = made.parts if made.state is None else [*made.parts, made.state]
+    return [part for part in parts if isinstance(part, Made)]
