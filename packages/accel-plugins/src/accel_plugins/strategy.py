@@ -78,6 +78,9 @@ class Strategy:
     gathers_each_parameter: ClassVar[bool] = False
     """Whether parameters are gathered one by one, so that a precision may give them a narrower form to travel in."""
 
+    syncs_in_own_forward: ClassVar[bool] = False
+    """Whether backward synchronises gradients only after a forward through the module that `setup` made."""
+
     def __init__(self, context: Context, config: Any = None) -> None:
         self.context = context
         self.config = config

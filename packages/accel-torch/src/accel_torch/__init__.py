@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from accel_state import *  # noqa: F403
     from accel_torch.accelerator import Accelerator as Accelerator
     from accel_torch.local_sgd import LocalSGD as LocalSGD
+    from accel_torch.misuse import MisuseWarning as MisuseWarning
     from accel_torch.profile import ProfileKwargs as ProfileKwargs
     from accel_torch.profile import ProfilerActivity as ProfilerActivity
     from accel_torch.sentinel import ReplicasDiffer as ReplicasDiffer
     from accel_tracking import *  # noqa: F403
 
-__all__ = ["Accelerator", "LocalSGD", "ProfileKwargs", "ProfilerActivity", "ReplicasDiffer"]
+__all__ = ["Accelerator", "LocalSGD", "MisuseWarning", "ProfileKwargs", "ProfilerActivity", "ReplicasDiffer"]
 __all__ += accel_bigmodel.__all__
 __all__ += accel_data.__all__
 __all__ += accel_ops.__all__
@@ -40,6 +41,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "accel_torch.accelerator": ("Accelerator",),
         "accel_torch.profile": ("ProfileKwargs", "ProfilerActivity"),
+        "accel_torch.misuse": ("MisuseWarning",),
         "accel_torch.sentinel": ("ReplicasDiffer",),
         "accel_torch.local_sgd": ("LocalSGD",),
         "accel_bigmodel": accel_bigmodel.__all__,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
+    from accel_torch.misuse import MisuseGuard
     from accel_torch.weighting import LossIs, Weighting
 
 __all__ = ("Accumulation", "MicroBatch", "WeightedMicroBatch")
@@ -30,10 +31,11 @@ class Accumulation:
     Attributes:
         step: micro-batches of the window so far, the current one included; 0 after the last batch of a loader.
         weighting: the weights of the window, once a micro-batch had one.
+        guard: watches the first steps for misuse; None once it has seen them.
         factor: what the loss of the current micro-batch is multiplied by, where it has a weight.
     """
 
-    __slots__ = ("_counted_by_strategy", "_first", "factor", "gradient", "step", "strategy", "weighting")
+    __slots__ = ("_counted_by_strategy", "_first", "factor", "gradient", "guard", "step", "strategy", "weighting")
 
     def __init__(self, gradient: GradientState, strategy: Strategy, counted_by_strategy: bool = False) -> None:
         self.gradient = gradient
@@ -41,6 +43,7 @@ class Accumulation:
         self.step = 0
         self._counted_by_strategy = counted_by_strategy
         self._first = True
+        self.guard: MisuseGuard | None = None
         self.weighting: Weighting | None = None
         self.factor: float | None = None
 
@@ -54,9 +57,19 @@ class Accumulation:
         else:
             self.step += 1
             gradient.sync_gradients = self.step % gradient.num_steps == 0
+        if self.guard is not None:
+            self._note_micro_batch(self.guard)
+
+    def _note_micro_batch(self, guard: MisuseGuard) -> None:
+        if guard.active:
+            guard.micro_batch_begins()
+        else:
+            self.guard = None
 
     def share(self, loss: Tensor) -> Tensor:
         """The part of the window's loss that the loss of this micro-batch is; the same where the strategy divides."""
+        if self.guard is not None:
+            self.guard.backward_ran = True
         if self.factor is not None:
             return loss * self.factor
         if self._counted_by_strategy or self.gradient.num_steps == 1:

@@ -64,6 +64,8 @@ class LocalSGD:
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
+            if self.accelerator._accumulation.guard is not None:
+                self.accelerator._accumulation.guard.expect_different_replicas()
             self.model_sync_obj = self.accelerator.no_sync(self.model)
             self.model_sync_obj.__enter__()
         return self

@@ -1,4 +1,4 @@
-"""What watches a run only when it was asked for; imported then, so that other runs do not pay for it."""
+"""What watches a run; imported when it is needed, so that other runs do not pay for it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
+    from accel_state.gradient import GradientState
+    from accel_torch.assemble import Engine
+    from accel_torch.misuse import MisuseGuard
     from accel_torch.options import Options
     from accel_torch.registry import Registry
     from accel_torch.sentinel import Sentinel
     from accel_torch.straggler import StragglerReport
 
-__all__ = ("reporting", "watching")
+__all__ = ("guarding", "reporting", "watching")
 
 
 def reporting(options: Options) -> StragglerReport | None:
@@ -25,8 +28,20 @@ def reporting(options: Options) -> StragglerReport | None:
 
 def watching(options: Options, registry: Registry, strategy: Strategy) -> Sentinel | None:
     """What compares replicas, or None."""
-    if options.check_replicas_every is None:
+    if not options.check_replicas_every:
         return None
     from accel_torch.sentinel import Sentinel
 
     return Sentinel(options.check_replicas_every, registry, strategy)
+
+
+def guarding(options: Options, gradient: GradientState, engine: Engine, registry: Registry) -> MisuseGuard:
+    """What watches the first steps for misuse, and has replicas compared once where nothing else was chosen."""
+    from accel_torch.misuse import MisuseGuard
+
+    once = options.check_replicas_every is None and engine.strategy.context.process.world_size > 1
+    if not once:
+        return MisuseGuard(gradient, engine, registry)
+    from accel_torch.replica_comparison import ReplicaComparison
+
+    return MisuseGuard(gradient, engine, registry, ReplicaComparison(engine.strategy, registry))

@@ -69,7 +69,7 @@ class Options(NamedTuple):
         plugins: the same of what changes models.
         arranged: how the processes are arranged along axes, or None.
         transforms: changes of every model that were given as objects.
-        check_replicas_every: optimizer steps between two comparisons of replicas, or None.
+        check_replicas_every: see `checked_interval`.
         straggler_report: whether processes tell at the end what they spent their time on.
     """
 
@@ -234,15 +234,15 @@ def either(name: str, given: Any, older_name: str, older: Any) -> Any:
 
 
 def checked_interval(steps: int | None) -> int | None:
-    """Optimizer steps between two comparisons of replicas; None for none at all.
+    """Optimizer steps between two comparisons of replicas; 0 for none, None for one sample after the second step.
 
     Raises:
-        SettingError: not a whole number of at least 1.
+        SettingError: not an int of at least 0.
     """
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
         raise SettingError(
-            f"Accelerator(check_replicas_every={steps!r}) was asked for.",
-            "It is the number of optimizer steps between two comparisons, a whole number of at least 1.",
+            f"Accelerator(check_replicas_every={steps!r}) cannot be used.",
+            "It is the number of optimizer steps between two comparisons: an int, 0 for no comparison.",
             "Give for example 100, or leave it out.",
         )
     return steps

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_torch.parts import Parts
-    from accel_torch.sentinel import Watched
 
 __all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
 
@@ -53,12 +52,16 @@ def prepare(
     bundle.loaders[:] = [
         prepare_loader(parts, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
+    given = list(bundle.models)
+    before = [parameter for model in given for parameter in model.parameters()]
     bundle = _run_steps(parts, bundle, placed)
     _wrap_optimizers(parts, bundle)
     _wrap_schedulers(parts, bundle)
     if parts._report is not None:
         parts._report.watch_models(bundle)
     parts._registry.remember(bundle)
+    if parts._accumulation.guard is not None:
+        parts._accumulation.guard.prepared(given, before, bundle.models)
     prepared = bundle.in_given_order()
     return prepared[0] if len(prepared) == 1 else prepared
 
@@ -113,22 +116,26 @@ def _named(kinds: set[Part] | frozenset[Part]) -> str:
 
 def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
     bundle.optimizers[:] = [
-        optimizer
-        if isinstance(optimizer, AcceleratedOptimizer)
-        else AcceleratedOptimizer(
-            optimizer,
-            device_placement=parts._options.device_placement,
-            gradient=parts.gradient_state,
-            strategy=_stepping(parts),
-            precision=parts._engine.precision,
-        )
+        optimizer if isinstance(optimizer, AcceleratedOptimizer) else _wrapped_optimizer(parts, optimizer)
         for optimizer in bundle.optimizers
     ]
 
 
-def _stepping(parts: Parts) -> Stepping | Watched:
-    stepping = Stepping(parts._engine.strategy, parts._accumulation)
-    return stepping if parts._sentinel is None else parts._sentinel.watching(stepping)
+def _wrapped_optimizer(parts: Parts, optimizer: Any) -> AcceleratedOptimizer:
+    stepping: Any = Stepping(parts._engine.strategy, parts._accumulation)
+    if parts._sentinel is not None:
+        stepping = parts._sentinel.watching(stepping)
+    guard = parts._accumulation.guard
+    wrapped = AcceleratedOptimizer(
+        optimizer,
+        device_placement=parts._options.device_placement,
+        gradient=parts.gradient_state,
+        strategy=stepping if guard is None else guard.watching(stepping),
+        precision=parts._engine.precision,
+    )
+    if guard is not None and not wrapped.steps_in_backward:
+        guard.guards(wrapped, stepping)
+    return wrapped
 
 
 def _wrap_schedulers(parts: Parts, bundle: Bundle) -> None:

@@ -65,6 +65,11 @@ class Registry:
                 )
         self.custom.extend(given)
 
+    def parameter_name(self, tensor: Any) -> str | None:
+        """Name of a parameter in the prepared model that has it, or None."""
+        named = (pair for model in self.models for pair in model.named_parameters())
+        return next((str(name) for name, parameter in named if parameter is tensor), None)
+
     def clear(self) -> None:
         """Forget everything, so that its memory can be given back."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accel_plugins.wrapped.optimizer import Stepping
     from accel_torch.registry import Registry
 
-__all__ = ("ReplicasDiffer", "Sentinel", "Watched")
+__all__ = ("ReplicasDiffer", "Sentinel", "Watched", "bit_sums", "digest", "local_part", "part_of")
 
 _WORD: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by size, through which the bits of any tensor can be added up without rounding."""
@@ -85,8 +85,8 @@ class Sentinel:
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         sums = bit_sums(tensors)
-        holds = _digest([self._strategy.part_held(), *(_part(tensor) for tensor in tensors)])
-        witness = Witness(holds, _digest(sums), {"optimizer steps": steps, **self._facts()})
+        holds = digest([self._strategy.part_held(), *(part_of(tensor) for tensor in tensors)])
+        witness = Witness(holds, digest(sums), {"optimizer steps": steps, **self._facts()})
         witnesses: list[Witness] = gather_object([witness])
         self._compare_facts(witnesses, steps)
         if _agree(witnesses, [witness.weights for witness in witnesses]):
@@ -104,7 +104,7 @@ class Sentinel:
             progress = getattr(loader, "progress", None)
             if progress is not None:
                 loaders[f"the position of loader {index}"] = (progress.epoch, progress.steps)
-        generators = {f"the generator {name!r}": _digest(state) for name, state in snapshot().items()}
+        generators = {f"the generator {name!r}": digest(state) for name, state in snapshot().items()}
         return {**loaders, **generators}
 
     def _compare_facts(self, witnesses: Sequence[Witness], steps: int) -> None:
@@ -120,11 +120,7 @@ class Sentinel:
                 raise _differ(name, _sides(None, [witness.facts.get(name) for witness in witnesses]), steps)
 
     def _name(self, tensor: Tensor, index: int) -> str:
-        for model in self._registry.models:
-            for name, parameter in model.named_parameters():
-                if parameter is tensor:
-                    return str(name)
-        return f"parameter {index} of the optimizer"
+        return self._registry.parameter_name(tensor) or f"parameter {index} of the optimizer"
 
 
 class Watched:
@@ -152,7 +148,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     sums: dict[torch.device, list[Tensor]] = {}
     order = []
     for tensor in tensors:
-        local = _local(tensor)
+        local = local_part(tensor)
         words = local.contiguous().view(_WORD[local.element_size()]) if local.numel() else local
         made = sums.setdefault(local.device, [])
         order.append((local.device, len(made)))
@@ -162,14 +158,14 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     return [values[device][index] for device, index in order]
 
 
-def _local(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """What this process holds of a tensor that may be divided."""
     tensor = tensor.detach()
     local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return torch.view_as_real(local) if local.is_complex() else local
 
 
-def _part(tensor: Any) -> Hashable:
+def part_of(tensor: Any) -> Hashable:
     """Which part of a tensor this process holds: its place on the axes of the mesh that divide the tensor."""
     if not hasattr(tensor, "placements"):
         return tuple(tensor.shape)
@@ -178,11 +174,12 @@ def _part(tensor: Any) -> Hashable:
     return tuple(tensor.shape), tuple(place for place, placement in divided if not placement.is_replicate())
 
 
-def _digest(value: Any) -> bytes:
-    digest = blake2b(digest_size=16)
+def digest(value: Any) -> bytes:
+    """16 bytes that are equal for equal nested values, on every process."""
+    made = blake2b(digest_size=16)
     for piece in _pieces(value):
-        digest.update(piece)
-    return digest.digest()
+        made.update(piece)
+    return made.digest()
 
 
 def _pieces(value: Any) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ from accel_torch.accelerator.views import ViewsPage
 from accel_torch.accumulation import Accumulation
 from accel_torch.arrangement import transforms_of
 from accel_torch.assemble import assemble
-from accel_torch.observers import reporting, watching
+from accel_torch.observers import guarding, reporting, watching
 from accel_torch.options import UNSET, Options
 from accel_torch.registry import Registry
 from accel_torch.trigger import Trigger
@@ -167,6 +167,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()
         self._trigger = Trigger()
+        self._accumulation.guard = guarding(self._options, self.gradient_state, self._engine, self._registry)
         self._sentinel = watching(self._options, self._registry, self._engine.strategy)
         self._transforms = transforms_of(self._options, self.state.parallelism_config)
         self._tracking = None

@@ -1,0 +1,397 @@
+"""Mistakes in a training loop that raise nothing and train something else, noticed at the first optimizer steps.
+
+Each mistake is warned about once, with what to change; one that can never train anything is an error. A guard watches
+the first steps through torch's hooks for optimizers and through forward hooks of prepared models. After two steps of an
+optimizer it removes them, so later steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from accel_plugins.manifest import Duty
+from accel_state.errors import Conflict
+
+if TYPE_CHECKING:
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    from accel_plugins.precision.base import Closure
+    from accel_plugins.wrapped.optimizer import Stepping
+    from accel_state.gradient import GradientState
+    from accel_torch.assemble import Engine
+    from accel_torch.registry import Registry
+    from accel_torch.replica_comparison import ReplicaComparison
+
+__all__ = ("MisuseGuard", "MisuseWarning")
+
+_STEPS: Final = 2
+"""Steps of an optimizer that are watched."""
+
+_MOST_STEPS: Final = 100
+"""Steps of all optimizers after which the guard goes, whatever it has seen."""
+
+
+class MisuseWarning(UserWarning):
+    """A training loop does something that trains other weights than it seems to."""
+
+
+class MisuseGuard:
+    """Watches the first optimizer steps of an Accelerator.
+
+    Args:
+        gradient: says whether gradients are synchronised.
+        engine: the strategy and precision of the run.
+        registry: what was prepared; not kept alive.
+        comparison: compares replicas after the second step, or None.
+    """
+
+    def __init__(
+        self, gradient: GradientState, engine: Engine, registry: Registry, comparison: ReplicaComparison | None = None
+    ) -> None:
+        self.backward_ran = False
+        self._gradient, self._engine = gradient, engine
+        self._registry = weakref.ref(registry)
+        self._comparison = comparison
+        self._several = engine.strategy.context.process.world_size > 1
+        self._scaler = None if engine.owns(Duty.PRECISION) else engine.precision.scaler
+        self._counts_backward = not engine.owns(Duty.ACCUMULATION)
+        self._models: list[_PreparedModel] = []
+        self._replaced: dict[int, weakref.ref[Parameter]] = {}
+        self._steps: dict[int, int] = {}
+        self._all_steps = 0
+        self._stepping: Optimizer | None = None
+        self._schedulers: list[tuple[weakref.ref[Any], Any]] | None = None
+        self._between = False
+        self._watches_steps = False
+        self._warned: set[str] = set()
+        self._handles: list[Any] = []
+        self._guarded: list[tuple[weakref.ref[Any], Stepping]] = []
+        self.active = True
+
+    # ------------------------------------------------------------------ called by the Accelerator
+
+    def prepared(self, given: Sequence[Module], before: Iterable[Parameter], made: Sequence[Module]) -> None:
+        """Take note of what a call of `prepare` made.
+
+        Args:
+            given: the models of the caller.
+            before: their parameters at that time.
+            made: the models that the caller gets back, in the same order.
+        """
+        if not self.active or not made:
+            return
+        now = {id(parameter) for model in made for parameter in model.parameters()}
+        self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
+        through_own = self._engine.strategy.syncs_in_own_forward and self._several
+        for model, own in zip(given, made, strict=True):
+            known = _PreparedModel(own, through_own and own is not model)
+            self._models.append(known)
+            if self._several:
+                self._handles.append(own.register_forward_pre_hook(_NoteForward(self, known), with_kwargs=True))
+        if not self._watches_steps:
+            self._watches_steps = True
+            mine = weakref.ref(self)
+            self._handles += [
+                register_optimizer_step_pre_hook(_calling(mine, MisuseGuard._before_step)),
+                register_optimizer_step_post_hook(_calling(mine, MisuseGuard._after_step)),
+            ]
+            for handle in self._handles[-2:]:
+                weakref.finalize(self, handle.remove)
+
+    def watching(self, stepping: Stepping) -> Stepping:
+        """The same way to step, by which the guard knows that it was the prepared optimizer that stepped."""
+        return _Guarded(stepping, self) if self.active else stepping
+
+    def guards(self, optimizer: Any, stepping: Stepping) -> None:
+        """Take note of a prepared optimizer, to let it step without the guard later."""
+        if self.active:
+            self._guarded.append((weakref.ref(optimizer), stepping))
+
+    def micro_batch_begins(self) -> None:
+        """Look for a scheduler that moved between two micro-batches of one accumulation window."""
+        if self._gradient.num_steps == 1:
+            return
+        self.backward_ran = self.backward_ran and self._between
+        if self._schedulers is None:
+            self._schedulers = self._unprepared_schedulers()
+        moved = False
+        for index, (reference, before) in enumerate(self._schedulers):
+            scheduler = reference()
+            epoch = getattr(scheduler, "last_epoch", None)
+            moved = moved or (scheduler is not None and epoch != before)
+            self._schedulers[index] = (reference, epoch)
+        if moved and self._between:
+            self._warn(
+                "scheduler",
+                "A learning-rate scheduler moved within an accumulation window.",
+                "It did not go through prepare(), so it moves at every micro-batch and not at every optimizer step.",
+                "Pass it to prepare() and step the one that prepare() returns.",
+            )
+        self._between = not self._gradient.sync_gradients
+
+    def expect_different_replicas(self) -> None:
+        """Do not compare replicas: they learn apart on purpose."""
+        self._comparison = None
+
+    # ------------------------------------------------------------------ around a step
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        parameters = _parameters(optimizer)
+        self._refuse_replaced(parameters)
+        prepared = self._is_prepared(optimizer)
+        if not (prepared or self._knows(parameters)):
+            return
+        if optimizer is not self._stepping:
+            self._check_direct_step(optimizer, prepared)
+        elif self._lacks_backward() and any(parameter.grad is not None for parameter in parameters):
+            self._warn(
+                "backward",
+                "The optimizer steps with gradients that accelerator.backward() did not compute.",
+                f"loss.backward() does not divide the loss by the {self._gradient.num_steps} micro-batches of an "
+                "accumulation window.",
+                "Call accelerator.backward(loss).",
+            )
+        self._check_forward(parameters)
+
+    def check_scaler(self, optimizer: Optimizer) -> None:
+        """Refuse to step where the gradient scaler has never scaled a loss."""
+        if self._scaler is None or not self._scaler.is_enabled() or self.backward_ran:
+            return
+        if self._scaler._scale is None and any(one.grad is not None for one in _parameters(optimizer)):
+            raise Conflict(
+                "An optimizer was to step in a run with mixed_precision='fp16'.",
+                "Its gradients come from loss.backward(): the loss was not scaled, so small gradients became zero.",
+                "Call accelerator.backward(loss) in place of loss.backward().",
+            )
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        parameters = _parameters(optimizer)
+        if not (self._is_prepared(optimizer) or self._knows(parameters)):
+            return
+        self._all_steps += 1
+        if self._gradient.sync_gradients:
+            steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+            if steps == _STEPS and self._comparison is not None:
+                inputs = [digest for model in self._models for digest in model.inputs]
+                self._comparison.after_step(optimizer, self._number(optimizer), inputs)
+        if self._all_steps >= _MOST_STEPS or min(self._steps.values(), default=0) >= _STEPS:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Let everything run without the guard."""
+        self.active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for reference, stepping in self._guarded:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._step = stepping.step
+        self._guarded.clear()
+        self._models.clear()
+
+    # ------------------------------------------------------------------ what is looked for
+
+    def _refuse_replaced(self, parameters: Sequence[Parameter]) -> None:
+        if any(parameter.grad is not None for parameter in parameters):
+            return
+        for parameter in parameters:
+            known = self._replaced.get(id(parameter))
+            if known is not None and known() is parameter:
+                raise Conflict(
+                    "An optimizer was to step.",
+                    "prepare() replaced the parameters of the model, and this optimizer still has the old ones, which "
+                    "get no gradients: nothing would be learnt.",
+                    "Pass the optimizer to prepare() together with its model, or make it from the parameters of the "
+                    "model that prepare() returned.",
+                )
+
+    def _check_direct_step(self, optimizer: Optimizer, prepared: bool) -> None:
+        """Look for a step that did not go through a prepared optimizer, where that makes a difference."""
+        remedy = "Step the optimizer that prepare() returned." if prepared else "Pass the optimizer to prepare()."
+        what = "The optimizer that was given to prepare()" if prepared else "An optimizer that did not go to prepare()"
+        if self._counts_backward and not self._gradient.sync_gradients:
+            self._warn(
+                "optimizer",
+                f"{what} steps within an accumulation window.",
+                "So it steps at every micro-batch, with incomplete gradients.",
+                remedy,
+            )
+        scaler = self._scaler
+        if scaler is not None and scaler.is_enabled() and self.backward_ran:
+            stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
+            if stage is None or stage.name == "READY":
+                self._warn(
+                    "scaled",
+                    f"{what} steps with gradients that are scaled for fp16.",
+                    "Only a prepared optimizer divides them by the scale of the loss again.",
+                    remedy,
+                )
+
+    def _check_forward(self, parameters: Sequence[Parameter]) -> None:
+        """Look for gradients of a model whose prepared form was never called."""
+        own = {id(parameter) for parameter in parameters if parameter.grad is not None}
+        for known in self._models:
+            model = known.model()
+            if known.forwards or not known.synchronises or model is None:
+                continue
+            if any(id(parameter) in own for parameter in model.parameters()):
+                self._warn(
+                    "forward",
+                    f"An optimizer steps with gradients of {type(known.inner(self._engine)).__name__}, and the model "
+                    "that prepare() returned was never called.",
+                    "Only a forward through that one lets backward average the gradients of all processes.",
+                    "Write `model = accelerator.prepare(model)` and call this model.",
+                )
+
+    def _lacks_backward(self) -> bool:
+        """Whether nobody called `Accelerator.backward` in this window, where it divides the loss."""
+        return self._counts_backward and not self.backward_ran and self._gradient.num_steps > 1
+
+    def _unprepared_schedulers(self) -> list[tuple[weakref.ref[Any], Any]]:
+        registry = self._registry()
+        if registry is None:
+            return []
+        optimizers = [one for wrapped in registry.optimizers for one in (wrapped, getattr(wrapped, "optimizer", None))]
+        prepared = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in registry.schedulers}
+        followed = {id(optimizer) for optimizer in optimizers if optimizer is not None}
+        # A scheduler refers to its optimizer and not the other way round; this is done once in a run.
+        return [
+            (weakref.ref(found), found.last_epoch)
+            for found in gc.get_objects()
+            if issubclass(type(found), LRScheduler)
+            and id(getattr(found, "optimizer", None)) in followed
+            and id(found) not in prepared
+        ]
+
+    # ------------------------------------------------------------------ small questions
+
+    def _knows(self, parameters: Sequence[Parameter]) -> bool:
+        return any(known.has_any(parameters) for known in self._models)
+
+    def _is_prepared(self, optimizer: Optimizer) -> bool:
+        return self._number(optimizer) is not None
+
+    def _number(self, optimizer: Optimizer) -> int | None:
+        registry = self._registry()
+        wrapped = [] if registry is None else registry.optimizers
+        return next((index for index, one in enumerate(wrapped) if getattr(one, "optimizer", None) is optimizer), None)
+
+    def reads_prepared_loader(self) -> bool:
+        """Whether a prepared loader is in iteration."""
+        return self._gradient.active_dataloader is not None
+
+    def _warn(self, kind: str, what: str, why: str, remedy: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"{what} {why} {remedy}", MisuseWarning, stacklevel=_outside())
+
+
+class _PreparedModel:
+    """A model that `prepare` returned, and what was seen of it.
+
+    Args:
+        model: the model.
+        synchronises: whether backward averages gradients only after a forward through it.
+    """
+
+    __slots__ = ("_parameters", "forwards", "inputs", "model", "synchronises")
+
+    def __init__(self, model: Module, synchronises: bool) -> None:
+        self.model = weakref.ref(model)
+        self.synchronises = synchronises
+        self.forwards = 0
+        self.inputs: list[str] = []
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+
+    def has_any(self, parameters: Sequence[Parameter]) -> bool:
+        return any(id(parameter) in self._parameters for parameter in parameters)
+
+    def inner(self, engine: Engine) -> Any:
+        model = self.model()
+        return None if model is None else engine.strategy.unwrap(model)
+
+
+class _NoteForward:
+    """Counts the forwards of a prepared model that lead to a backward, and keeps digests of the first inputs.
+
+    A copy or a pickle of the model has a hook that does nothing.
+    """
+
+    def __init__(self, guard: MisuseGuard, known: _PreparedModel) -> None:
+        self._guard = weakref.ref(guard)
+        self._known = known
+
+    def __call__(self, module: Module, args: Any, kwargs: Any) -> None:
+        guard = self._guard()
+        if torch.compiler.is_compiling() or guard is None or not (torch.is_grad_enabled() and module.training):
+            return
+        self._known.forwards += 1
+        if len(self._known.inputs) < _STEPS and not guard.reads_prepared_loader():
+            from accel_torch.replica_comparison import digest_of
+
+            self._known.inputs.append(digest_of((args, kwargs)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """A forward hook that does nothing."""
+
+    def __call__(self, module: Module, args: Any, kwargs: Any) -> None:
+        return None
+
+
+class _Guarded:
+    """Steps, and lets the guard know that the prepared optimizer does."""
+
+    __slots__ = ("_guard", "_stepping")
+
+    def __init__(self, stepping: Stepping, guard: MisuseGuard) -> None:
+        self._stepping, self._guard = stepping, guard
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step; False when the step was skipped."""
+        guard = self._guard
+        if closure is None:
+            guard.check_scaler(optimizer)
+        guard._stepping = optimizer
+        try:
+            return self._stepping.step(optimizer, closure)
+        finally:
+            guard._stepping = None
+
+
+def _calling(reference: weakref.ref[MisuseGuard], method: Callable[[MisuseGuard, Optimizer], None]) -> Any:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        guard = reference()
+        if guard is not None and guard.active:
+            method(guard, optimizer)
+
+    return hook
+
+
+def _parameters(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _outside() -> int:
+    """The stack level of the first frame that is neither ours nor torch's."""
+    import sys
+
+    from accel_state.settings.extension import is_library
+
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,304 @@
+"""Mistakes of a training loop that train something else are warned about once, with what to change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_state import PartialState
+from accel_state.errors import Conflict
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+from accel_torch import Accelerator, LocalSGD, MisuseWarning
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def parts() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.arange(64.0).reshape(-1, 2) / 64)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=2)
+
+
+def warned(loop: Callable[..., None], **options: Any) -> list[str]:
+    """The misuse that a training loop is warned about, by its first sentence; errors by their type."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loop(Accelerator(cpu=True, **options))
+        except Conflict as error:
+            return [f"Conflict: {error.obstacle}"]
+    found = [str(one.message) for one in caught if issubclass(one.category, MisuseWarning)]
+    assert all(one.filename == __file__ for one in caught if issubclass(one.category, MisuseWarning))
+    return found
+
+
+def right(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(inputs)
+
+
+def right_with_scheduler_of_optimizer_steps(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            if accelerator.sync_gradients:
+                scheduler.step()
+            optimizer.zero_grad()
+
+
+def right_with_two_models(accelerator: Any) -> None:
+    """A generator and a discriminator, whose losses lead through each other, and one that is averaged by hand."""
+    (made, first, loader), (judge, second, _) = parts(), parts()
+    judge = nn.Linear(1, 1)
+    second = torch.optim.SGD(judge.parameters(), lr=0.1)
+    made, judge, first, second, loader = accelerator.prepare(made, judge, first, second, loader)
+    average = copy.deepcopy(accelerator.unwrap_model(made))
+    for (inputs,) in loader:
+        accelerator.backward(judge(made(inputs).detach()).square().mean())
+        second.step()
+        second.zero_grad()
+        accelerator.backward(judge(made(inputs)).mean())
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+        with torch.no_grad():
+            for kept, new in zip(average.parameters(), accelerator.unwrap_model(made).parameters(), strict=True):
+                kept.lerp_(new, 0.1)
+
+
+def right_with_two_optimizers(accelerator: Any) -> None:
+    """One loss, two optimizers."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    model, first, second, loader = accelerator.prepare(model, first, second, parts()[2])
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    "loop", [right, right_with_scheduler_of_optimizer_steps, right_with_two_models, right_with_two_optimizers]
+)
+def test_no_warning_for_a_right_loop(loop: Callable[..., None], steps: int) -> None:
+    assert warned(loop, gradient_accumulation_steps=steps) == []
+
+
+def optimizer_outside_of_prepare(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def result_of_prepare_thrown_away(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    accelerator.prepare(model, optimizer, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain_backward(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def scheduler_outside_of_prepare(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (
+            optimizer_outside_of_prepare,
+            "An optimizer that did not go to prepare() steps within an accumulation",
+        ),
+        (
+            result_of_prepare_thrown_away,
+            "The optimizer that was given to prepare() steps within an accumulation",
+        ),
+        (plain_backward, "The optimizer steps with gradients that accelerator.backward() did not compute."),
+        (scheduler_outside_of_prepare, "A learning-rate scheduler moved within an accumulation window."),
+    ],
+)
+def test_misuse_of_accumulation_is_warned_about_once(loop: Callable[..., None], sentence: str) -> None:
+    (message,) = warned(loop, gradient_accumulation_steps=2)
+    assert message.startswith(sentence)
+    assert "prepare()" in message or "accelerator.backward" in message
+
+
+@pytest.mark.parametrize("loop", [optimizer_outside_of_prepare, plain_backward, scheduler_outside_of_prepare])
+def test_no_warning_where_it_makes_no_difference(loop: Callable[..., None]) -> None:
+    assert warned(loop) == []
+
+
+def test_plain_backward_in_fp16_is_refused_with_the_remedy() -> None:
+    (message,) = warned(plain_backward, mixed_precision="fp16")
+    assert message.startswith("Conflict: Its gradients come from loss.backward()")
+
+
+def test_a_direct_step_with_scaled_gradients_is_warned_about() -> None:
+    (message,) = warned(result_of_prepare_thrown_away, mixed_precision="fp16")
+    assert message.startswith(
+        "The optimizer that was given to prepare() steps with gradients that are scaled for fp16."
+    )
+
+
+def test_the_guard_leaves_nothing_behind_after_two_steps() -> None:
+    accelerator = Accelerator(cpu=True)
+    hooks = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+    model, optimizer, loader = accelerator.prepare(*parts())
+    assert len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) == hooks + 2
+    batches = iter(loader)
+    for _ in range(2):
+        accelerator.backward(model(next(batches)[0]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) == hooks
+    assert not model._forward_pre_hooks
+    assert type(optimizer._step.__self__).__name__ == "Stepping"
+
+
+def test_an_accelerator_that_was_dropped_leaves_no_hook() -> None:
+    hooks = len(_global_optimizer_pre_hooks)
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = accelerator.prepare(*parts())
+    freed = weakref.ref(model)
+    del accelerator, model, _
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == hooks
+    assert freed() is None
+
+
+# ---------------------------------------------------------------------------------------------- two processes
+
+
+def unprepared_model_called(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    _, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_two(loop: Callable[..., None], options: dict[str, Any]) -> list[str]:
+    assert PartialState(cpu=True).num_processes == 2
+    return warned(loop, check_replicas_every=0, **options)
+
+
+@pytest.mark.parametrize(
+    "loop", [right, right_with_scheduler_of_optimizer_steps, right_with_two_models, right_with_two_optimizers]
+)
+def test_no_warning_for_a_right_loop_on_two_processes(two: Processes, loop: Callable[..., None]) -> None:
+    assert two.run(on_two, loop, {"gradient_accumulation_steps": 2}) == [[], []]
+
+
+def test_a_forward_through_the_unprepared_model_is_warned_about(two: Processes) -> None:
+    for found in two.run(on_two, unprepared_model_called, {}):
+        assert len(found) == 1
+        assert found[0].startswith("An optimizer steps with gradients of Linear, and the model that prepare() returned")
+        assert "model = accelerator.prepare(model)" in found[0]
+
+
+def sharded_with_optimizer_outside(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+
+
+def test_an_optimizer_with_replaced_parameters_is_refused(two: Processes) -> None:
+    for found in two.run(on_two, sharded_with_optimizer_outside, {"backend": "fsdp2"}):
+        assert found[0].startswith("Conflict: prepare() replaced the parameters of the model")
+
+
+def copied_and_pickled() -> list[int]:
+    """Forward hooks of copies of a prepared model do nothing and can be pickled."""
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = accelerator.prepare(*parts())
+    inner = accelerator.unwrap_model(model)
+    pickle.dumps([copy.deepcopy(inner), list(model._forward_pre_hooks.values())])
+    hooks = pickle.loads(pickle.dumps(model._forward_pre_hooks)).values()
+    for hook in hooks:
+        hook(inner, (), {})
+    return [len(hooks)]
+
+
+def test_hooks_of_the_first_steps_can_be_copied_and_pickled(two: Processes) -> None:
+    assert two.run(copied_and_pickled) == [[1], [1]]
+
+
+def local_sgd(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as averaging:
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            averaging.step()
+
+
+def test_local_sgd_is_not_warned_about(two: Processes) -> None:
+    assert two.run(on_two, local_sgd, {}) == [[], []]
