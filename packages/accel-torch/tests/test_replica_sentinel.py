@@ -190,9 +190,9 @@ def test_switched_off_they_add_no_call_to_a_step() -> None:
     assert [name for name in watched if "sentinel" not in name] == plain
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "100"])
+@pytest.mark.parametrize("wrong", [-1, 2.0, True, "100"])
 def test_an_interval_that_is_none(wrong: Any) -> None:
-    with fresh(), pytest.raises(SettingError, match="a whole number of at least 1"):
+    with fresh(), pytest.raises(SettingError, match="an int, 0 for no comparison"):
         Accelerator(cpu=True, check_replicas_every=wrong)
 
 

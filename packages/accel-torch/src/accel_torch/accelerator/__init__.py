@@ -70,7 +70,9 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         transforms: further changes of every model, such as `ActivationCheckpoint()`.
         backend: name of the backend that owns the run, as `accel backends` lists it.
         check_replicas_every: every so many optimizer steps, compare weights, generators and loader positions of
-            processes that should have the same; `ReplicasDiffer` names the first difference. Never when None.
+            processes that should have the same; `ReplicasDiffer` names the first difference. When None, a sample of
+            the weights is compared once after the second step, in the background, and a difference is a warning; 0
+            turns that off.
         straggler_report: at `end_training`, print and log what each process spent its time on, to see which one the
             others wait for.
 
