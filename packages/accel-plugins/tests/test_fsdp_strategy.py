@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from accel_plugins import Bundle, Context
@@ -24,7 +27,7 @@ from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_plugins.testing.two_halves import first_half, second_half
 from accel_state import PartialState, current
-from accel_state.errors import AccelError, Conflict, NotOffered, SettingError
+from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState
 from accel_state.testing.processes import Processes as Group
 
@@ -68,6 +71,10 @@ def train(given: Case) -> dict[str, Any]:
 
 OPTIONS: list[dict[str, Any]] = [
     {"cpu_offload": True},
+    {"cpu_offload": CPUOffloadPolicy(pin_memory=False)},
+    {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=50)},
+    {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},
+    {"mixed_precision_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)},
     {"activation_checkpointing": True, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50},
     {"activation_checkpointing_offload": True, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50},
     {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]},
@@ -203,7 +210,6 @@ def refusal(given: Case, precision: str, what: str) -> str:
             "",
             "SettingError",
         ),
-        ({"mixed_precision_policy": "float7"}, "no", "", "SettingError"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(
@@ -281,72 +287,6 @@ def test_metadata_that_is_damaged_or_runs_code_is_refused(two: Group, tmp_path: 
 
 
 # --------------------------------------------------------------------------- settings
-
-
-def test_settings_come_from_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": "false",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A, B",
-        "FSDP_OFFLOAD_PARAMS": "true",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    found = Plugin()
-
-    assert found.backend_name == "fsdp2"
-    assert found.reshard_after_forward is False
-    assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A", "B"))
-    assert (found.cpu_offload, found.state_dict_type) == (True, "FULL_STATE_DICT")
-    assert found.cpu_ram_efficient_loading
-    assert Plugin(reshard_after_forward=True).reshard_after_forward is True
-
-
-def test_defaults_depend_on_the_version() -> None:
-    first, second = Plugin(), Plugin(2)
-
-    assert (first.fsdp_version, first.state_dict_type, first.reshard_after_forward) == (1, "FULL_STATE_DICT", None)
-    assert (second.state_dict_type, second.reshard_after_forward) == ("SHARDED_STATE_DICT", True)
-
-
-def test_objects_of_torch_are_taken_by_their_name() -> None:
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy, StateDictType
-
-    assert Plugin(ShardingStrategy.SHARD_GRAD_OP).sharding_strategy == "SHARD_GRAD_OP"  # type: ignore[arg-type]
-    assert Plugin(2, state_dict_type=StateDictType.FULL_STATE_DICT).state_dict_type == "FULL_STATE_DICT"
-    assert Plugin(cpu_offload=CPUOffload(offload_params=True)).cpu_offload is True
-    assert Plugin(2, cpu_offload=CPUOffloadPolicy()).cpu_offload is True
-    policy = Plugin(2)
-    policy.set_mixed_precision("bf16")
-    assert policy.mixed_precision_policy == {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
-
-
-def test_block_classes_are_taken_from_a_model_that_knows_them() -> None:
-    model = make_model()
-    model._no_split_modules = ["Linear"]  # type: ignore[assignment]
-    plugin = Plugin(2, auto_wrap_policy="transformer_based_wrap")
-    plugin.set_auto_wrap_policy(model)
-
-    assert plugin.transformer_cls_names_to_wrap == ("Linear",)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"auto_wrap_policy": "by_feeling"},
-        {"state_dict_type": "half"},
-        {"cpu_offload": "perhaps"},
-        {"cpu_offload": 3.5},
-        {"mixed_precision_policy": 7},
-        {"sharding_strategy": "everything"},
-    ],
-)
-def test_settings_that_do_not_exist_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(SettingError):
-        Plugin(2, **options)
-    assert issubclass(NotOffered, NotImplementedError)
 
 
 def chosen() -> tuple[str, str]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from accel_plugins import extract_model_from_parallel
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
@@ -63,6 +70,14 @@ def train(given: Case) -> dict[str, Any]:
     }
 
 
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def has_one_hundred(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or nonwrapped_numel >= 100
+
+
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
@@ -70,13 +85,21 @@ def train(given: Case) -> dict[str, Any]:
     [
         (BY_SIZE, 3),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]}, 4),
+        ({"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=50)}, 3),
+        ({"auto_wrap_policy": partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})}, 4),
+        ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, 4),
+        ({"auto_wrap_policy": CustomPolicy(is_linear), "activation_checkpointing": True}, 4),
+        ({"auto_wrap_policy": has_one_hundred}, 2),
+        ({"auto_wrap_policy": is_linear}, 4),
         ({**BY_SIZE, "activation_checkpointing": True}, 3),
         ({**BY_SIZE, "activation_checkpointing_offload": True}, 3),
         ({**BY_SIZE, "cpu_ram_efficient_loading": True}, 3),
         ({**BY_SIZE, "backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True}, 3),
         ({**BY_SIZE, "backward_prefetch": "BACKWARD_POST", "limit_all_gathers": False}, 3),
         ({"use_orig_params": False}, 1),
-        ({"sharding_strategy": "HYBRID_SHARD"}, 1),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, 1),
+        ({"reshard_after_forward": "full_shard"}, 1),
+        ({"mixed_precision_policy": MixedPrecision(param_dtype=torch.float32)}, 1),
         ({"mixed_precision_policy": {"param_dtype": "float32", "buffer_dtype": "float32"}}, 1),
         ({"ignored_modules": "head"}, 1),
     ],
@@ -197,31 +220,21 @@ def test_what_cannot_work_is_refused(two: Group, options: dict[str, Any], what: 
         assert named in answer
 
 
+@pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize("field", ["state_dict_config", "optim_state_dict_config"])
-def test_settings_of_states_that_would_end_the_process_are_refused(two: Group, field: str) -> None:
-    for told in two.run(offloading, field):
-        assert told.startswith(f"NotOffered: {field} with")
-
-
-def offloading(field: str) -> str:
-    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
-
-    kind: Any = FullStateDictConfig if field == "state_dict_config" else FullOptimStateDictConfig
-    return refusal(case(**{field: kind(offload_to_cpu=True)}), "")
-
-
-@pytest.mark.parametrize("field", ["state_dict_config", "optim_state_dict_config"])
-def test_settings_of_states_that_work_are_taken(two: Group, tmp_path: Path, field: str) -> None:
-    saved = two.run(staying, field, str(tmp_path))
+def test_states_are_saved_on_a_cpu_whether_or_not_they_are_moved_there(
+    two: Group, tmp_path: Path, field: str, to_host: bool
+) -> None:
+    saved = two.run(saving, field, to_host, str(tmp_path))
     assert saved[0]["losses"] == near(saved[1]["losses"])
     assert (tmp_path / "optimizer.bin").is_file()
 
 
-def staying(field: str, folder: str) -> dict[str, Any]:
+def saving(field: str, to_host: bool, folder: str) -> dict[str, Any]:
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
     kind: Any = FullStateDictConfig if field == "state_dict_config" else FullOptimStateDictConfig
-    return first_half(case(state_dict_type="FULL_STATE_DICT", **{field: kind(offload_to_cpu=False)}), folder)
+    return first_half(case(state_dict_type="FULL_STATE_DICT", **{field: kind(to_host)}), folder)
 
 
 @pytest.mark.parametrize(

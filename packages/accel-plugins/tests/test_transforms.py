@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_plugins import Context, Job, Phase, Stage, Transform, extract_model_from_parallel, is_compiled_module
-from accel_plugins.blocks import blocks_by_size, blocks_of_class, get_module_class_from_name, repeated_blocks
+from accel_plugins.blocks import blocks_of_class, get_module_class_from_name, repeated_blocks
 from accel_plugins.bundle import Bundle
 from accel_plugins.precision import choose
 from accel_plugins.single.manifest import MANIFEST
@@ -122,15 +122,12 @@ def test_a_model_without_blocks_is_refused(context: Context) -> None:
         ActivationCheckpoint().apply(nn.Linear(1, 1), context)
 
 
-def test_blocks_are_found_by_list_class_and_size() -> None:
+def test_blocks_are_found_by_list_and_class() -> None:
     model = Model()
 
     assert repeated_blocks(model) == list(model.layers)
     assert repeated_blocks(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]))) == []
     assert blocks_of_class(model, ["Block"]) == list(reversed(model.layers))
-    assert blocks_by_size(model, 20) == [model.layers[0].linear, model.layers[1].linear]
-    assert blocks_by_size(model, 10) == [model.layers[0].linear, model.layers[1].linear, model.head]
-    assert blocks_by_size(model, 1000) == []
     assert get_module_class_from_name(model, "Block") is Block
     assert get_module_class_from_name(model, "Absent") is None
     with pytest.raises(SettingError, match="'Block'"):

@@ -10,7 +10,6 @@ from accel_state.errors import SettingError
 from accel_state.settings.schema import closest
 
 __all__ = (
-    "blocks_by_size",
     "blocks_of_class",
     "get_module_class_from_name",
     "has_repeated_blocks",
@@ -53,25 +52,6 @@ def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
                 f"Did you mean {near!r}?" if near else "Name one of these.",
             )
     return [part for part in reversed(list(model.modules())) if type(part).__name__ in asked]
-
-
-def blocks_by_size(model: Module, min_parameters: int) -> list[Module]:
-    """Submodules with at least `min_parameters` parameters of their own or in parts that are no blocks themselves.
-
-    The innermost come first, and the model itself is never among them.
-    """
-    blocks: list[Module] = []
-
-    def unclaimed(part: Module) -> int:
-        inside = sum(unclaimed(child) for child in part.children())
-        total = inside + sum(parameter.numel() for parameter in part.parameters(recurse=False))
-        if total < min_parameters or part is model or isinstance(part, ModuleList):
-            return total
-        blocks.append(part)
-        return 0
-
-    unclaimed(model)
-    return blocks
 
 
 def get_module_class_from_name(module: Module, name: str) -> type[Module] | None:

@@ -1,19 +1,23 @@
-"""Settings of sharding; plain data, without torch.
+"""Settings of sharding; they start without torch.
 
-Fields hold names. Objects of torch that the interface allows in their place are taken by their name where they have
-one, and kept as they are otherwise.
+Fields that torch has an object for keep a name and are read as the object; `fields` says how. Backends read the names
+with `plain_value`.
 """
 
 # ruff: noqa: RUF009 - `setting` makes the fields of every settings class
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from accel_state.errors import SettingError
+from accel_plugins.fsdp import fields
+from accel_plugins.fsdp.fields import BACKWARD_PREFETCHES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
+from accel_state.errors import Conflict
 from accel_state.settings.environ import read
+from accel_state.settings.objects import given_value, member_name, plain_value, shown
 from accel_state.settings.schema import BOOLEAN, choice, listing, setting, settings_of, whole
 
 __all__ = (
@@ -24,10 +28,7 @@ __all__ = (
     "FullyShardedDataParallelPlugin",
 )
 
-SHARDING_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-BACKWARD_PREFETCHES: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-WRAP_POLICIES: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-STATE_DICT_TYPES: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_logger: Final = logging.getLogger(__name__)
 _GROUP: Final = "FSDP"
 _DEFAULTS: Final[dict[str, Any]] = {
     "fsdp_version": 1,
@@ -39,33 +40,51 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "sync_module_states": True,
     "forward_prefetch": False,
 }
+_ONLY_FIRST: Final = ("backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
+"""Settings of version 1 that version 2 has no use for."""
 
 
-def _named(*names: str) -> Any:
-    return choice(*names, fold=str.upper)
+def _named(*names: str, numbered: int = 0) -> Any:
+    return choice(*names, fold=str.upper, numbered=numbered)
 
 
+@shown(
+    sharding_strategy=fields.sharding_strategy(),
+    backward_prefetch=fields.backward_prefetch(),
+    mixed_precision_policy=fields.mixed_precision_policy(),
+    auto_wrap_policy=fields.auto_wrap_policy(),
+    cpu_offload=fields.cpu_offload(),
+    state_dict_type=fields.state_dict_type(),
+    state_dict_config=fields.state_dict_config(""),
+    optim_state_dict_config=fields.state_dict_config("Optim"),
+)
 @dataclass
 class FullyShardedDataParallelPlugin:
     """How models are sharded. What is None comes from the environment, else it is the default of its version.
 
+    Names, members of torch's enums, their numbers and torch's objects are accepted; fields are read as torch's objects.
+
     Args:
         fsdp_version: 2 for `fully_shard`, 1 for `FullyShardedDataParallel`. A sharding strategy in this place is taken
             as `sharding_strategy`.
-        sharding_strategy: version 1: name of a `ShardingStrategy`.
-        reshard_after_forward: version 2: free the gathered parameters of a block after its forward.
-        backward_prefetch: version 1: when the next parameters are gathered in backward.
-        mixed_precision_policy: a policy of torch, its arguments in a dict, or the name of a dtype for parameters.
-        auto_wrap_policy: which blocks are sharded by themselves: by class, by size, or none. A function gets a module
-            and answers whether it is a block.
-        cpu_offload: keep parameters on the host between uses.
+        sharding_strategy: version 1: a `ShardingStrategy`.
+        reshard_after_forward: version 2: free the gathered parameters of a block after its forward. With version 1 a
+            sharding strategy may be given here.
+        backward_prefetch: version 1: when the next parameters are gathered in backward, a `BackwardPrefetch`.
+        mixed_precision_policy: a policy of torch (`MixedPrecision` with version 1, `MixedPrecisionPolicy` with version
+            2), its arguments in a dict, or a precision such as "bf16" for all of them. Where none was given, it follows
+            from the precision of the run: parameters are gathered in it, and gradients are reduced in fp32.
+        auto_wrap_policy: which blocks are sharded by themselves: by class, by size, or none; a policy of
+            `torch.distributed.fsdp.wrap`; or a function that gets a module and answers whether it is a block.
+        cpu_offload: keep parameters on the host between uses: a bool, or an offload object of torch.
         ignored_modules: modules that stay whole, or a regular expression for their names.
         state_dict_type: how checkpoints hold the model: FULL_STATE_DICT or SHARDED_STATE_DICT.
-        state_dict_config: version 1: torch's configuration of state dicts.
+        state_dict_config: version 1: torch's configuration of state dicts. On a CPU there is nothing to move, and every
+            process puts whole states together.
         optim_state_dict_config: version 1: the same for the optimizer.
         limit_all_gathers: version 1: wait before too much is gathered ahead.
         use_orig_params: version 1: show the user's parameters.
-        param_init_fn: version 1: how modules on the meta device are initialised.
+        param_init_fn: how modules on the meta device are initialised.
         sync_module_states: version 1: start from the weights of the first process.
         forward_prefetch: version 1: gather the next parameters in forward.
         activation_checkpointing: recompute the activations of the blocks in backward.
@@ -73,7 +92,7 @@ class FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading: only the first process needs to have loaded the weights; the others get theirs from
             it.
         transformer_cls_names_to_wrap: names of the classes of blocks, for TRANSFORMER_BASED_WRAP.
-        min_num_params: parameters that make a block, for SIZE_BASED_WRAP.
+        min_num_params: parameters that make a block, for SIZE_BASED_WRAP; 0 makes no blocks.
 
     Raises:
         SettingError: a name or number cannot be used.
@@ -91,7 +110,7 @@ class FullyShardedDataParallelPlugin:
     )
     sharding_strategy: Any = setting(
         None,
-        kind=_named(*SHARDING_STRATEGIES),
+        kind=_named(*SHARDING_STRATEGIES, numbered=5),
         variable="FSDP_SHARDING_STRATEGY",
         flag="--fsdp_sharding_strategy",
         key="fsdp_config.fsdp_sharding_strategy",
@@ -109,7 +128,7 @@ class FullyShardedDataParallelPlugin:
     )
     backward_prefetch: Any = setting(
         None,
-        kind=_named(*BACKWARD_PREFETCHES),
+        kind=_named(*BACKWARD_PREFETCHES, numbered=2),
         variable="FSDP_BACKWARD_PREFETCH",
         flag="--fsdp_backward_prefetch",
         key="fsdp_config.fsdp_backward_prefetch",
@@ -141,7 +160,7 @@ class FullyShardedDataParallelPlugin:
     )
     state_dict_type: Any = setting(
         None,
-        kind=_named(*STATE_DICT_TYPES),
+        kind=_named(*STATE_DICT_TYPES, numbered=3),
         variable="FSDP_STATE_DICT_TYPE",
         flag="--fsdp_state_dict_type",
         key="fsdp_config.fsdp_state_dict_type",
@@ -226,26 +245,66 @@ class FullyShardedDataParallelPlugin:
     )
 
     def __post_init__(self) -> None:
-        if _name_of(self.fsdp_version) in SHARDING_STRATEGIES:
+        self._compute: Any = None
+        if member_name(self.fsdp_version) in SHARDING_STRATEGIES:
             self.fsdp_version, self.sharding_strategy = None, self.fsdp_version  # type: ignore[assignment]
+        given = [name for name in (*_ONLY_FIRST, "sharding_strategy") if given_value(self, name) is not None]
         for name in settings_of(type(self)):
             self._settle(name)
-        if self.reshard_after_forward is None and self.fsdp_version >= 2:
-            self.reshard_after_forward = True
-        self.set_state_dict_type()
+        if self.fsdp_version >= 2:
+            self._settle_second(given)
         self.validate_mixed_precision_policy()
-        self.validate_cpu_offload()
 
     def _settle(self, name: str) -> None:
         """Put the value of one field in its final form: given, from the environment, or the default."""
-        known, given = settings_of(type(self))[name], getattr(self, name)
+        known, given = settings_of(type(self))[name], given_value(self, name)
         if given is None:
             found = read(known)
-            setattr(self, name, _DEFAULTS.get(name) if found is None else found.value)
-        elif isinstance(_name_of(given), str) and name != "ignored_modules":
-            setattr(self, name, known.parse(_name_of(given), "argument"))
-        elif name == "transformer_cls_names_to_wrap":
-            setattr(self, name, tuple(given))
+            given = _DEFAULTS.get(name) if found is None else found.value
+        elif isinstance(given, str) and name not in ("ignored_modules", "auto_wrap_policy"):
+            strategy = (
+                name == "reshard_after_forward" and self.fsdp_version == 1 and given.upper() in SHARDING_STRATEGIES
+            )
+            given = given.upper() if strategy else known.parse(given, "argument")
+        if name == "transformer_cls_names_to_wrap" and given is not None:
+            given = list(given)
+        setattr(self, name, given)
+
+    def _settle_second(self, given: list[str]) -> None:
+        """Leave out what version 2 does not have, with a word to those who gave it."""
+        if "sharding_strategy" in given:
+            raise Conflict(
+                f"FullyShardedDataParallelPlugin(sharding_strategy={given_value(self, 'sharding_strategy')!r}) with "
+                f"fsdp_version={self.fsdp_version}.",
+                "Sharding strategies belong to version 1.",
+                "Give reshard_after_forward=True in place of FULL_SHARD and False in place of SHARD_GRAD_OP, and "
+                "dp_replicate_size of a ParallelismConfig in place of a hybrid strategy.",
+            )
+        if plain_value(self, "state_dict_type") == "LOCAL_STATE_DICT":
+            raise Conflict(
+                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
+                "Version 2 has no flat shards.",
+                "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
+            )
+        if given_value(self, "backward_prefetch") not in (None, "NO_PREFETCH"):
+            given = [*given, "backward_prefetch"]
+        unused = [name for name in _ONLY_FIRST if name in given]
+        if unused:
+            _logger.warning(
+                "%s: only version 1 of FSDP has %s; version 2 leaves it out.",
+                type(self).__name__,
+                ", ".join(unused),
+            )
+        for name in ("sharding_strategy", *_ONLY_FIRST):
+            setattr(self, name, None)
+        if self.reshard_after_forward is None:
+            self.reshard_after_forward = True
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = type(self).__dataclass_fields__
+        return all(given_value(self, name) == given_value(other, name) for name in names)
 
     @property
     def backend_name(self) -> str:
@@ -253,56 +312,66 @@ class FullyShardedDataParallelPlugin:
         return f"fsdp{self.fsdp_version}"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """How checkpoints hold the model; by default full with version 1 and sharded with version 2."""
-        if state_dict_type is not None:
-            self.state_dict_type = state_dict_type
+        """How checkpoints hold the model; by default full with version 1 and sharded with version 2.
+
+        Raises:
+            SettingError: there is no such type.
+        """
+        self.state_dict_type = state_dict_type
+        if state_dict_type is None:
             self._settle("state_dict_type")
-        if self.state_dict_type is None:
-            self.state_dict_type = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Take the names of block classes from a model that knows them, where they are needed and not given."""
-        wanted = self.auto_wrap_policy == "TRANSFORMER_BASED_WRAP" and self.transformer_cls_names_to_wrap is None
-        if wanted:
-            self.transformer_cls_names_to_wrap = tuple(getattr(model, "_no_split_modules", None) or ()) or None
+        """Make the policy that was given by name one for a model: by its classes of blocks, or by size.
+
+        Raises:
+            SettingError: the classes of blocks are not known, or the model has none of them.
+        """
+        if isinstance(plain_value(self, "auto_wrap_policy"), str):
+            from accel_plugins.fsdp.policies import block_classes, named_policy
+
+            policy = named_policy(model, self)
+            if self.transformer_cls_names_to_wrap is None and plain_value(self, "auto_wrap_policy") == WRAP_POLICIES[0]:
+                self.transformer_cls_names_to_wrap = sorted(kind.__name__ for kind in block_classes(model, self))
+            self.auto_wrap_policy = policy
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Gather parameters in the dtype of a precision ("bf16" or "fp16"), where no policy was given."""
-        if self.mixed_precision_policy is None or override:
-            dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(str(mixed_precision), "float32")
-            self.mixed_precision_policy = {"param_dtype": dtype, "reduce_dtype": dtype}
-            if self.fsdp_version == 1:
-                self.mixed_precision_policy["buffer_dtype"] = "float32" if buffer_autocast else dtype
+        """Keep and reduce everything in one precision, where no policy was given.
+
+        Args:
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which stands for bf16 here), a dtype or its name; None
+                leaves all dtypes as they are.
+            buffer_autocast: version 1: buffers stay in fp32.
+            override: also where a policy was given.
+
+        Raises:
+            SettingError: there is no such precision.
+        """
+        policy = fields.policy_of(self, mixed_precision, buffers="fp32" if buffer_autocast else None)
+        if override or given_value(self, "mixed_precision_policy") is None:
+            self.mixed_precision_policy = policy
+
+    def compute_in(self, dtype: Any) -> None:
+        """Let the policy follow from what forward computes in, where none was given; called by the backend."""
+        self._compute = dtype
+
+    def _policy_of_run(self) -> dict[str, Any] | None:
+        # Gradients travel in fp32: the scale of an fp16 loss cannot make their sum overflow there.
+        name = fields.dtype_name(self._compute)
+        return None if name is None else {"param_dtype": name, "reduce_dtype": "float32"}
 
     def validate_mixed_precision_policy(self) -> None:
-        """Refuse a policy that is neither a dict, a name, nor one of torch's."""
-        policy = self.mixed_precision_policy
-        if policy is not None and not isinstance(policy, (dict, str)) and not hasattr(policy, "param_dtype"):
-            raise SettingError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy={policy!r}) was asked for.",
-                "A policy says in which dtype parameters are gathered.",
-                "Give the name of a dtype, a dict with param_dtype and reduce_dtype, or a policy of torch.",
-            )
+        """Refuse a policy that this version of FSDP does not take.
+
+        Raises:
+            SettingError: it is one of the other version, or has an entry that is not known.
+        """
+        fields.check_policy(self, given_value(self, "mixed_precision_policy"))
 
     def set_cpu_offload(self) -> None:
-        """Take torch's offload objects as what they say."""
-        if not isinstance(self.cpu_offload, bool):
-            by_default = type(self.cpu_offload).__name__ == "CPUOffloadPolicy"
-            self.cpu_offload = bool(getattr(self.cpu_offload, "offload_params", by_default))
+        """Make a bool the object of torch that `cpu_offload` is read as."""
+        self.cpu_offload = self.cpu_offload
 
     def validate_cpu_offload(self) -> None:
-        """Refuse an offload that is neither a truth value nor one of torch's objects."""
-        known = ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy")
-        if not isinstance(self.cpu_offload, bool) and type(self.cpu_offload).__name__ not in known:
-            raise SettingError(
-                f"FullyShardedDataParallelPlugin(cpu_offload={self.cpu_offload!r}) was asked for.",
-                "It has to be True, False or an offload object of torch.",
-                "Give True or False.",
-            )
-        self.set_cpu_offload()
-
-
-def _name_of(given: Any) -> Any:
-    """The name of a member of one of torch's enums; anything else as it is."""
-    name = getattr(given, "name", None)
-    return name if isinstance(name, str) and hasattr(given, "value") else given
+        """Refuse an offload that is neither a bool nor an object of torch; assigning it does so, too."""
+        self.cpu_offload = given_value(self, "cpu_offload")

@@ -13,29 +13,25 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import Module, Parameter
 
 from accel_plugins.bundle import Bundle, canonical_name
 from accel_plugins.fsdp import loading
-from accel_plugins.fsdp.policies import blocks_to_shard, dtype_of, ignored_parameters
+from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh_axes import part
 from accel_plugins.wrapped.unwrap import is_compiled_module, wrapped_module
 from accel_state.errors import Conflict, NotOffered
+from accel_state.settings.objects import given_value, member_name, plain_value
 
 __all__ = ("FSDP1Strategy",)
 
 _HYBRID: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_MEMBERS: Final = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
 _WRONG_ON_CPU: Final = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 
 
@@ -60,31 +56,20 @@ class FSDP1Strategy(ShardedStrategy):
                 "On a CPU torch computes wrong losses with it.",
                 "Use 'FULL_SHARD', or fsdp_version=2 with reshard_after_forward=False.",
             )
-        if self._on_cpu and self.config.cpu_offload:
+        if self._on_cpu and self.config.cpu_offload.offload_params:
             raise NotOffered(
                 f"{asked[:-1]} and cpu_offload=True.",
                 "The parameters are on the CPU already, and torch refuses to move them there.",
                 "Leave cpu_offload out, or use fsdp_version=2.",
             )
-        self._check_states()
-        if name == "NO_SHARD" and self.config.state_dict_type != "FULL_STATE_DICT":
+        if name == "NO_SHARD" and not self._full:
             raise Conflict(
-                f"{asked[:-1]} and state_dict_type={self.config.state_dict_type!r}.",
+                f"{asked[:-1]} and state_dict_type={plain_value(self.config, 'state_dict_type')!r}.",
                 "Nothing is sharded, so there are no shards to save.",
                 "Use state_dict_type='FULL_STATE_DICT'.",
             )
         self._check_mesh(asked, name)
         self._check_groups(bundle)
-
-    def _check_states(self) -> None:
-        to_host = {"state_dict_config": self.whole_to_host, "optim_state_dict_config": self.optimizer_to_host}
-        for field, asked_for in to_host.items():
-            if self._on_cpu and asked_for:
-                raise NotOffered(
-                    f"{field} with offload_to_cpu=True was asked for.",
-                    "On a CPU torch ends the process while it puts the state together.",
-                    f"Leave {field} out.",
-                )
 
     def _check_mesh(self, asked: str, name: str) -> None:
         copies = part(self.context.mesh, Axis.REPLICATE) is not None
@@ -112,28 +97,24 @@ class FSDP1Strategy(ShardedStrategy):
 
     @property
     def whole_to_host(self) -> bool:
-        # torch 2.13 ends the process when it gathers to the first process only, on a CPU.
-        return bool(getattr(self.config.state_dict_config, "offload_to_cpu", not self._on_cpu))
+        # torch 2.13 ends the process when it gathers to the first process only, on a CPU, where all is on the host.
+        return not self._on_cpu and bool(getattr(self.config.state_dict_config, "offload_to_cpu", True))
 
     @property
     def optimizer_to_host(self) -> bool:
-        return bool(getattr(self.config.optim_state_dict_config, "offload_to_cpu", self.whole_to_host))
+        return not self._on_cpu and bool(getattr(self.config.optim_state_dict_config, "offload_to_cpu", True))
 
     @property
     def _strategy_name(self) -> str:
-        """Name of the sharding strategy: asked for, else what the axes say."""
+        """Name of the sharding strategy: the one that was given, else what the axes say."""
         config = self.config
-        if config.sharding_strategy is not None:
-            return str(config.sharding_strategy)
-        copies = part(self.context.mesh, Axis.REPLICATE) is not None
-        whole_after_forward = config.reshard_after_forward is False
-        names = {
-            (False, False): "FULL_SHARD",
-            (False, True): "SHARD_GRAD_OP",
-            (True, False): "HYBRID_SHARD",
-            (True, True): "HYBRID_SHARD_ZERO2",
-        }
-        return names[copies, whole_after_forward]
+        name = str(plain_value(config, "sharding_strategy"))
+        given = given_value(config, "sharding_strategy") is not None or isinstance(
+            member_name(config.reshard_after_forward), str
+        )
+        if given or part(self.context.mesh, Axis.REPLICATE) is None:
+            return name
+        return {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}[name]
 
     # ------------------------------------------------------------------ preparing
 
@@ -170,14 +151,13 @@ class FSDP1Strategy(ShardedStrategy):
         if config.sync_module_states or config.cpu_ram_efficient_loading:
             loading.send_from_first(model)
         blocks = {id(block) for block in blocks_to_shard(model, config)}
-        prefetch = config.backward_prefetch
         return FullyShardedDataParallel(
             model,
-            sharding_strategy=ShardingStrategy[self._strategy_name],
-            cpu_offload=CPUOffload(offload_params=bool(config.cpu_offload)),
+            sharding_strategy=ShardingStrategy[_MEMBERS.get(self._strategy_name, self._strategy_name)],
+            cpu_offload=config.cpu_offload,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks) if blocks else None,
-            backward_prefetch=None if prefetch in (None, "NO_PREFETCH") else BackwardPrefetch[prefetch],
-            mixed_precision=self._mixed_precision(),
+            backward_prefetch=config.backward_prefetch,
+            mixed_precision=config.mixed_precision_policy,
             ignored_states=list(ignored_parameters(model, config)) or None,
             device_id=self.context.process.device,
             forward_prefetch=bool(config.forward_prefetch),
@@ -206,21 +186,6 @@ class FSDP1Strategy(ShardedStrategy):
             on_node = process.topology.local_world_size
             names, sizes = (Axis.REPLICATE.value, *names), (process.world_size // on_node, on_node)
         return init_device_mesh(process.device.type, sizes, mesh_dim_names=names)
-
-    def _mixed_precision(self) -> MixedPrecision | None:
-        policy, compute = self.config.mixed_precision_policy, self.context.precision.dtype
-        if isinstance(policy, MixedPrecision):
-            return policy
-        if policy is None:
-            # Gradients travel in fp32: the scale of the loss cannot make their sum overflow there.
-            return None if compute is None else MixedPrecision(param_dtype=compute, reduce_dtype=dtype_of("float32"))
-        given = {"param_dtype": policy} if isinstance(policy, str) else policy
-        given = given if isinstance(given, dict) else vars(given)
-        return MixedPrecision(
-            param_dtype=dtype_of(given.get("param_dtype")),
-            reduce_dtype=dtype_of(given.get("reduce_dtype")),
-            buffer_dtype=dtype_of(given.get("buffer_dtype")),
-        )
 
     def unwrap(self, model: Module) -> Module:
         sharded = _sharded(model)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from accel_plugins.context import Context
 from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, mixed_precision, offload
+from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, offload
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh_axes import flattened, part
@@ -56,7 +56,7 @@ class FSDP2Strategy(ShardedStrategy):
             arguments: dict[str, Any] = {
                 "mesh": mesh,
                 "reshard_after_forward": bool(config.reshard_after_forward),
-                "mp_policy": mixed_precision(config, context.precision.dtype),
+                "mp_policy": config.mixed_precision_policy or MixedPrecisionPolicy(),
                 "offload_policy": offload(config, context.process.family.pins_memory),
                 "ignored_params": ignored_parameters(model, config) or None,
             }

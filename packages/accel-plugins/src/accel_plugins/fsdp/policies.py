@@ -1,22 +1,25 @@
-"""From the names in the settings to the objects that `fully_shard` takes."""
+"""From the settings to what torch's functions of both versions take."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
-import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn import Module, Parameter
 
-from accel_plugins.blocks import blocks_by_size, blocks_of_class
+from accel_plugins.blocks import blocks_of_class
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_state.errors import SettingError
+from accel_state.errors import NotOffered, SettingError
+from accel_state.settings.objects import plain_value
 
-__all__ = ("blocks_to_shard", "dtype_of", "ignored_parameters", "mixed_precision", "offload")
+__all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload")
 
-_SIZE = 100_000_000
+_SIZE: Final = 100_000_000
 """Parameters that make a block when nothing was said, as launchers have it."""
 
 
@@ -25,64 +28,97 @@ def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> li
 
     Raises:
         SettingError: the classes of blocks are not known, or the model has none of them.
+        NotOffered: a `CustomPolicy` gives some blocks arguments of their own.
     """
-    policy = config.auto_wrap_policy
-    if policy is None or policy == "NO_WRAP":
+    policy = plain_value(config, "auto_wrap_policy")
+    if isinstance(policy, str):
+        policy = named_policy(model, config)
+    if policy is None:
         return []
     if callable(policy):
-        return [part for part in reversed(list(model.modules())) if part is not model and policy(part)]
-    if policy == "SIZE_BASED_WRAP":
-        return blocks_by_size(model, _SIZE if config.min_num_params is None else config.min_num_params)
+        return _blocks_by_function(model, policy)
+    chosen = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    if any(chosen.values()):
+        raise NotOffered(
+            "A CustomPolicy with arguments of their own for some blocks.",
+            "Every block is sharded with the settings of the plugin.",
+            "Let the function of the policy answer True or False.",
+        )
+    return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
+
+
+def named_policy(model: Module, config: FullyShardedDataParallelPlugin) -> Callable[..., bool] | None:
+    """Torch's policy for a model, of the name that the settings have; None for one that makes no blocks.
+
+    Raises:
+        SettingError: as `block_classes`.
+    """
+    name = plain_value(config, "auto_wrap_policy")
+    if name == "TRANSFORMER_BASED_WRAP":
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=block_classes(model, config))
+    least = _SIZE if config.min_num_params is None else config.min_num_params
+    if name == "SIZE_BASED_WRAP" and least > 0:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+    return None
+
+
+def block_classes(model: Module, config: FullyShardedDataParallelPlugin) -> set[type[Module]]:
+    """The classes of blocks that the settings name, else those that the model names.
+
+    Raises:
+        SettingError: neither names any, or the model has none of them.
+    """
     names = config.transformer_cls_names_to_wrap or tuple(getattr(model, "_no_split_modules", None) or ())
     if not names:
         raise SettingError(
-            f"Blocks of {type(model).__name__} were to be sharded by class (TRANSFORMER_BASED_WRAP).",
-            "Their classes were not named, and the model does not name them.",
+            f"Shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
+            "Neither the settings nor the model name the classes.",
             "Give transformer_cls_names_to_wrap=['...'], or wrap by size.",
         )
-    return [block for block in blocks_of_class(model, names) if block is not model]
+    return {type(block) for block in blocks_of_class(model, names)}
 
 
-def mixed_precision(config: FullyShardedDataParallelPlugin, compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """In which dtypes parameters are gathered and gradients reduced.
+def _blocks_by_function(model: Module, policy: Callable[..., bool]) -> list[Module]:
+    """Blocks by a policy with torch's three arguments (module, recurse, nonwrapped_numel), or by one with a module.
 
-    Args:
-        config: the settings; their policy wins.
-        compute: what forward computes in, or None for the dtype of the weights. Gradients of fp16 training travel in
-            fp32, where the scale of the loss cannot make their sum overflow.
+    With three, parts of a module are looked at where the policy wants to recurse into it, and the module is a block by
+    the parameters that are not in blocks inside of it.
     """
-    policy = config.mixed_precision_policy
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    if isinstance(policy, str):
-        policy = {"param_dtype": policy}
-    if policy is None:
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else torch.float32)
-    given = policy if isinstance(policy, dict) else vars(policy)
-    return MixedPrecisionPolicy(
-        param_dtype=dtype_of(given.get("param_dtype")),
-        reduce_dtype=dtype_of(given.get("reduce_dtype")),
-        output_dtype=dtype_of(given.get("output_dtype")),
-    )
+    if not _takes_torch_arguments(policy):
+        return [part for part in reversed(list(model.modules())) if part is not model and policy(part)]
+    blocks: list[Module] = []
+    seen: set[Module] = set()
+
+    def claimed(part: Module) -> int:
+        """Number of parameters of a part that are in blocks."""
+        seen.add(part)
+        total = sum(parameter.numel() for parameter in part.parameters())
+        if not policy(module=part, recurse=True, nonwrapped_numel=total):
+            return 0
+        inside = sum(claimed(child) for child in part.children() if child not in seen)
+        if part is model or not policy(module=part, recurse=False, nonwrapped_numel=total - inside):
+            return inside
+        blocks.append(part)
+        return total
+
+    claimed(model)
+    return blocks
 
 
-def dtype_of(given: Any) -> torch.dtype | None:
-    """The dtype that a text such as "bfloat16" or "torch.bfloat16" names; a dtype and None stay as they are."""
-    if given is None:
-        return None
-    found = getattr(torch, str(given).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise SettingError(
-            f"The dtype {given!r} was asked for in mixed_precision_policy.",
-            "torch has no dtype of that name.",
-            "Use a name such as 'bfloat16'.",
-        )
-    return found
+def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def offload(config: FullyShardedDataParallelPlugin, pins_memory: bool) -> OffloadPolicy:
-    """Where parameters lie between uses."""
-    return CPUOffloadPolicy(pin_memory=pins_memory) if config.cpu_offload else OffloadPolicy()
+    """Where version 2 keeps parameters between uses; memory is pinned where the device can, unless told otherwise."""
+    policy = config.cpu_offload
+    if not isinstance(policy, CPUOffloadPolicy):
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=policy.pin_memory and pins_memory)
 
 
 def ignored_parameters(model: Module, config: FullyShardedDataParallelPlugin) -> set[Parameter]:

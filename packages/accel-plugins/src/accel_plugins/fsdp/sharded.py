@@ -23,6 +23,7 @@ from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state.errors import Conflict, NotOffered
+from accel_state.settings.objects import plain_value
 
 __all__ = ("ShardedStrategy", "inner_optimizer", "owner")
 
@@ -47,6 +48,7 @@ class ShardedStrategy(Strategy):
                 "Each version has its own backend and its own settings.",
                 f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or leave out the backend.",
             )
+        config.compute_in(context.precision.dtype)
         self._owners: dict[int, Module] = {}
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self._holding: dict[int, int] = {}
@@ -60,7 +62,7 @@ class ShardedStrategy(Strategy):
                 "This process was started alone, so there is nobody to share with.",
                 "Start the script with `accel launch --num_processes N`.",
             )
-        if self.config.state_dict_type == "LOCAL_STATE_DICT":
+        if plain_value(self.config, "state_dict_type") == "LOCAL_STATE_DICT":
             raise NotOffered(
                 "state_dict_type='LOCAL_STATE_DICT' was asked for.",
                 "It holds the flat shards of one arrangement, and nothing else can read them.",
@@ -163,7 +165,7 @@ class ShardedStrategy(Strategy):
 
     @property
     def _full(self) -> bool:
-        return bool(self.config.state_dict_type == "FULL_STATE_DICT")
+        return bool(plain_value(self.config, "state_dict_type") == "FULL_STATE_DICT")
 
     def collect(self, part: Part, item: Any) -> Any:
         if self._saving_group is None and not self._full:

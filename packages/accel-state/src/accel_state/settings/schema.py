@@ -91,8 +91,13 @@ SWITCH: Final = BOOLEAN._replace(name="true or false (a switch)")
 JSON: Final = Kind("a JSON value", _parse_json, _format_json)
 
 
-def choice(*allowed: str, fold: Callable[[str], str] = str.lower) -> Kind:
+def choice(*allowed: str, fold: Callable[[str], str] = str.lower, numbered: int = 0) -> Kind:
     """Kind of a setting that takes one of a few names; case is folded first.
+
+    Args:
+        allowed: the names.
+        fold: how the case of a text is changed before it is compared.
+        numbered: how many of the names, from the first, can also be given by their number, counted from 1.
 
     Example:
         >>> choice("no", "bf16").parse("BF16")
@@ -101,6 +106,8 @@ def choice(*allowed: str, fold: Callable[[str], str] = str.lower) -> Kind:
 
     def parse(text: str) -> str:
         folded = fold(text.strip())
+        if folded.isdecimal() and 1 <= int(folded) <= numbered:
+            return allowed[int(folded) - 1]
         if folded not in allowed:
             raise ValueError(text)
         return folded

@@ -18,6 +18,7 @@ from accel_plugins.fsdp.sharded import inner_optimizer
 from accel_plugins.manifest import Part
 from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state.errors import SettingError
+from accel_state.settings.objects import member_name
 from accelerate.legacy.models import is_peft_model
 
 __all__ = ("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer")
@@ -166,7 +167,7 @@ def _strategy(accelerator: Any, plugin: Any) -> Any:
 
 
 def _whole(settings: Any) -> bool:
-    return bool(settings.state_dict_type == "FULL_STATE_DICT")
+    return bool(member_name(settings.state_dict_type) == "FULL_STATE_DICT")
 
 
 def _checkpoint(folder: Folder) -> Path:

@@ -1,0 +1,83 @@
+"""Fields that keep names and are read as objects."""
+
+# ruff: noqa: RUF009 - `setting` makes the fields of every settings class
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any
+
+import pytest
+
+from accel_state.errors import SettingError
+from accel_state.settings.environ import from_environment
+from accel_state.settings.objects import Shown, given_value, member, plain_value, shown
+from accel_state.settings.schema import choice, setting
+
+MADE: list[Any] = []
+
+
+def _make(settings: Any, plain: Any) -> Any:
+    MADE.append(plain)
+    return [plain]
+
+
+@shown(
+    signal=member("signal:Signals", {"NOTHING": None}, fallback=lambda settings: settings.usual),
+    box=Shown(lambda settings, given: given, _make),
+)
+@dataclass
+class Ending:
+    signal: Any = setting(
+        None, kind=choice("SIGINT", "SIGTERM", "NOTHING", fold=str.upper, numbered=2), variable="ENDING_SIGNAL"
+    )
+    usual: str = "SIGTERM"
+    box: Any = None
+
+
+@pytest.mark.parametrize("given", ["sigint", Signals.SIGINT, "1"])
+def test_members_names_and_numbers_are_read_as_members(given: Any) -> None:
+    ending = Ending(given)
+    assert ending.signal is Signals.SIGINT
+    assert plain_value(ending, "signal") == "SIGINT"
+
+
+def test_a_field_that_was_not_given_follows_the_others() -> None:
+    ending = Ending()
+    assert ending.signal is Signals.SIGTERM
+    ending.usual = "SIGINT"
+    assert ending.signal is Signals.SIGINT
+    assert given_value(ending, "signal") is None
+    ending.signal = "nothing"
+    assert ending.signal is None
+    assert plain_value(ending, "usual") == "SIGINT"
+
+
+def test_variables_give_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENDING_SIGNAL", "2")
+    assert from_environment(Ending).signal is Signals.SIGTERM
+
+
+@pytest.mark.parametrize("given", ["SIGKILL", Signals.SIGKILL, 3, 0, True, 1.0, object()])
+def test_what_is_not_known_is_refused(given: Any) -> None:
+    with pytest.raises(SettingError, match="SIGINT, SIGTERM, NOTHING"):
+        Ending(given)
+    ending = Ending()
+    with pytest.raises(SettingError, match="SIGINT, SIGTERM, NOTHING"):
+        ending.signal = given
+    assert ending.signal is Signals.SIGTERM
+
+
+def test_an_object_is_made_when_it_is_read_and_once_for_each_value() -> None:
+    MADE.clear()
+    ending = Ending(box="one")
+    assert MADE == []
+    first = ending.box
+    assert ending.box is first
+    assert copy.copy(ending).box == ["one"]
+    ending.box = "two"
+    assert (ending.box, MADE) == (["two"], ["one", "two"])
+    assert "box" in vars(sys.modules[__name__])["Ending"].__dataclass_fields__
