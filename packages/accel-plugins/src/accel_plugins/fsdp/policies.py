@@ -6,14 +6,13 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn import Module, Parameter
 
 from accel_plugins.blocks import blocks_of_class
-from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.objects import plain_value
 
@@ -23,7 +22,16 @@ _SIZE: Final = 100_000_000
 """Parameters that make a block when nothing was said, as launchers have it."""
 
 
-def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> list[Module]:
+class ShardingSettings(Protocol):
+    """What is read of a `FullyShardedDataParallelPlugin`, whose module imports this one."""
+
+    cpu_offload: Any
+    ignored_modules: Any
+    min_num_params: int | None
+    transformer_cls_names_to_wrap: Any
+
+
+def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
     """The parts of a model that are sharded by themselves, the innermost first.
 
     Raises:
@@ -47,7 +55,7 @@ def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> li
     return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
 
 
-def named_policy(model: Module, config: FullyShardedDataParallelPlugin) -> Callable[..., bool] | None:
+def named_policy(model: Module, config: ShardingSettings) -> Callable[..., bool] | None:
     """Torch's policy for a model, of the name that the settings have; None for one that makes no blocks.
 
     Raises:
@@ -62,7 +70,7 @@ def named_policy(model: Module, config: FullyShardedDataParallelPlugin) -> Calla
     return None
 
 
-def block_classes(model: Module, config: FullyShardedDataParallelPlugin) -> set[type[Module]]:
+def block_classes(model: Module, config: ShardingSettings) -> set[type[Module]]:
     """The classes of blocks that the settings name, else those that the model names.
 
     Raises:
@@ -113,7 +121,7 @@ def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
     return True
 
 
-def offload(config: FullyShardedDataParallelPlugin, pins_memory: bool) -> OffloadPolicy:
+def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
     """Where version 2 keeps parameters between uses; memory is pinned where the device can, unless told otherwise."""
     policy = config.cpu_offload
     if not isinstance(policy, CPUOffloadPolicy):
@@ -121,7 +129,7 @@ def offload(config: FullyShardedDataParallelPlugin, pins_memory: bool) -> Offloa
     return CPUOffloadPolicy(pin_memory=policy.pin_memory and pins_memory)
 
 
-def ignored_parameters(model: Module, config: FullyShardedDataParallelPlugin) -> set[Parameter]:
+def ignored_parameters(model: Module, config: ShardingSettings) -> set[Parameter]:
     """Parameters that stay whole on every process."""
     ignored = config.ignored_modules
     if ignored is None:
