@@ -68,7 +68,9 @@ def two() -> Iterator[Processes]:
 def load_together(folders: list[str], missing_ok: bool) -> tuple[str | None, float]:
     accelerator, model = trained(0.0)
     try:
-        found = accelerator.load_state(folders[accelerator.process_index], missing_ok=missing_ok, waive=("random_states",))
+        found = accelerator.load_state(
+            folders[accelerator.process_index], missing_ok=missing_ok, waive=("random_states",)
+        )
     except CheckpointError as error:
         return error.obstacle, 0.0
     return found, next(iter(model.parameters())).item()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_text import LENGTH, tell, tiny_model
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
 from trl.models.utils import prepare_fsdp
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -28,7 +29,7 @@ def model(adapters: bool) -> Any:
 
 def blocks(sharded: Any) -> list[str]:
     """Names of the parts that are sharded by themselves, as in the model."""
-    parts = {name for name, part in sharded.named_modules() if isinstance(part, (FSDP, FSDPModule))}
+    parts = {name for name, part in sharded.named_modules() if isinstance(part, (FullyShardedDataParallel, FSDPModule))}
     return sorted(name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module") for name in parts)
 
 
@@ -45,7 +46,8 @@ def main(version: int, adapters: bool, prepared: bool, options: dict[str, Any], 
     if prepared:
         sharded = accelerator.prepare(given)
     else:
-        sharded = prepare_fsdp(given, accelerator)
+        # On a CPU the original names the device "cpu:0", which torch does not take for one of its own there.
+        sharded = prepare_fsdp(given, SimpleNamespace(state=accelerator.state, device=torch.device("cpu")))
     words = (torch.arange(LENGTH) * 7 % 48).reshape(1, -1)
     with torch.no_grad():
         logits = sharded(input_ids=words).logits

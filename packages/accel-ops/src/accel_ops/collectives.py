@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -14,11 +16,13 @@ from accel_ops.tree import flatten, leaves_with_paths, rebuild, recursively_appl
 from accel_ops.whole import check_writable, is_dtensor, write_whole
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
-from accel_state.transport.base import Transport, Work
+from accel_state.transport.base import Reduction, Transport, Work
 
 __all__ = ("broadcast", "gather", "reduce")
 
-_REDUCTIONS: Final = ("mean", "sum", "none")
+_REDUCTIONS: Final = ("mean", "sum", "max", "min", "none")
+
+_OPERATIONS: Final[dict[str, Reduction]] = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 
 _MOST_GATHERED: Final = 64 * 1024 * 1024
 """Bytes of all processes together up to which small tensors of several dtypes are added up by each process."""
@@ -75,18 +79,19 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The element-wise mean or sum of the tensors of all processes, on every process.
+    """The element-wise mean, sum, maximum or minimum of the tensors of all processes, on every process.
 
-    The tensors given are not changed. The results are equal bit by bit on all processes. Sums of bool are "any".
+    The tensors given are not changed. The results are equal bit by bit on all processes. Sums and maxima of bool are
+    "any", minima "all". A maximum or minimum is NaN where any process has NaN.
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        reduction: "mean", "sum", or "none", which returns the data as they are.
+        reduction: "mean", "sum", "max", "min", or "none", which returns the data as they are.
         scale: factor for the result.
 
     Raises:
         SettingError: an unknown `reduction`.
-        UnknownKind: a leaf cannot be added up, or is of whole numbers where the result would not be.
+        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
 
@@ -102,14 +107,15 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     transport = current.process_or_start().transport
     if reduction == "none":
         return tensor
-    check = _check_sum if reduction == "sum" and scale == 1.0 else _check_fraction
+    check = _check_of(reduction, scale)
     if transport.world_size == 1:
         _check_alone("reduce", tensor, check)
         return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
     with CheckedCall(transport, "reduce", reduction=reduction, scale=scale) as call:
+        operation = _OPERATIONS[reduction]
         plan, leaves = call.plan(tensor, check=check)
         divisor = transport.world_size if reduction == "mean" else 1
-        return rebuild(tensor, _back(_reduce(call, transport, plan, leaves, divisor, scale), plan))
+        return rebuild(tensor, _back(_reduce(call, transport, plan, leaves, operation, divisor, scale), plan))
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -186,18 +192,24 @@ def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tenso
 
 
 def _reduce(
-    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], divisor: int, scale: float
+    call: CheckedCall,
+    transport: Transport,
+    plan: Plan,
+    leaves: Sequence[torch.Tensor],
+    operation: Reduction,
+    divisor: int,
+    scale: float,
 ) -> list[torch.Tensor]:
     large = [_summand(_contiguous(leaves[position])) for position in plan.large]
     totals = [torch.empty_like(summand) for summand in large]
     packed = None if call.fits(plan) else plan.pack(leaves)
     rows = call.agree(plan, leaves)
-    rows, sums, works = _begin_sums(transport, plan, rows, packed)
-    adding = [_add(transport, summand, total) for summand, total in zip(large, totals, strict=True)]
+    rows, sums, works = _begin_sums(transport, plan, rows, packed, operation)
+    adding = [_add(transport, summand, operation, total) for summand, total in zip(large, totals, strict=True)]
     call.wait(works)
     if rows is not None:
         # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
-        sums = [segment.of(rows).sum(0, dtype=segment.dtype) for segment in plan.packing.segments]
+        sums = [_combined(segment.of(rows), operation, segment.dtype) for segment in plan.packing.segments]
     results: list[Any] = [None] * len(leaves)
     for segment, total in zip(plan.packing.segments, sums, strict=True):
         parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
@@ -210,7 +222,7 @@ def _reduce(
 
 
 def _begin_sums(
-    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None
+    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, operation: Reduction
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
     """Start to bring the small leaves together, unless the slots have brought them.
 
@@ -223,7 +235,7 @@ def _begin_sums(
         rows = packed.new_empty(transport.world_size, packed.numel())
         return rows, [], [transport.all_gather(rows.view(-1), packed)]
     sums = [_summand(segment.of(packed)) for segment in plan.packing.segments]
-    return None, sums, [_add(transport, summand) for summand in sums]
+    return None, sums, [_add(transport, summand, operation) for summand in sums]
 
 
 def _is_gathered(plan: Plan, transport: Transport) -> bool:
@@ -238,11 +250,46 @@ def _summand(values: torch.Tensor) -> torch.Tensor:
     return values.to(_WIDER.get(values.dtype, values.dtype))
 
 
-def _add(transport: Transport, values: torch.Tensor, into: torch.Tensor | None = None) -> Work:
-    """Start to add up `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
+def _combined(rows: torch.Tensor, operation: Reduction, dtype: torch.dtype) -> torch.Tensor:
+    if operation == "sum":
+        return rows.sum(0, dtype=dtype)
+    return rows.amax(0) if operation == "max" else rows.amin(0)
+
+
+def _add(transport: Transport, values: torch.Tensor, operation: Reduction, into: torch.Tensor | None = None) -> Work:
+    """Start to combine `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
     if values.dtype is torch.bool:
-        return transport.all_reduce(values.view(torch.uint8), "max", None if into is None else into.view(torch.uint8))
-    return transport.all_reduce(values, "sum", into)
+        bytewise: Reduction = "min" if operation == "min" else "max"
+        return transport.all_reduce(
+            values.view(torch.uint8), bytewise, None if into is None else into.view(torch.uint8)
+        )
+    if operation == "sum" or not values.is_floating_point():
+        return transport.all_reduce(values, operation, into)
+    # What backends make of NaN depends on the order of the processes.
+    spoilt = values.isnan()
+    return _WithNaN(
+        transport.all_reduce(values, operation, into),
+        transport.all_reduce(spoilt.view(torch.uint8), "max"),
+        values if into is None else into,
+        spoilt,
+    )
+
+
+class _WithNaN:
+    """Extremes that become NaN where any process had NaN."""
+
+    __slots__ = ("_marks", "_spoilt", "_target", "_values")
+
+    def __init__(self, values: Work, marks: Work, target: torch.Tensor, spoilt: torch.Tensor) -> None:
+        self._values, self._marks, self._target, self._spoilt = values, marks, target, spoilt
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        self._values.wait(timeout)
+        self._marks.wait(timeout)
+        self._target.masked_fill_(self._spoilt, math.nan)
+
+    def is_completed(self) -> bool:
+        return self._values.is_completed() and self._marks.is_completed()
 
 
 def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
@@ -312,6 +359,25 @@ def _check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, 
     except UnknownKind:
         for path, leaf in leaves_with_paths(data):
             check(path, leaf, operation)
+
+
+def _check_of(reduction: str, scale: float) -> Callable[[str, torch.Tensor, str], None]:
+    if reduction == "mean":
+        return _check_fraction
+    if reduction == "sum":
+        return _check_sum if scale == 1.0 else _check_fraction
+    return _check_order if scale == 1.0 else _check_fractions_in_order
+
+
+def _check_fractions_in_order(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_order(path, leaf, operation)
+    _check_fraction(path, leaf, operation)
+
+
+def _check_order(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_sum(path, leaf, operation)
+    if leaf.is_complex():
+        raise _not_summable(path, leaf, "Complex numbers have no order.", "Reduce .abs() or the real part.")
 
 
 def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:

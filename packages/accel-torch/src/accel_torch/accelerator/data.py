@@ -89,7 +89,7 @@ class DataPage(Parts):
 
         Args:
             tensor: a tensor or any nesting of them.
-            reduction: "sum", "mean" or "none".
+            reduction: "sum", "mean", "max", "min" or "none".
             scale: factor on the result.
         """
         return accel_ops.reduce(tensor, reduction, scale)
