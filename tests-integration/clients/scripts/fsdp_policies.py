@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_text import LENGTH, tell, tiny_model
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
 from trl.models.utils import prepare_fsdp
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
