@@ -47,6 +47,25 @@ def nowhere(tmp_path):
     return {"HF_HOME": str(tmp_path)}
 
 
+ODD = (
+    *("--", "-", "", "=", "--=", "a=b=c", ",", "[", "{", "[" * 3000, "9" * 5000, "9" * 25, "1e9999", "nan", "inf"),
+    *("-1", "1_000", "\u0663", "\uff11", "a\0b", "\ud800", "\x1b[2J", " ", "\n", "null", "*" * 1000, "2147483648", ":"),
+)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_every_flag_with_odd_values(nowhere, number):
+    # Each flag meets some of the values; which ones changes from flag to flag.
+    for position, flag in enumerate(FLAGS):
+        for value in ODD[(position + 5 * number) % 10 :: 10]:
+            understood_or_refused(attempt([f"{flag}={value}"], nowhere))
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_two_dashes_after_an_equals_sign_are_the_value_of_a_flag(flag, nowhere):
+    understood_or_refused(attempt([f"{flag}=--"], nowhere))
+
+
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_cli.config.document import Entry, read_document
+from accel_cli.config.document import Entry, read_document, read_tables
 from accel_state.errors import SettingError
 
 
@@ -72,7 +74,7 @@ def test_json_text_in_a_yaml_file(document):
         ('{"a": 1,}', "run.json", "run.json:1, column "),
         ("a: 1\n", "run.json", "run.json:1, column 1: it is not valid JSON"),
         ("[" * 5000, "run.yaml", "run.yaml"),
-        ("[" * 100000 + "]" * 100000, "run.json", "nested too deep"),
+        ("[" * 10000 + "]" * 10000, "run.json", "nested too deep"),
         ("\n".join("  " * depth + "a:" for depth in range(20)) + " 1\n", "run.yaml", "nested too deep"),
     ],
 )
@@ -109,3 +111,64 @@ def test_any_text_gives_entries_or_a_typed_error(tmp_path_factory, text, json):
         refused = error
     assert refused is None or str(path) in refused.obstacle or str(path) in refused.asked
     assert all(isinstance(entry.key, str) and entry.line >= 1 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [" + ",".join("[" * 90 + "]" * 90 for _ in range(1000)) + "]\n",
+        "a: [" + ",".join("[" * 21 + "]" * 21 for _ in range(1000)) + "]\n",
+        "a: [" + "1," * 100_000 + "1]\n",
+        "".join(f"key_{number}: 'é'\n" for number in range(20_000)),
+    ],
+    ids=["nested deeply", "nested", "long list", "many keys"],
+)
+def test_a_file_that_would_take_seconds_is_refused(document, text):
+    with pytest.raises(SettingError, match=r"limit of 100000 bytes|nested too deep"):
+        document(text)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pipes with names")
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("pipe.yaml", "zero.yaml", "folder.yaml", "a\0b", "half\ud800"):
+        with pytest.raises(SettingError):
+            read_document(str(tmp_path / name))
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="no descriptors with names")
+def test_a_pipe_of_the_shell_is_read():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        file.write("a: 1\n")
+    try:
+        assert read_document(f"/dev/fd/{reading}") == (Entry("a", "1", 1),)
+    finally:
+        os.close(reading)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "2026-02-31",
+        "9" * 5000,
+        "!!binary x",
+        "!!python/object:os.system {}",
+        "!!int x",
+        "!!float [1]",
+        "2026-01-01 25:61:61",
+    ],
+)
+def test_a_value_that_yaml_cannot_make_is_a_typed_error(tmp_path, value):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"a: {value}\n")
+    with pytest.raises(SettingError, match="One of its values cannot be made"):
+        read_tables(str(path))
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", "[" * 19 + "9" * 5000])
+def test_json_with_a_long_number_is_a_typed_error(document, text):
+    with pytest.raises(SettingError, match="valid JSON"):
+        document(text, "run.json")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, HelpFormatter
+from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable
+from typing import Any
 
 from accel_cli.manual import width
 from accel_state.errors import SettingError
@@ -39,6 +40,14 @@ class Parser(ArgumentParser):
             SettingError: always.
         """
         raise SettingError(f"{self.prog} was called.", f"{_sentence(message)}.", self._remedy(message))
+
+    def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
+        """The value of an option or argument; `--` after an equals sign is a value, which argparse drops."""
+        if action.option_strings and action.nargs in (None, OPTIONAL) and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
 
     def _remedy(self, message: str) -> str:
         from accel_state.settings.schema import closest

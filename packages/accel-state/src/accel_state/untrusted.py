@@ -8,11 +8,8 @@ content does not fit; the reader of each format turns both into its own typed er
 from __future__ import annotations
 
 import errno
-import json
 import math
-import ntpath
 import os
-import posixpath
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -43,9 +40,9 @@ Shape = Callable[[Any], str]
 LIMIT: Final = 64 * 2**20
 DEPTH: Final = 64
 _DIGITS: Final = 20
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _FOLDED: Final = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
@@ -63,7 +60,10 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     except ValueError as error:
         raise OSError(errno.EINVAL, f"not a path ({error})", repr(path)) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
         return FileIO(descriptor)
     except BaseException:
@@ -104,8 +104,8 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
         depth: how deep arrays and objects may nest.
 
     Raises:
-        ValueError: it is not JSON, nests deeper, holds a key twice, a number that is not finite or has more than 20
-            digits before the point, half of a surrogate pair, or a value that does not fit `shape`.
+        ValueError: it is not JSON, nests deeper, holds a key twice, a number that is not finite, an integer of more
+            than 20 digits, or a value that does not fit `shape`.
 
     Example:
         >>> parse_json(b'{"size": 3}', record({"size": integer()}))
@@ -114,6 +114,9 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
         Traceback (most recent call last):
         ValueError: It['size'] is -3, not an integer from 0 to 9223372036854775807.
     """
+    # Imported here: whoever reads a plain text pays for no parser.
+    import json
+
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     try:
         decoded = raw.decode("utf-8-sig")
@@ -132,8 +135,6 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"It is not JSON: {error.msg} in {where}.") from None
-    if _SURROGATE.search(raw):
-        _refuse_half_surrogates(value)
     fault = "" if shape is None else shape(value)
     if fault:
         raise ValueError(f"It{fault}.")
@@ -174,13 +175,6 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _refuse_half_surrogates(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("It holds half of a surrogate pair, which is no character.") from None
-
-
 def shown(value: Any) -> str:
     """A value for an error message: as Python writes it, escaped and cut."""
     return printable(f"{value!r:.200}")
@@ -192,12 +186,14 @@ def anything(value: Any) -> str:
 
 
 def text(pattern: str | None = None) -> Shape:
-    """Shape of a text, which the regular expression has to match as a whole."""
+    """Shape of a text of real characters, which the regular expression has to match as a whole."""
     compiled = None if pattern is None else re.compile(pattern)
 
     def fault(value: Any) -> str:
         if not isinstance(value, str):
             return f" is {shown(value)}, not a text"
+        if not value.isascii() and _SURROGATE.search(value):
+            return f" is {shown(value)}, with half of a surrogate pair"
         if compiled is not None and compiled.fullmatch(value) is None:
             return f" is {shown(value)}, which does not match {pattern}"
         return ""
@@ -292,7 +288,7 @@ def inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False
 def _is_relative(name: Any) -> bool:
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
-    if ntpath.splitdrive(name)[0] or ntpath.isabs(name) or posixpath.isabs(name):
+    if name.startswith("/") or name[1:2] == ":":
         return False
     try:
         os.fsencode(name)

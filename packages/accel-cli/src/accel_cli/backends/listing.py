@@ -107,7 +107,10 @@ def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
         return {}, _BUSY.format(_TIMEOUT)
     if answer.returncode:
         return {}, _last_line(answer.stderr) or f"Exit code {answer.returncode}."
-    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    try:
+        found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {}, f"They answered {answer.stdout[-200:]!r}."
     return found, ""
 
 

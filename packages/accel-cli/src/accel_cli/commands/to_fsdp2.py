@@ -32,7 +32,8 @@ class ToFSDP2:
 
     def run(self, arguments: Namespace) -> int:
         """Write the converted file."""
-        from accel_cli.config.fsdp2 import convert, read_tables
+        from accel_cli.config.document import read_tables
+        from accel_cli.config.fsdp2 import convert
         from accel_cli.config.write import write_config
 
         target = _target(arguments)

@@ -84,7 +84,7 @@ def _lines(path: str | None) -> list[str]:
     try:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a file with a command a line.") from None
 
 

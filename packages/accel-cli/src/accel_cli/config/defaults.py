@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accel_cli.config.document import Entry, read_document
+from accel_cli.config.document import Entry, read_document, read_tables
 from accel_cli.config.effective import label
 from accel_cli.config.file import modern, read_config
 from accel_state.labels import ComputeEnvironment, DistributedType
@@ -42,19 +42,12 @@ def modernised(path: str, classes: Iterable[type]) -> dict[str, Any]:
     settings = [known for settings_class in classes for known in settings_of(settings_class).values()]
     values = {str(known.key): given[label(known)].value for known in settings if label(known) in given}
     owned = {known.key for known in settings}
-    root = _load(path)
+    root = read_tables(path)
     for entry in read_document(path):
         key = modern(entry).key
         if key not in owned and entry.value is not None:
             values[key] = _at(root, entry)
     return values
-
-
-def _load(path: str) -> Any:
-    import yaml
-
-    with open(path, encoding="utf-8") as file:
-        return yaml.safe_load(file.read().replace("\t", " "))
 
 
 def _at(root: Any, entry: Entry) -> Any:

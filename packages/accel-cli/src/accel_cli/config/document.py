@@ -13,10 +13,12 @@ from typing import Any, Final
 from accel_cli.config.plain import Entry, plain_entries
 from accel_state.errors import SettingError
 
-__all__ = ("Entry", "read_document")
+__all__ = ("Entry", "read_document", "read_tables")
 
-# The YAML library takes time by the square of the depth of brackets.
-_DEEPEST: Final = 100
+# The YAML library takes time for each bracket by the depth at which it stands, and 10 µs for each character of others.
+_DEEPEST: Final = 20
+_LARGEST: Final = 100_000
+_PIPES: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _NULL: Final = "tag:yaml.org,2002:null"
 
 
@@ -33,11 +35,30 @@ def read_document(path: str) -> tuple[Entry, ...]:
         remedy = "Check the path, or write a file with `accel config`."
         raise SettingError(asked, "There is no such file.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(asked, f"It cannot be read: {error}.", "Give a readable text file.") from None
+        remedy = f"Give a text file of at most {_LARGEST} bytes."
+        raise SettingError(asked, f"It cannot be read: {error}.", remedy) from None
     if _depth(text) > _DEEPEST:
         raise SettingError(asked, f"{path} is nested too deep.", "Write a flatter file.")
     entries = None if path.endswith(".json") else plain_entries(text)
     return tuple(_from_library(text, asked, path)) if entries is None else entries
+
+
+def read_tables(path: str) -> dict[str, Any]:
+    """A config file as nested tables of the values that YAML makes of its scalars.
+
+    Raises:
+        SettingError: as `read_document`, or a scalar is not what its form or tag says, such as a 31st of February.
+    """
+    import yaml
+
+    read_document(path)
+    try:
+        found: dict[str, Any] = yaml.safe_load(_text(path).replace("\t", " ")) or {}
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError) as error:
+        asked = f"The config file {path} was to be read."
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SettingError(asked, f"One of its values cannot be made: {reason}.", "Quote that value.") from None
+    return found
 
 
 def _from_library(text: str, asked: str, path: str) -> Iterator[Entry]:
@@ -64,8 +85,17 @@ def _depth(text: str) -> int:
 
 
 def _text(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+    if path.startswith(_PIPES):
+        # What a shell gives for <(command).
+        with open(path, "rb") as file:
+            found = file.read(_LARGEST + 1)
+        if len(found) > _LARGEST:
+            raise OSError(f"more than {_LARGEST} bytes came through {path}")
+    else:
+        from accel_state.untrusted import read_limited
+
+        found = read_limited(path, _LARGEST)
+    return found.decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _check_json(text: str, asked: str, path: str) -> None:
@@ -76,6 +106,8 @@ def _check_json(text: str, asked: str, path: str) -> None:
     except json.JSONDecodeError as error:
         obstacle = f"{path}:{error.lineno}, column {error.colno}: it is not valid JSON: {error.msg}."
         raise SettingError(asked, obstacle, "Correct that line.") from None
+    except ValueError as error:
+        raise SettingError(asked, f"{path} is not valid JSON: {error}.", "Correct it.") from None
 
 
 def _compose(text: str, asked: str, path: str) -> Any:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from accel_cli.config.document import read_document
 from accel_cli.config.known import with_prefix
 from accel_state.errors import SettingError
 
-__all__ = ("Conversion", "convert", "read_tables")
+__all__ = ("Conversion", "convert")
 
 _TABLE: Final = "fsdp_config"
 _STRATEGY: Final = "fsdp_sharding_strategy"
@@ -43,20 +42,6 @@ class Conversion(NamedTuple):
 
     values: dict[str, Any] | None
     notes: tuple[str, ...] = ()
-
-
-def read_tables(path: str) -> dict[str, Any]:
-    """A config file as tables of plain values.
-
-    Raises:
-        SettingError: it cannot be read or is not valid.
-    """
-    import yaml
-
-    read_document(path)
-    with open(path, encoding="utf-8") as file:
-        found: dict[str, Any] = yaml.safe_load(file.read().replace("\t", " ")) or {}
-    return found
 
 
 def convert(config: Mapping[str, Any]) -> Conversion:

@@ -97,7 +97,10 @@ def ask_torch(asked: str) -> dict[str, Any]:
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
         raise LaunchError(asked, f"torch could not be asked: {last}", remedy)
-    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    try:
+        found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise LaunchError(asked, f"torch answered {answer.stdout[-200:]!r}.", remedy) from None
     return found
 
 

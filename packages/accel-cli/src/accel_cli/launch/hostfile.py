@@ -9,7 +9,9 @@ from accel_state.errors import SettingError
 
 __all__ = ("Host", "read_hostfile")
 
-_LINE: Final = re.compile(r"(?P<name>[^\s:=]+)(?:\s+(?:slots|max_slots)=(?P<slots>\d+)|:(?P<count>\d+))*\s*")
+_LINE: Final = re.compile(
+    r"(?P<name>[^\s:=]+)(?:\s+(?:slots|max_slots)=(?P<slots>[0-9]{1,9})|:(?P<count>[0-9]{1,9}))*\s*"
+)
 
 
 class Host(NamedTuple):
@@ -33,7 +35,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingError(asked, f"It cannot be read: {error}.", "Give a text file with one machine a line.") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):

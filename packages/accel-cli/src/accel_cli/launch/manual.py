@@ -51,7 +51,7 @@ def _rows() -> Rows:
         if kept["backends"] == offered and kept["modules"] == _states(kept["modules"]):
             rows: Rows = kept["rows"]
             return rows
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # There is none yet, or somebody else's.
         pass
     rows = _made()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_state.exit_codes import RESUME
+from accel_state.untrusted import parse_json, read_limited
 
 __all__ = ("Failure", "first_failure", "meaning", "read_record", "report", "shell_code")
 
@@ -105,8 +105,7 @@ def meaning(number: int) -> str:
 def read_record(path: str) -> dict[str, Any] | None:
     """Content of an error file in torch's format, or None when there is none that can be read."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            message = json.load(file)["message"]
+        message = parse_json(read_limited(path).decode(errors="replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return message if isinstance(message, dict) else {"message": str(message)}

@@ -148,7 +148,7 @@ def _table(path: str | None) -> list[tuple[str, str]]:
     try:
         with open(path, encoding="utf-8") as file:
             rows = [line.rstrip("\n").split("\t") for line in file if line.strip()][1:]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a table with two columns.") from None
     for number, row in enumerate(rows, start=2):
         if len(row) != 2:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from accel_state.errors import SettingError
+from accel_state.untrusted import parse_json, read_limited
 
 __all__ = ("OFFLOADING", "HfDeepSpeedConfig", "read_document")
 
@@ -126,8 +127,7 @@ def read_document(given: Any) -> dict[str, Any]:
 
 def _text_of(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return read_limited(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
             f"The DeepSpeed configuration {path} was to be read.",
@@ -151,30 +151,10 @@ def _decoded(text: str) -> str:
 
 
 def _parsed(text: str, asked: str) -> dict[str, Any]:
-    import json
-
     try:
-        table = json.loads(text, object_pairs_hook=_without_doubles)
-    except json.JSONDecodeError as error:
-        raise SettingError(
-            asked,
-            f"It is no JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
-            "Correct the text there.",
-        ) from None
-    except _Double as error:
-        raise SettingError(asked, f"The key {error.args[0]!r} stands twice in one table.", "Remove one.") from None
+        table = parse_json(text)
+    except ValueError as error:
+        raise SettingError(asked, str(error), "Correct the text there.") from None
     if not isinstance(table, dict):
         raise SettingError(asked, f"It holds a {type(table).__name__}.", "Write a table in braces.")
-    return table
-
-
-class _Double(Exception):
-    """A key that stands twice in one table."""
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Double(next(name for name in names if names.count(name) > 1))
     return table

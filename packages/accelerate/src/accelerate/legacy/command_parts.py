@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.defaults import modernised, usual_config
-from accel_cli.config.fsdp2 import convert, read_tables
+from accel_cli.config.document import read_tables
+from accel_cli.config.fsdp2 import convert
 from accel_cli.config.location import default_path
 from accel_cli.config.prompt import prompter
 from accel_cli.config.wizard import questions

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from accel_cli.config.document import read_document
+from accel_cli.config.document import read_document, read_tables
 from accel_cli.config.file import modern
-from accel_cli.config.fsdp2 import read_tables
 from accel_cli.config.location import default_path
 from accel_cli.config.write import write_config
 from accel_state.errors import SettingError
