@@ -104,6 +104,22 @@ def test_options_of_an_engine_that_is_not_used_are_told(accel, script):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "reported"),
+    [
+        ((), True),
+        (("--use_fsdp",), False),
+        (("--backend", "fsdp2"), False),
+        (("--num_processes", "2", "--parallelism_config_dp_shard_size", "2"), False),
+    ],
+)
+def test_fsdp_options_without_fsdp_are_reported(accel, script, options, reported):
+    finished = accel("launch", "--cpu", *options, "--fsdp_version", "2", script(""))
+    assert finished.returncode == 0
+    sentence = "fsdp_config.fsdp_version=2 (--fsdp_version) has no effect without --use_fsdp."
+    assert (sentence in finished.stderr) == reported
+
+
 def test_a_broken_backend_is_told_and_takes_nothing_from_the_others(accel, script, tmp_path):
     metadata = tmp_path / "site" / "ruin-1.0.dist-info"
     metadata.mkdir(parents=True)

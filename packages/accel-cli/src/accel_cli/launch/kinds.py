@@ -28,7 +28,13 @@ __all__ = (
 
 _GROUP: Final = "Kind of run"
 _MESH: Final = "parallelism_config."
-_OF_ENGINES: Final = {"deepspeed_config": "use_deepspeed", "megatron_lm_config": "use_megatron_lm"}
+_OF_ENGINES: Final = {
+    "deepspeed_config": ("use_deepspeed", "deepspeed"),
+    "fsdp_config": ("use_fsdp", "fsdp"),
+    "megatron_lm_config": ("use_megatron_lm", "megatron"),
+}
+"""By table of settings: the switch that chooses the engine, and how the names of its backends begin."""
+
 _EIGHT_BITS: Final = ("fp8_config", "fp8")
 _SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
@@ -202,12 +208,17 @@ def idle(effective: Effective) -> Iterator[tuple[str, Effect, str]]:
     """Options of engines that are not used: label, setting, and what would use it."""
     found = kind_of(effective)
     used = found[0].switch if found is not None else ""
+    backend = effective["backend"].value or ""
+    # The sizes of axes choose FSDP by themselves.
+    chosen = {used} | ({"use_fsdp"} if given_sizes(effective) else set())
     for name, effect in effective.items():
         table = name.partition(".")[0]
         if not effect.given or effect.setting.variable in _SHARED:
             continue
-        if table in _OF_ENGINES and _OF_ENGINES[table] != used:
-            yield name, effect, f"--{_OF_ENGINES[table]}"
+        if table in _OF_ENGINES:
+            switch, backends = _OF_ENGINES[table]
+            if switch not in chosen and not backend.startswith(backends):
+                yield name, effect, f"--{switch}"
         elif table == _EIGHT_BITS[0] and effective["mixed_precision"].value != _EIGHT_BITS[1]:
             yield name, effect, f"--mixed_precision {_EIGHT_BITS[1]}"
 
