@@ -53,7 +53,7 @@ def test_a_table(project: Path, capsys: pytest.CaptureFixture[str], inside: str)
     assert code == 0
     assert [name for name, _ in lines][:4] == ["checkpoint", "checkpoint_0", "checkpoint_1", "checkpoint_2"]
     assert lines[1][1].startswith("epoch 2, batch 30")
-    assert lines[1][1].endswith("good")
+    assert lines[1][1].endswith("complete")
     assert "damaged: optimizer.bin has 18 bytes, and 5 were written." in lines[2][1]
     assert "unverified: it has no manifest" in lines[3][1]
     assert "incomplete: its process is gone" in lines[4][1]
@@ -63,14 +63,15 @@ def test_rows_as_json(project: Path, capsys: pytest.CaptureFixture[str]) -> None
     _, shown = run(capsys, "list", str(project), "--json")
     rows = json.loads(shown)
 
-    assert [row["state"] for row in rows] == ["good", "good", "good", "incomplete: its process is gone"]
+    assert [row["state"] for row in rows] == ["complete", "complete", "complete", "incomplete: its process is gone"]
     assert rows[0]["processes"] == 1
     assert rows[0]["size"] > 5
 
 
 def test_only_reading_every_byte_finds_a_changed_one(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = project / "checkpoints" / "checkpoint_1"
-    assert run(capsys, "verify", str(one))[0] == 0
+    code, shown = run(capsys, "verify", str(one), "--json")
+    assert (code, json.loads(shown)[0]["state"]) == (0, "good")
     (one / "optimizer.bin").write_text("other")
 
     assert "damaged" not in run(capsys, "list", str(one))[1]
@@ -118,7 +119,7 @@ def test_one_checkpoint_in_detail(project: Path, capsys: pytest.CaptureFixture[s
     (one / "notes.txt").write_text("mine")
     code, shown = run(capsys, "info", str(one))
     assert code == 0
-    for expected in ("good", "seed: 4", "optimizer.bin", "5 B", "accel-plugins", "not in the manifest: notes.txt"):
+    for expected in ("complete", "seed: 4", "optimizer.bin", "5 B", "accel-plugins", "not in the manifest: notes.txt"):
         assert expected in shown
     _, shown = run(capsys, "info", str(one), "--json")
     assert json.loads(shown)["files"]["optimizer.bin"]["size"] == 5

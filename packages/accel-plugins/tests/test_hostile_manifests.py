@@ -111,15 +111,15 @@ def test_the_older_checkpoint_is_taken(saved: Path, damage: Callable[[Path], obj
 
 
 def test_an_unexpected_failure_while_judging_means_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(path: Path) -> Any:
+    def exhausted(path: Path) -> str:
         if path.parent.name == "checkpoint_1":
             raise MemoryError("no memory")
         return original(path)
 
     from accel_plugins.checkpoint import manifest
 
-    original = manifest.record_of
-    monkeypatch.setattr(manifest, "record_of", exhausted)
+    original = manifest.hash_of_file
+    monkeypatch.setattr(manifest, "hash_of_file", exhausted)
 
     assert find_newest(saved, hashes=True) == saved / "checkpoint_0"
 

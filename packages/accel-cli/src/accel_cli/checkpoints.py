@@ -63,7 +63,7 @@ def _row(path: Path, hashes: bool) -> dict[str, Any]:
         "processes": facts.get("world_size"),
         "size": _size(path),
         "written": written,
-        "state": _state(verdict),
+        "state": _state(verdict, hashes),
         "damage": list(verdict.damage),
     }
 
@@ -75,9 +75,9 @@ def _half(path: Path) -> dict[str, Any]:
     return {**row, "state": state, "damage": []}
 
 
-def _state(verdict: Verdict) -> str:
+def _state(verdict: Verdict, hashes: bool) -> str:
     if verdict.good:
-        return "good"
+        return "good" if hashes else "complete"
     return f"damaged: {verdict.damage[0]}" if verdict.damage else "unverified: it has no manifest"
 
 
@@ -153,7 +153,7 @@ def describe(folder: Path) -> dict[str, Any]:
     verdict = verify(folder)
     return {
         "path": str(folder),
-        "state": _state(verdict),
+        "state": _state(verdict, hashes=False),
         "written": manifest.written,
         "facts": dict(manifest.facts),
         "versions": dict(manifest.versions),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.checkpoint.contents import Contents
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.meeting import Meeting
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
+from accel_plugins.checkpoint.verification import damage_in
 from accel_plugins.manifest import Duty
 from accel_state.errors import CheckpointError, SettingError
 
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_plugins.checkpoint.config import ProjectConfiguration
+    from accel_state.current import Process
     from accel_torch.parts import Parts
 
 __all__ = ("automatic_folder", "chosen", "contents", "decided_by_main", "next_folder", "unwrapped")
+
+_TOLD: Final = 10
+"""How many damaged ranges each process tells the others of."""
 
 
 def unwrapped(parts: Parts) -> list[Module]:
@@ -96,24 +101,23 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
 
 
 def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: bool) -> Path | None:
-    """The checkpoint to load; None when there is none and that is right. Called on every process.
+    """The checkpoint to load, verified; None when there is none and that is right. Called on every process.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: it cannot be trusted, or there is none.
     """
-    project = parts._options.project
-    hashes = project.verify == "hashes"
-    if input_dir is None and project.automatic_checkpoint_naming:
-        asked = "load_state() was called with automatic naming."
-        told = decided_by_main(parts, asked, lambda: _newest(project, hashes, missing_ok))
-        project.iteration = max(project.iteration, told["following"])
-        return None if told["folder"] is None else Path(told["folder"])
+    if input_dir is None and parts._options.project.automatic_checkpoint_naming:
+        return _newest_good(parts, missing_ok)
     folder = Path(_named(input_dir, "load_state"))
     found = _found(parts, folder)
     if found is None and missing_ok:
         return None
-    _check(found or folder, hashes)
+    asked = f"The checkpoint {folder} was to be loaded."
+    if found is None:
+        raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
+    if damage := _damage(parts, found, asked):
+        raise CheckpointError(asked, damage, "Load an older checkpoint.")
     return found
 
 
@@ -140,14 +144,54 @@ def _found(parts: Parts, folder: Path) -> Path | None:
     return found
 
 
-def _newest(project: ProjectConfiguration, hashes: bool, missing_ok: bool) -> dict[str, Any]:
-    """The newest good checkpoint, and a number that is free for the next."""
+def _newest_good(parts: Parts, missing_ok: bool) -> Path | None:
+    """The newest checkpoint of the project that no process finds damaged."""
+    project = parts._options.project
+    asked = "load_state() was called with automatic naming."
+    damaged: dict[Path, str] = {}
+    while True:
+        told = decided_by_main(parts, asked, lambda: _newest(project, damaged, missing_ok))
+        project.iteration = max(project.iteration, told["following"])
+        if told["folder"] is None:
+            return None
+        folder = Path(told["folder"])
+        damage = _damage(parts, folder, asked)
+        if not damage:
+            return folder
+        damaged[folder] = damage
+
+
+def _damage(parts: Parts, folder: Path, asked: str) -> str:
+    """What the processes find wrong with a folder, on every process; each compares its share of the contents."""
+    process = parts.state._process
+    meeting = Meeting(process, f"verify/{folder.name}", asked, parts._options.project.deadline)
+    try:
+        found = _own_damage(folder, process, parts._options.project.verify == "hashes")
+    except BaseException as error:
+        meeting.fail("contents", f"{type(error).__name__}: {error}")
+        raise
+    answers = [json.loads(answer) for answer in meeting.exchange("contents", json.dumps(found[:_TOLD]))]
+    damage = " ".join(dict.fromkeys(sentence for answer in answers for sentence in answer))
+    if damage:
+        meeting.leave()
+    return damage
+
+
+def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:
+    verdict = verify(folder)
+    if verdict.damage or verdict.manifest is None or not hashes:
+        return list(verdict.damage)
+    return damage_in(folder, verdict.manifest, process)
+
+
+def _newest(project: ProjectConfiguration, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
+    """The newest checkpoint whose files have the right sizes, and a number that is free for the next."""
     folder = automatic_folder(project)
     known = available(folder)
     following = known[-1].number + 1 if known else 0
     if missing_ok and not known:
         return {"folder": None, "following": following}
-    return {"folder": str(find_newest(folder, hashes=hashes)), "following": following}
+    return {"folder": str(find_newest(folder, damaged=damaged)), "following": following}
 
 
 def _named(given: str | os.PathLike[str] | None, method: str) -> str:
@@ -158,13 +202,3 @@ def _named(given: str | os.PathLike[str] | None, method: str) -> str:
             "Name a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
         )
     return os.path.expanduser(os.fspath(given))
-
-
-def _check(folder: Path, hashes: bool) -> None:
-    """Refuse a folder that is not there or whose files are not those that its manifest names."""
-    asked = f"The checkpoint {folder} was to be loaded."
-    if not folder.is_dir():
-        raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
-    verdict = verify(folder, hashes=hashes)
-    if verdict.damage:
-        raise CheckpointError(asked, " ".join(verdict.damage), "Load an older checkpoint.")

@@ -24,8 +24,9 @@ class Checkpoint:
         parser.add_argument(
             "action",
             choices=("list", "verify", "prune", "info"),
-            help="list: a table by sizes alone; verify: read every byte, exit code 1 when one is damaged; prune: "
-            "remove the oldest, and what dead processes left; info: the files of one checkpoint and who wrote it.",
+            help="list: a table by sizes alone, which tell what is complete; verify: read every byte to tell what is "
+            "good, exit code 1 when one is damaged; prune: remove the oldest, and what dead processes left; info: the "
+            "files of one checkpoint and who wrote it.",
         )
         parser.add_argument("path", metavar="PATH", help="A checkpoint, a folder of them, or the project above it.")
         parser.add_argument("--keep", type=int, metavar="N", help="How many to keep (prune).")

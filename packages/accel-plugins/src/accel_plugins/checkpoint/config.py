@@ -23,7 +23,8 @@ class ProjectConfiguration:
         save_on_each_node: write on every node what the main process writes, for nodes that share no file system.
         iteration_checkpoints: another spelling of `automatic_checkpoint_naming=True`.
         fsync: wait until the disk holds a checkpoint before it counts; False trusts the page cache.
-        verify: what is compared with the manifest before loading: "sizes" or "hashes".
+        verify: what is compared with the manifest before anything is loaded: "hashes", or "sizes" alone, which does
+            not see a byte that was flipped.
         deadline: seconds that processes wait for each other while saving.
         save_on_signal: on SIGTERM or SIGUSR1 to any process, save between two batches of a prepared loader and end with
             exit code 75 (`accel_state.exit_codes.RESUME`), which `accel launch` passes on; needs automatic naming.
@@ -41,7 +42,7 @@ class ProjectConfiguration:
     _: KW_ONLY
     iteration_checkpoints: InitVar[bool] = False
     fsync: bool = True
-    verify: str = "sizes"
+    verify: str = "hashes"
     deadline: float = 600.0
     save_on_signal: bool = False
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import xxhash
 
 from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.ranges import range_ends
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import (
     anything,
@@ -30,14 +31,29 @@ from accel_state.untrusted import (
     text,
 )
 
-__all__ = ("CheckpointManifest", "FileRecord", "Verdict", "read_manifest", "record_of", "verify", "walk")
+__all__ = (
+    "CheckpointManifest",
+    "FileRecord",
+    "Verdict",
+    "hash_of_file",
+    "read_manifest",
+    "record_of",
+    "verify",
+    "walk",
+)
 
 FORMAT: Final = 1
-_CHUNK: Final = 1 << 22
+_BUFFER: Final = 1 << 18
+"""Bytes that are read at once; few enough to be hashed from the cache of a core."""
+
 _VERSIONED: Final = record({"format": integer(1)})
+_FILE: Final = record(
+    {"size": integer(), "xxh3_128": text("[0-9a-f]{32}")},
+    {"ranges": table_of(text("[0-9a-f]{16}"), keys=text("[0-9]{1,18}"))},
+)
 _SHAPE: Final = record(
     {
-        "files": table_of(record({"size": integer(), "xxh3_128": text("[0-9a-f]{32}")})),
+        "files": table_of(_FILE),
         "facts": table_of(anything),
         "versions": table_of(text()),
         # Until the end of the year 9999, after which no calendar here goes on.
@@ -48,10 +64,18 @@ _SHAPE: Final = record(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and xxh3_128 of one file."""
+    """Size and hashes of one file.
+
+    Args:
+        size: in bytes.
+        xxh3_128: of the whole file.
+        ranges: xxh3_64 of each range by the byte where it ends; ranges follow each other from the start. None in
+            manifests of releases that hashed whole files alone.
+    """
 
     size: int
     xxh3_128: str
+    ranges: Mapping[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +98,11 @@ class CheckpointManifest:
 
     def text(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True, default=str) + "\n"
+        document = asdict(self)
+        for entry in document["files"].values():
+            if entry["ranges"] is None:
+                del entry["ranges"]
+        return json.dumps(document, indent=2, sort_keys=True, default=str) + "\n"
 
     @property
     def size(self) -> int:
@@ -120,7 +148,7 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
             )
         if fault := _SHAPE(found):
             raise ValueError(f"It{fault}.")
-        files = {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in found["files"].items()}
+        files = {name: _file_record(name, entry) for name, entry in found["files"].items()}
         return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
     except FileNotFoundError:
         return None
@@ -130,6 +158,16 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
             f"{MANIFEST_NAME} is damaged. {error}",
             "Load an older checkpoint, or remove that file to load the folder unverified.",
         ) from error
+
+
+def _file_record(name: str, entry: Mapping[str, Any]) -> FileRecord:
+    listed = entry.get("ranges")
+    if listed is None:
+        return FileRecord(entry["size"], entry["xxh3_128"])
+    ranges = {int(end): digest for end, digest in listed.items()}
+    if len(ranges) != len(listed) or 0 in ranges or max(ranges, default=0) != entry["size"]:
+        raise ValueError(f"The ranges of {printable(f'{name:.200}')} are not those of {entry['size']} bytes.")
+    return FileRecord(entry["size"], entry["xxh3_128"], dict(sorted(ranges.items())))
 
 
 def verify(folder: Path, *, hashes: bool = False) -> Verdict:
@@ -166,13 +204,28 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and hash of a file."""
-    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK))
+    """Size of a file, and the hashes of all of it and of its ranges, from one reading."""
+    ends = range_ends(path, path.stat().st_size)
+    whole, ranges, size = xxhash.xxh3_128(), dict[int, str](), 0
+    part, buffer = xxhash.xxh3_64(), memoryview(bytearray(_BUFFER))
+    with open_regular(path) as file:
+        for end in ends:
+            while size < end and (count := file.readinto(buffer[: end - size])):
+                whole.update(buffer[:count])
+                part.update(buffer[:count])
+                size += count
+            ranges[end] = part.hexdigest()
+            part.reset()
+    return FileRecord(size, whole.hexdigest(), ranges)
+
+
+def hash_of_file(path: Path) -> str:
+    """xxh3_128 of a file."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BUFFER))
     with open_regular(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            size += count
-    return FileRecord(size, digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _damage(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | None:
@@ -184,7 +237,7 @@ def _damage(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | 
             return f"{shown} is not a regular file."
         if status.st_size != record.size:
             return f"{shown} has {status.st_size} bytes, and {record.size} were written."
-        if hashes and record_of(path) != record:
+        if hashes and hash_of_file(path) != record.xxh3_128:
             return f"{shown} has another content than was written."
     except FileNotFoundError:
         return f"{shown} is missing."

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from accel_plugins.checkpoint.manifest import Verdict, verify
@@ -19,6 +20,8 @@ from accel_state.errors import CheckpointError
 __all__ = ("Checkpoint", "available", "checkpoints", "find_newest", "remove_oldest", "surplus")
 
 _NAME: Final = re.compile(r"checkpoint_(\d+)")
+
+_NONE: Final[Mapping[Path, str]] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +57,13 @@ def available(folder: Path) -> list[Checkpoint]:
     return sorted(known, key=lambda checkpoint: checkpoint.number)
 
 
-def find_newest(folder: Path, *, hashes: bool = False) -> Path:
+def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, str] = _NONE) -> Path:
     """The newest good checkpoint of a folder; why newer ones were passed over is logged.
+
+    Args:
+        folder: holds the checkpoints.
+        hashes: compare contents; sizes alone otherwise.
+        damaged: checkpoints that are known to be damaged, and how.
 
     A folder without our manifest, as other libraries write it, is taken only when none has one.
 
@@ -65,6 +73,9 @@ def find_newest(folder: Path, *, hashes: bool = False) -> Path:
     reasons: list[str] = []
     foreign: list[Checkpoint] = []
     for candidate in reversed(available(folder)):
+        if candidate.path in damaged:
+            reasons.append(f"{candidate.path.name}: {damaged[candidate.path]}")
+            continue
         verdict = candidate.verdict(hashes=hashes)
         if verdict.good:
             for reason in reasons:

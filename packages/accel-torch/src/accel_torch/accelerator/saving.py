@@ -41,7 +41,8 @@ class SavingPage(Parts):
                 way: the next one, `load_state`, `wait_for_checkpoint` and `end_training` wait for it, and raise what
                 went wrong with it. It takes host memory for one copy of everything saved, kept for the next save until
                 `free_memory`. Parameters that are changed outside of `optimizer.step()` have to wait for
-                `wait_for_checkpoint`.
+                `wait_for_checkpoint`; where they do not, a warning names them, and the state is taken again at the
+                next boundary between steps.
             save_model_func_kwargs: options of a backend that has its own way of saving models.
 
         Returns:
@@ -64,10 +65,13 @@ class SavingPage(Parts):
         return save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no checkpoint is being saved in the background any more.
+        """Return when no checkpoint is being saved in the background any more; called on every process.
+
+        One whose parameters changed before they were copied is taken again here.
 
         Raises:
             CheckpointError: the last one could not be written; those before are unchanged.
+            NotReady: it has to be taken again, and cannot be inside an accumulation window on this backend.
         """
         from accel_torch.saving import wait
 

@@ -1,0 +1,213 @@
+"""Contents are compared with their hashes before anything is loaded, unless sizes alone were asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel.weight_files.header import read_header
+from accel_plugins.checkpoint import verification
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.manifest import read_manifest, verify
+from accel_state.errors import CheckpointError
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
+
+
+class Session:
+    """A model, an optimizer that has stepped, and a project."""
+
+    def __init__(self, project: Path, sharded: bool = False, **options: Any) -> None:
+        torch.manual_seed(1)
+        configuration = ProjectConfiguration(
+            str(project), automatic_checkpoint_naming=True, fsync=False, deadline=60.0, **options
+        )
+        plugin = None
+        if sharded:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        self.accelerator = Accelerator(cpu=True, project_config=configuration, fsdp_plugin=plugin)
+        model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 1))
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+        self.step()
+
+    def step(self) -> None:
+        self.accelerator.backward(self.model(torch.ones(2, 4)).sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        own = [parameter.detach() for parameter in self.model.parameters()]
+        moments = [value for state in self.optimizer.state_dict()["state"].values() for value in state.values()]
+        local = [value.to_local() if hasattr(value, "to_local") else value for value in (*own, *moments)]
+        return [value.clone() for value in local]
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_flipped_byte_is_refused_before_anything_is_changed(tmp_path: Path, name: str) -> None:
+    with fresh():
+        session = Session(tmp_path)
+        folder = Path(session.accelerator.save_state())
+        flip(folder / name, (folder / name).stat().st_size - 200)
+        session.step()
+        before = session.state
+        with pytest.raises(CheckpointError, match=f"{name} has another content"):
+            session.accelerator.load_state(str(folder))
+        with pytest.raises(CheckpointError, match=f"checkpoint_0: {name} has another content"):
+            session.accelerator.load_state()
+        assert equal(session.state, before)
+
+
+def test_the_tensor_is_named(tmp_path: Path) -> None:
+    with fresh():
+        session = Session(tmp_path)
+        folder = Path(session.accelerator.save_state())
+        entry = read_header(folder / "model.safetensors").entries["1.weight"]
+        flip(folder / "model.safetensors", (entry.begin + entry.end) // 2)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors has another content .* '1\.weight'"):
+            session.accelerator.load_state(str(folder))
+
+
+def test_automatic_naming_goes_back_to_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with fresh():
+        session = Session(tmp_path)
+        session.accelerator.save_state()
+        saved = session.state
+        for _ in range(2):
+            session.step()
+            folder = Path(session.accelerator.save_state())
+            flip(folder / "model.safetensors", 5000)
+        with caplog.at_level(logging.WARNING):
+            assert session.accelerator.load_state() == str(tmp_path / "checkpoints" / "checkpoint_0")
+        assert equal(session.state, saved)
+        assert "Passed over checkpoint_2: model.safetensors has another content" in caplog.text
+        assert "Passed over checkpoint_1: model.safetensors has another content" in caplog.text
+
+
+def test_sizes_alone_are_compared_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "hash_of", lambda *_: pytest.fail("A file was hashed."))
+    with fresh():
+        session = Session(tmp_path, verify="sizes")
+        folder = session.accelerator.save_state()
+        assert session.accelerator.load_state() == folder
+
+
+def older(document: dict[str, Any]) -> None:
+    for entry in document["files"].values():
+        del entry["ranges"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_manifests_without_ranges_are_read_and_verified(tmp_path: Path, damaged: bool) -> None:
+    with fresh():
+        session = Session(tmp_path)
+        folder = Path(session.accelerator.save_state())
+        document = json.loads((folder / MANIFEST_NAME).read_text())
+        older(document)
+        (folder / MANIFEST_NAME).write_text(json.dumps(document))
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        assert manifest.files["model.safetensors"].ranges is None
+        if not damaged:
+            assert session.accelerator.load_state() == str(folder)
+            return
+        flip(folder / "model.safetensors", 5000)
+        with pytest.raises(CheckpointError, match="another content"):
+            session.accelerator.load_state()
+
+
+def no_ranges(entry: dict[str, Any]) -> None:
+    entry["ranges"] = {}
+
+
+def beyond(entry: dict[str, Any]) -> None:
+    entry["ranges"][str(entry["size"] + 1)] = "0" * 16
+
+
+def twice(entry: dict[str, Any]) -> None:
+    entry["ranges"]["0" + next(iter(entry["ranges"]))] = "0" * 16
+
+
+def no_hash(entry: dict[str, Any]) -> None:
+    entry["ranges"] = dict.fromkeys(entry["ranges"], "../etc/passwd")
+
+
+@pytest.mark.parametrize("harm", [no_ranges, beyond, twice, no_hash])
+def test_ranges_that_contradict_the_size_are_damage(tmp_path: Path, harm: Callable[[dict[str, Any]], None]) -> None:
+    with fresh():
+        folder = Path(Session(tmp_path).accelerator.save_state())
+    document = json.loads((folder / MANIFEST_NAME).read_text())
+    harm(document["files"]["model.safetensors"])
+    (folder / MANIFEST_NAME).write_text(json.dumps(document))
+    assert "is damaged" in verify(folder).damage[0]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def load_on_two(project: str, sharded: bool, damage: str | None) -> tuple[str, bool, int]:
+    session = Session(Path(project), sharded)
+    accelerator = session.accelerator
+    accelerator.save_state()
+    saved = session.state
+    session.step()
+    folder = Path(accelerator.save_state())
+    if damage is not None and accelerator.is_main_process:
+        [found] = folder.glob(damage)
+        flip(found, found.stat().st_size // 2)
+    accelerator.wait_for_everyone()
+    session.step()
+    hashed: list[str] = []
+    real = verification.hash_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "hash_of", lambda *given: hashed.append(given[0].name) or real(*given))
+        loaded = accelerator.load_state()
+    accelerator.wait_for_everyone()
+    return Path(str(loaded)).name, equal(session.state, saved), len(hashed)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "damage"),
+    [
+        (False, "optimizer.bin"),
+        (False, "random_states_1.pkl"),
+        (True, "pytorch_model_fsdp_0/__0_*.distcp"),
+        (True, "optimizer_0/__1_*.distcp"),
+    ],
+)
+def test_what_one_process_finds_damaged_no_process_loads(
+    two: Processes, tmp_path: Path, sharded: bool, damage: str
+) -> None:
+    found = two.run(load_on_two, str(tmp_path), sharded, damage)
+    assert [(name, same) for name, same, _ in found] == [("checkpoint_0", True)] * 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_processes_share_the_work(two: Processes, tmp_path: Path, sharded: bool) -> None:
+    (name, _, first), (_, _, second) = two.run(load_on_two, str(tmp_path), sharded, None)
+    assert name == "checkpoint_1"
+    manifest = read_manifest(tmp_path / "checkpoints" / name)
+    assert manifest is not None
+    assert first + second == sum(len(record.ranges or ()) for record in manifest.files.values())
+    assert min(first, second) > 0
