@@ -155,3 +155,76 @@ def test_an_error_of_one_process_that_reads_its_own_part_reaches_all(two: Proces
     first, second = two.run(refused, str(tmp_path), True, False, True)
     assert "nowhere" in first
     assert first == second
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt, which would end a process of these tests."""
+
+
+FAILURES: dict[str, type[BaseException]] = {
+    "MemoryError": MemoryError,
+    "RecursionError": RecursionError,
+    "Interrupted": Interrupted,
+}
+
+
+def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -> str:
+    """What a process raises when loading fails on one of them, and whether all can go on together."""
+    from accel_bigmodel import load_together
+    from accel_ops.collectives import gather
+
+    PartialState(cpu=True)
+    model = sharded() if spread else Net()
+    calls = 0
+
+    def fail(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == (len(whole_names) if stage == "after the last" else 2 if stage == "between" else 1):
+            raise FAILURES[kind]("at this point")
+        return original(*args, **kwargs)  # type: ignore[operator]
+
+    whole_names = list(Net().state_dict())
+    owner, name = {
+        "read": (load_together.WeightSource, "load"),
+        "convert": (load_together, "torch_dtype"),
+        "between": (load_together, "_assign"),
+        "after the last": (load_together, "_assign"),
+    }[stage]
+    original = getattr(owner, name)
+    if PartialState().process_index == rank:
+        setattr(owner, name, fail)
+    try:
+        load_checkpoint_in_model(
+            model, folder, dtype=torch.float64, strict=True, broadcast_from_rank0=not spread, full_state_dict=True
+        )
+        said = "loaded"
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        setattr(owner, name, original)
+    assert gather(torch.tensor([PartialState().process_index])).tolist() == [0, 1]
+    return said
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(
+    ("spread", "stage", "rank"),
+    [
+        (False, "read", 0),
+        (False, "convert", 0),
+        (False, "convert", 1),
+        (False, "between", 1),
+        (False, "after the last", 0),
+        (True, "read", 0),
+        (True, "convert", 1),
+    ],
+)
+def test_whatever_fails_on_one_process_while_loading_is_raised_on_all(
+    two: Processes, tmp_path: Path, spread: bool, stage: str, rank: int, kind: str
+) -> None:
+    save_weights(reference().state_dict(), tmp_path)
+    said = two.run(failed_on_one, str(tmp_path), spread, stage, rank, kind)
+    assert said[rank].startswith(f"{kind}: at this point")
+    assert said[1 - rank].startswith(("CheckpointError: ", "ShapeMismatch: "))
+    assert f"{kind}: at this point" in said[1 - rank]
