@@ -98,6 +98,34 @@ def test_missing_states_are_told_and_bad_ones_refused() -> None:
             restore({**snapshot(), key: bad})
 
 
+def test_what_numpy_itself_wrote_is_restored_and_what_is_saved_asks_for_nothing_of_numpy() -> None:
+    PartialState(cpu=True)
+    of_numpy = np.random.get_state(), np.random.get_state(legacy=False)
+    states = snapshot()
+    first = draws()
+    for saved in (*of_numpy, states["numpy_random_seed"]):
+        restore({**states, "numpy_random_seed": saved})
+        assert draws() == first
+    assert b"numpy" not in pickle.dumps(states["numpy_random_seed"])
+    np.random.set_state(states["numpy_random_seed"])  # as whoever reads the file without this library does
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, "PCG64"), (1, torch.zeros(3, dtype=torch.int64)), (1, torch.full((624,), -1)), (2, 625), (2, -1), (3, 2)],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_state_of_numpy_that_leads_beyond_its_key_is_refused(place: int, value: Any, named: bool) -> None:
+    PartialState(cpu=True)
+    states = snapshot()
+    name, key, position, *rest = [value if index == place else one for index, one in enumerate(np.random.get_state())]
+    state: Any = (name, key, position, *rest)
+    if named:
+        state = {"bit_generator": name, "state": {"key": key, "pos": position}, "has_gauss": rest[0], "gauss": rest[1]}
+    with pytest.raises(CheckpointError, match="numpy_random_seed"):
+        restore({**states, "numpy_random_seed": state})
+
+
 @pytest.mark.parametrize("kind", ["dice", "cuda:7", "", "hpu"])
 def test_unknown_kinds_are_refused(kind: str) -> None:
     PartialState(cpu=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,9 +28,38 @@ class _Source:
     write: Callable[[Any], object]
 
 
+def _numpy_state() -> Any:
+    """What `numpy.random.set_state` takes, with a tensor for the array: its pickle asks for nothing of numpy."""
+    state = np.random.get_state()
+    if not isinstance(state, tuple):
+        return state
+    name, key, *rest = state
+    return name, torch.from_numpy(np.asarray(key).astype(np.int64)), *rest
+
+
+def _set_numpy_state(state: Any) -> None:
+    """Set a state that may come from anywhere: numpy itself reads beyond its key when the position is too large."""
+    if isinstance(state, Mapping) and state.get("bit_generator") == _TWISTER:
+        inner = state["state"]
+        state = _TWISTER, inner["key"], inner["pos"], state.get("has_gauss", 0), state.get("gauss", 0.0)
+    if not isinstance(state, Mapping):
+        name, key, position, has_gauss, gauss = state
+        words = np.asarray(key)
+        fits = words.shape == (_TWISTER_WORDS,) and words.dtype.kind in "iu" and (words >= 0).all()
+        if name != _TWISTER or not fits or not (words < 2**32).all():
+            raise ValueError(f"it is not a key of {_TWISTER_WORDS} words of {_TWISTER}")
+        if not 0 <= int(position) <= _TWISTER_WORDS or int(has_gauss) not in (0, 1):
+            raise ValueError(f"its position {position} lies outside of its key")
+        state = name, words.astype(np.uint32), int(position), int(has_gauss), float(gauss)
+    np.random.set_state(state)
+
+
+_TWISTER: Final = "MT19937"
+_TWISTER_WORDS: Final = 624
+
 _PYTHON = _Source(random.getstate, random.setstate)
 # numpy's generators are imported when they are first used: that takes milliseconds.
-_NUMPY = _Source(lambda: np.random.get_state(), lambda state: np.random.set_state(state))
+_NUMPY = _Source(_numpy_state, _set_numpy_state)
 _TORCH = _Source(torch.get_rng_state, torch.set_rng_state)
 
 
@@ -118,7 +147,7 @@ def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
             continue
         try:
             source.write(states[key])
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
             raise CheckpointError(
                 f"The state of the random number generator {key!r} was to be restored.",
                 f"It cannot be used: {error}",
