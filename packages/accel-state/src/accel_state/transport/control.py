@@ -19,7 +19,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet, finalize
@@ -115,7 +115,17 @@ class ControlStore:
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
         """
-        raw = self._request(lambda store: _read(store, list(keys)), timeout)
+        return self._authentic(self._request(lambda store: _read(store, list(keys)), timeout))
+
+    def get_all(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        """The authentic messages under some keys once all hold something, before that none; takes one or two requests.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        return self._authentic(self._request(lambda store: _read_all(store, list(keys)), timeout))
+
+    def _authentic(self, raw: Mapping[str, bytes]) -> dict[str, bytes]:
         messages = {}
         for key, text in raw.items():
             message = self._signer.read(key, text)
@@ -142,9 +152,8 @@ class ControlStore:
             if left <= 0:
                 return found | self.get_many(missing, min(2.0, timeout / 4))
             try:
-                if self.check(missing, min(left, _ANSWER)):
-                    found |= self.get_many(missing, min(left, _ANSWER))
-                    missing = [key for key in keys if key not in found]
+                found |= self.get_all(missing, min(left, _ANSWER))
+                missing = [key for key in keys if key not in found]
                 breaks = 0
             except StoreUnreachable as error:
                 breaks = breaks + 1 if error.__cause__ is not None else 0
@@ -238,19 +247,22 @@ class ControlStore:
 
 def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
     """What is under those keys that are there."""
-    try:
-        if len(keys) > 1 and store.check(keys):
-            return dict(zip(keys, _get_all(store, keys), strict=True))
-        return {key: bytes(store.get(key)) for key in keys if store.check([key])}
-    except dist.DistStoreError:
-        # A key was deleted between the two requests; the rest is read at the next call.
+    if len(keys) > 1 and (found := _read_all(store, keys)):
+        return found
+    return {key: value for key in keys for value in _read_all(store, [key]).values()}
+
+
+def _read_all(store: Any, keys: list[str]) -> dict[str, bytes]:
+    """What is under the keys if all are there, otherwise nothing."""
+    if not store.check(keys):
         return {}
-
-
-def _get_all(store: Any, keys: list[str]) -> list[bytes]:
-    if store.has_extended_api():
-        return [bytes(value) for value in store.multi_get(keys)]
-    return [bytes(store.get(key)) for key in keys]
+    try:
+        if len(keys) > 1 and store.has_extended_api():
+            return dict(zip(keys, map(bytes, store.multi_get(keys)), strict=True))
+        return {key: bytes(store.get(key)) for key in keys}
+    except dist.DistStoreError:
+        # One was deleted between the two requests.
+        return {}
 
 
 def _unreachable(obstacle: str) -> StoreUnreachable:

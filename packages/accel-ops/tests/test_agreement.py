@@ -1,0 +1,237 @@
+"""Any rank fails, all raise; the missing are named within a deadline; the requests to the store stay proportional."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from accel_ops.agreement import StoreBarrier, raise_on_any_rank
+from accel_state import PartialState, current
+from accel_state.errors import CheckpointError, CollectiveError
+from accel_state.testing.processes import Processes
+from accel_state.transport.control import ControlStore
+
+PATIENT = 60.0
+
+
+class CountingStore:
+    """A store of one rank that counts its requests."""
+
+    def __init__(self, shared: dist.Store, requests: Counter[str]) -> None:
+        self.shared, self.requests = shared, requests
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing here waits."""
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*arguments: Any) -> Any:
+            if name != "has_extended_api":
+                self.requests[name] += 1
+            return getattr(self.shared, name)(*arguments)
+
+        return request
+
+
+class Rank:
+    """What `StoreBarrier` asks of a process; ranks are threads here."""
+
+    def __init__(self, rank: int, world_size: int, shared: dist.Store, requests: Counter[str] | None = None) -> None:
+        self.rank, self.world_size = rank, world_size
+        store = CountingStore(shared, Counter() if requests is None else requests)
+        self.transport = SimpleNamespace(store=lambda: store, control=lambda: ControlStore(store, rank, secret="s"))
+
+
+def world(size: int, requests: Counter[str] | None = None) -> list[Any]:
+    shared = dist.HashStore()
+    return [Rank(rank, size, shared, requests) for rank in range(size)]
+
+
+def on_all(ranks: list[Any], work: Callable[[Any], Any]) -> list[Any]:
+    """What `work` returns or raises on each rank."""
+
+    def outcome(rank: Any) -> Any:
+        try:
+            return work(rank)
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(outcome, ranks))
+
+
+def barrier(rank: Any, topic: str = "save", deadline: float = PATIENT) -> StoreBarrier:
+    return StoreBarrier(rank, topic, "Cannot save.", deadline, CheckpointError)
+
+
+def works(rank: Any) -> str:
+    return barrier(rank).wait("done", str(rank.rank), ",".join, last=True)
+
+
+def test_all_get_what_rank_0_made_of_the_values() -> None:
+    def save(rank: Any) -> list[str]:
+        meeting = barrier(rank)
+        name = meeting.wait("open", f"folder-{rank.rank}")
+        return [name, meeting.wait("write", str(rank.rank), ",".join, last=True)]
+
+    ranks = world(3)
+    for _ in range(3):
+        assert on_all(ranks, save) == [["folder-0", "0,1,2"]] * 3
+
+
+def save_failing(failing: int, error: BaseException) -> Callable[[Any], None]:
+    def save(rank: Any) -> None:
+        meeting = barrier(rank)
+        meeting.wait("open")
+        with meeting.reporting():
+            if rank.rank == failing:
+                raise error
+        meeting.wait("write", last=True)
+
+    return save
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize(
+    "error", [OSError(30, "Read-only file system"), MemoryError("no room"), KeyboardInterrupt("^C")], ids=repr
+)
+def test_any_exception_of_one_rank_is_raised_on_all(failing: int, error: BaseException) -> None:
+    ranks = world(3)
+    outcomes = on_all(ranks, save_failing(failing, error))
+    assert outcomes[failing] is error
+    for rank in {0, 1, 2} - {failing}:
+        assert isinstance(outcomes[rank], CheckpointError)
+        assert f"Process {failing} failed: {type(error).__name__}: {error}" in str(outcomes[rank])
+    assert on_all(ranks, works) == ["0,1,2"] * 3
+
+
+def test_a_typed_error_keeps_its_class_and_remedy() -> None:
+    error = CollectiveError("Cannot load.", "A file is damaged.", "Load an older one.")
+    outcomes = on_all(world(2), save_failing(1, error))
+    assert type(outcomes[0]) is CollectiveError
+    assert outcomes[0].remedy == "Load an older one."
+    assert "Process 1 failed: A file is damaged." in str(outcomes[0])
+
+
+def test_what_rank_0_makes_of_the_values_may_fail_on_all() -> None:
+    def refuse(values: Any) -> str:
+        raise CheckpointError("Cannot save.", "They differ.", "Give all the same.")
+
+    ranks = world(3)
+    outcomes = on_all(ranks, lambda rank: barrier(rank).wait("done", "", refuse, last=True))
+    assert all("They differ" in str(outcome) for outcome in outcomes)
+    assert on_all(ranks, works) == ["0,1,2"] * 3
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_the_missing_is_named_and_later_operations_meet(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_ops.agreement._LATER", 0.5)
+    ranks = world(3)
+    present = [rank for rank in ranks if rank.rank != absent]
+    for _ in range(2):
+        outcomes = on_all(present, lambda rank: barrier(rank, deadline=1.0).wait("done", last=True))
+        for outcome in outcomes:
+            assert isinstance(outcome, CheckpointError)
+            assert f"Process {absent} did not come within 1 s" in str(outcome)
+    # The absent one has taken part in two operations less.
+    assert on_all(ranks, works) == ["0,1,2"] * 3
+
+
+def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:
+    ranks = world(3)
+    save = save_failing(1, OSError("disk full"))
+
+    def late(rank: Any) -> None:
+        if rank.rank == 2:
+            time.sleep(1.0)
+        meeting = barrier(rank)
+        with meeting.reporting():
+            if rank.rank == 1:
+                raise OSError("disk full")
+        meeting.wait("write", last=True)
+
+    outcomes = on_all(ranks, late)
+    assert all("disk full" in str(outcome) for outcome in outcomes)
+    assert all("disk full" in str(outcome) for outcome in on_all(ranks, save))
+    assert on_all(ranks, works) == ["0,1,2"] * 3
+
+
+def test_two_topics_at_once_do_not_mix() -> None:
+    ranks = world(3)
+
+    def both(rank: Any) -> list[str]:
+        topics = ["a", "b"] if rank.rank % 2 else ["b", "a"]
+        answers = {}
+
+        def run(topic: str) -> None:
+            answers[topic] = barrier(rank, topic).wait("done", f"{topic}{rank.rank}", ",".join, last=True)
+
+        threads = [threading.Thread(target=run, args=(topic,)) for topic in topics]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [answers["a"], answers["b"]]
+
+    assert on_all(ranks, both) == [["a0,a1,a2", "b0,b1,b2"]] * 3
+
+
+def requests_of(size: int) -> Counter[str]:
+    requests: Counter[str] = Counter()
+    ranks = world(size, requests)
+
+    def save(rank: Any) -> None:
+        meeting = barrier(rank)
+        for phase in ("open", "enter", "write", "complete", "commit"):
+            meeting.wait(phase, str(rank.rank), last=phase == "commit")
+
+    assert on_all(ranks, save) == [None] * size
+    # Nothing is left behind.
+    assert ranks[0].transport.store().shared.num_keys() == 0
+    return requests
+
+
+def test_requests_grow_with_the_number_of_ranks_and_not_with_its_square() -> None:
+    few, many = requests_of(8), requests_of(32)
+    assert few["set"] == 5 * 8 + 5 + 7
+    assert many["set"] == 5 * 32 + 5 + 31
+    for kind in ("get", "multi_get", "delete_key"):
+        assert many[kind] <= 4 * few[kind] + 32, kind
+    # How often each waiting rank looks depends on time alone.
+    assert sum(many.values()) < 8 * sum(few.values())
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def looked(failing: tuple[int, ...]) -> str:
+    rank = PartialState(cpu=True).process_index
+
+    def look() -> str:
+        if rank in failing:
+            raise CheckpointError(f"Cannot read file {rank}.", "It is damaged.", "Load another.")
+        return f"file {rank}"
+
+    try:
+        return raise_on_any_rank(current.process(), "look", look, "Cannot read files.", error=CheckpointError)
+    except CheckpointError as error:
+        return str(error).splitlines()[0]
+
+
+def test_what_fails_on_one_process_fails_on_all(two: Processes) -> None:
+    assert two.run(looked, ()) == ["file 0", "file 1"]
+    assert two.run(looked, (1,)) == ["Cannot read file 1."] * 2
+    assert two.run(looked, (0, 1)) == ["Cannot read file 0.", "Cannot read file 1."]
