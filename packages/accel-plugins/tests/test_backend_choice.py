@@ -267,4 +267,4 @@ def test_a_process_that_cannot_choose_does_not_leave_the_others_waiting(two: Pro
     first, second = two.run(choose_by_rank, ["nonsense", "ddp"])
 
     assert "'nonsense' was asked for" in first[1]
-    assert "process 0: none (see its error)" in second[1]
+    assert "Process 0 failed: Installed backends" in second[1]

@@ -82,6 +82,9 @@ def _connection_of(process: Process) -> _Connection:
 class StoreBarrier:
     """One operation of all ranks, in phases that none leaves before all have come to its end.
 
+    Attributes:
+        rank: index of this process.
+
     Args:
         process: who this process is.
         topic: what the operation is; all ranks give the same one. Operations of one topic follow each other.
@@ -100,7 +103,7 @@ class StoreBarrier:
         error: type[AccelError] = CollectiveError,
         remedy: str = "See the error of that process.",
     ) -> None:
-        self._rank, self._world_size = process.rank, process.world_size
+        self.rank, self._world_size = process.rank, process.world_size
         self._topic, self._asked, self._deadline = topic, asked, deadline
         self._error, self._remedy = error, remedy
         self._process = process
@@ -142,13 +145,20 @@ class StoreBarrier:
         """
         if self._connection is None or self._over:
             return
-        parts = [error.asked, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
-        failure = {"rank": self._rank, "type": type(error).__name__, "text": str(error), "parts": parts}
         try:
-            self._end(self._connection.control, failure)
+            self._end(self._connection.control, {**_failure(error), "rank": self.rank})
         except AccelError:
             # The store went with the process that hosts it; the others learn that by themselves.
             self._over = True
+
+    def leave(self) -> None:
+        """End the operation, all phases of which went well; called on every rank, or as `last=True` of `wait`.
+
+        The process that hosts the store stays until the others have heard the last result; rank 0 removes the keys.
+        """
+        if self._connection is not None and not self._over:
+            self._over = True
+            self._leave(self._connection.control)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -186,18 +196,21 @@ class StoreBarrier:
             self._raise(control, failure)
         key = self._key(phase)
         posts = [f"{key}/{rank}" for rank in range(self._world_size)]
-        control.set(posts[self._rank], value.encode(), _ANSWER)
-        self._posts.append(posts[self._rank])
+        control.set(posts[self.rank], value.encode(), _ANSWER)
+        self._posts.append(posts[self.rank])
         self._results.append(key)
-        if self._rank == 0:
+        if self.rank == 0:
             told = self._until(control, posts, began + self._deadline, phase)
-            answer = combine([told[post].decode() for post in posts])
+            try:
+                answer = combine([told[post].decode() for post in posts])
+            except AccelError as error:
+                self._end(control, {**_failure(error), "rank": None})
+                raise
             control.set(key, answer.encode(), _ANSWER)
         else:
             answer = self._until(control, [key], began + self._deadline + _LATER, phase, posts)[key].decode()
         if last:
-            self._over = True
-            self._leave(control)
+            self.leave()
         return answer
 
     def _begin(self, control: ControlStore) -> Mapping[str, Any] | None:
@@ -207,7 +220,7 @@ class StoreBarrier:
             if self._number is None:
                 self._number = self._connection.operations[self._topic]
             failure = self._look_for_failure(control)
-            while not self._posts and failure is not None and self._rank in failure.get("missing", ()):
+            while not self._posts and failure is not None and self.rank in failure.get("missing", ()):
                 # The others have ended that operation without this rank.
                 self._number += 1
                 failure = self._look_for_failure(control)
@@ -241,7 +254,7 @@ class StoreBarrier:
 
     def _look_for_failure(self, control: ControlStore) -> Mapping[str, Any] | None:
         text = control.get_many([self._failed], _ANSWER).get(self._failed)
-        return None if text is None else json.loads(text)  # type: ignore[no-any-return]
+        return None if text is None else json.loads(text)
 
     def _key(self, phase: str) -> str:
         return f"accel/agreement/{self._topic}/{self._number}/{phase}"
@@ -254,7 +267,7 @@ class StoreBarrier:
 
     def _raise_absence(self, control: ControlStore, posts: list[str], phase: str) -> NoReturn:
         missing = _absent(control, posts)
-        if not missing and self._rank == 0:
+        if not missing and self.rank == 0:
             # Something is there under their keys that they did not sign.
             authentic = control.get_many(posts, _ANSWER)
             missing = [rank for rank, post in enumerate(posts) if post not in authentic][:_MOST_NAMED]
@@ -280,13 +293,13 @@ class StoreBarrier:
     def _leave(self, control: ControlStore, failure: Mapping[str, Any] | None = None) -> None:
         """Say that this rank has heard the end of the operation; rank 0 waits for the others and cleans up."""
         assert self._connection is not None
-        gone = {failure.get("rank"), *failure.get("missing", ())} if failure else set()
+        gone = set(failure.get("missing", ())) if failure else set()
         heard = {rank: f"{self._key('heard')}/{rank}" for rank in range(self._world_size) if rank not in gone}
         failed = self._connection.failed[self._topic]
         try:
-            if self._rank != 0:
-                if self._rank in heard:
-                    control.set(heard[self._rank], b"", _ANSWER)
+            if self.rank != 0:
+                if self.rank in heard:
+                    control.set(heard[self.rank], b"", _ANSWER)
                 control.delete(self._posts, _ANSWER)
                 return
             others = [key for rank, key in heard.items() if rank != 0]
@@ -311,12 +324,13 @@ class StoreBarrier:
                 f"Process {ranks} did not come within {failure['seconds']:g} s.",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
+        # What the values of all led to is no failure of rank 0, which compared them.
+        who = "" if failure["rank"] is None else f"Process {failure['rank']} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
             asked, obstacle, remedy = failure["parts"]
-            return kind(asked, f"Process {failure['rank']} failed: {obstacle}", remedy)
-        told = f"Process {failure['rank']} failed: {failure['type']}: {failure['text']}"
-        return self._error(self._asked, told, self._remedy)
+            return kind(asked, f"{who}{obstacle}", remedy)
+        return self._error(self._asked, f"{who}{failure['type']}: {failure['text']}", self._remedy)
 
     @contextmanager
     def _store_named(self) -> Iterator[None]:
@@ -366,6 +380,12 @@ def raise_on_any_rank(
         result = work()
     barrier.wait("done", last=True)
     return result
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """An error as the other ranks are told of it."""
+    parts = [error.asked, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
+    return {"type": type(error).__name__, "text": str(error), "parts": parts}
 
 
 def _absent(control: ControlStore, posts: Sequence[str]) -> list[int]:

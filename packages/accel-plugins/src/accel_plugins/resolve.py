@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from accel_plugins.manifest import PROTOCOL, Manifest
-from accel_state.errors import AccelError, Conflict, NotOffered, PluginError, SettingError
+from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.extension import extensions
 from accel_state.settings.run import RunSettings
@@ -102,19 +102,17 @@ def choose(
         from accel_state import current
 
         process = current.process_or_start()
-    try:
+    from accel_ops.agreement import StoreBarrier
+
+    patience = process.transport.timeout.total_seconds()
+    barrier = StoreBarrier(process, "backend", "Cannot choose the backend of the run.", patience, SettingError)
+    with barrier.reporting():
         manifest = _pick(name, config, process, arranged)
         if arranged is not None:
             from accel_plugins import mesh_rules
 
             mesh_rules.check(manifest, arranged)
-    except AccelError:
-        # The others wait for this process's answer.
-        _everyones_choice(process, "")
-        raise
-    choices = _everyones_choice(process, manifest.name)
-    if set(choices) != {manifest.name}:
-        _refuse_difference(choices)
+    barrier.wait("choice", manifest.name, _same_choice, last=True)
     return manifest
 
 
@@ -314,23 +312,17 @@ def _imported(manifest: Manifest, target: str) -> Any:
         ) from error
 
 
-# ---------------------------------------------------------------------------- agreeing
+def _same_choice(choices: Sequence[str]) -> str:
+    """The backend that all processes chose.
 
-
-def _everyones_choice(process: Process, name: str) -> tuple[str, ...]:
-    """The names that all processes chose, by rank; empty for one that could not choose."""
-    if process.world_size == 1:
-        return (name,)
-    from accel_state.protocol.call import HeaderCall
-
-    with HeaderCall(process.transport, "Accelerator") as call:
-        return tuple(choice.decode() for choice in call.swap_bytes(name.encode()))
-
-
-def _refuse_difference(choices: Sequence[str]) -> NoReturn:
-    shown = ", ".join(f"process {rank}: {choice or 'none (see its error)'}" for rank, choice in enumerate(choices))
-    raise SettingError(
-        "All processes of a run were to choose the same backend.",
-        f"They chose differently. {shown}.",
-        "Give every process the same arguments, environment and installed packages.",
-    )
+    Raises:
+        SettingError: they chose different ones.
+    """
+    if len(set(choices)) > 1:
+        shown = ", ".join(f"process {rank}: {choice}" for rank, choice in enumerate(choices))
+        raise SettingError(
+            "All processes of a run were to choose the same backend.",
+            f"They chose differently. {shown}.",
+            "Give every process the same arguments, environment and installed packages.",
+        )
+    return choices[0]

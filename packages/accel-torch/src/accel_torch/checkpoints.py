@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.checkpoint.contents import Contents
 from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.checkpoint.meeting import Meeting
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.verification import damage_in
@@ -20,11 +19,12 @@ from accel_state.errors import CheckpointError, SettingError
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from accel_ops.agreement import StoreBarrier
     from accel_plugins.checkpoint.config import ProjectConfiguration
     from accel_state.current import Process
     from accel_torch.parts import Parts
 
-__all__ = ("automatic_folder", "chosen", "contents", "decided_by_main", "next_folder", "unwrapped")
+__all__ = ("automatic_folder", "chosen", "contents", "next_folder", "unwrapped")
 
 _TOLD: Final = 10
 """How many damaged ranges each process tells the others of."""
@@ -48,24 +48,13 @@ def contents(parts: Parts) -> Contents:
     )
 
 
-def decided_by_main(parts: Parts, asked: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `decide` returns on the main process, on every process; its error comes to every process too.
-
-    Raises:
-        CheckpointError: what `decide` raised, or a process did not come before the deadline.
-    """
-    process = parts.state._process
-    meeting = Meeting(process, "decide", asked, parts._options.project.deadline)
-    answer: dict[str, Any] = {}
-    if process.rank == 0:
-        try:
-            answer = {"value": decide()}
-        except CheckpointError as error:
-            answer = {"error": [error.asked, error.obstacle, error.remedy]}
-    told = json.loads(meeting.exchange("main", json.dumps(answer))[0])
-    if "error" in told:
-        raise CheckpointError(*told["error"])
-    decided: dict[str, Any] = told["value"]
+def _decided_by_main(
+    parts: Parts, barrier: StoreBarrier, phase: str, decide: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `decide` returns on the main process, on every process; its error is raised on every process too."""
+    with barrier.reporting():
+        mine = json.dumps(decide()) if parts.state._process.rank == 0 else ""
+    decided: dict[str, Any] = json.loads(barrier.wait(phase, mine))
     return decided
 
 
@@ -74,7 +63,7 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
     return Path(project.project_dir or ".") / "checkpoints"
 
 
-def next_folder(parts: Parts, output_dir: str | os.PathLike[str] | None) -> Path:
+def next_folder(parts: Parts, barrier: StoreBarrier, output_dir: str | os.PathLike[str] | None) -> Path:
     """What the next checkpoint is called; called on every process.
 
     Raises:
@@ -83,8 +72,8 @@ def next_folder(parts: Parts, output_dir: str | os.PathLike[str] | None) -> Path
     """
     project = parts._options.project
     if project.automatic_checkpoint_naming:
-        asked = "save_state() was called with automatic naming."
-        return Path(decided_by_main(parts, asked, lambda: {"folder": str(_next_automatic(project))})["folder"])
+        told = _decided_by_main(parts, barrier, "name", lambda: {"folder": str(_next_automatic(project))})
+        return Path(told["folder"])
     return Path(_named(output_dir, "save_state"))
 
 
@@ -100,7 +89,9 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
     return target
 
 
-def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: bool) -> Path | None:
+def chosen(
+    parts: Parts, barrier: StoreBarrier, input_dir: str | os.PathLike[str] | None, missing_ok: bool
+) -> Path | None:
     """The checkpoint to load, verified; None when there is none and that is right. Called on every process.
 
     Raises:
@@ -108,73 +99,72 @@ def chosen(parts: Parts, input_dir: str | os.PathLike[str] | None, missing_ok: b
         CheckpointError: it cannot be trusted, or there is none.
     """
     if input_dir is None and parts._options.project.automatic_checkpoint_naming:
-        return _newest_good(parts, missing_ok)
+        return _newest_good(parts, barrier, missing_ok)
     folder = Path(_named(input_dir, "load_state"))
-    found = _found(parts, folder)
+    found = _found(parts, barrier, folder)
     if found is None and missing_ok:
         return None
     asked = f"The checkpoint {folder} was to be loaded."
     if found is None:
         raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
-    if damage := _damage(parts, found, asked):
+    if damage := _damage(parts, barrier, found, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
     return found
 
 
-def _found(parts: Parts, folder: Path) -> Path | None:
+def _found(parts: Parts, barrier: StoreBarrier, folder: Path) -> Path | None:
     """Where a named checkpoint is read; the first process of each node puts back what a dead run had moved aside.
 
     Raises:
         CheckpointError: some processes see it and others do not.
     """
-    process, asked = parts.state._process, f"The checkpoint {folder} was to be loaded."
-    meeting = Meeting(process, f"find/{folder.name}", asked, parts._options.project.deadline)
-    found = located(folder) if process.topology.is_local_main else None
-    meeting.exchange("recover")
-    if not process.topology.is_local_main:
-        found = located(folder)
-    blind = [rank for rank, seen in enumerate(meeting.exchange("find", "" if found is None else "seen")) if not seen]
-    if 0 < len(blind) < process.world_size:
-        meeting.leave()
-        raise CheckpointError(
-            asked,
-            f"There is no such folder on process {', '.join(map(str, blind))}; the others see it.",
-            "Save to a file system that all nodes share, or copy the checkpoint to each.",
-        )
+    process = parts.state._process
+    with barrier.reporting():
+        found = located(folder) if process.topology.is_local_main else None
+        barrier.wait("recover")
+        if not process.topology.is_local_main:
+            found = located(folder)
+
+    def seen_by_all(answers: Sequence[str]) -> str:
+        blind = [str(rank) for rank, seen in enumerate(answers) if not seen]
+        if 0 < len(blind) < len(answers):
+            raise CheckpointError(
+                f"The checkpoint {folder} was to be loaded.",
+                f"There is no such folder on process {', '.join(blind)}; the others see it.",
+                "Save to a file system that all nodes share, or copy the checkpoint to each.",
+            )
+        return ""
+
+    barrier.wait("find", "" if found is None else "seen", seen_by_all)
     return found
 
 
-def _newest_good(parts: Parts, missing_ok: bool) -> Path | None:
+def _newest_good(parts: Parts, barrier: StoreBarrier, missing_ok: bool) -> Path | None:
     """The newest checkpoint of the project that no process finds damaged."""
     project = parts._options.project
-    asked = "load_state() was called with automatic naming."
     damaged: dict[Path, str] = {}
     while True:
-        told = decided_by_main(parts, asked, lambda: _newest(project, damaged, missing_ok))
+        turn = len(damaged)
+        told = _decided_by_main(parts, barrier, f"choose {turn}", lambda: _newest(project, damaged, missing_ok))
         project.iteration = max(project.iteration, told["following"])
         if told["folder"] is None:
             return None
         folder = Path(told["folder"])
-        damage = _damage(parts, folder, asked)
+        damage = _damage(parts, barrier, folder, f"contents {turn}")
         if not damage:
             return folder
         damaged[folder] = damage
 
 
-def _damage(parts: Parts, folder: Path, asked: str) -> str:
+def _damage(parts: Parts, barrier: StoreBarrier, folder: Path, phase: str) -> str:
     """What the processes find wrong with a folder, on every process; each compares its share of the contents."""
-    process = parts.state._process
-    meeting = Meeting(process, f"verify/{folder.name}", asked, parts._options.project.deadline)
-    try:
-        found = _own_damage(folder, process, parts._options.project.verify == "hashes")
-    except BaseException as error:
-        meeting.fail("contents", f"{type(error).__name__}: {error}")
-        raise
-    answers = [json.loads(answer) for answer in meeting.exchange("contents", json.dumps(found[:_TOLD]))]
-    damage = " ".join(dict.fromkeys(sentence for answer in answers for sentence in answer))
-    if damage:
-        meeting.leave()
-    return damage
+    with barrier.reporting():
+        found = _own_damage(folder, parts.state._process, parts._options.project.verify == "hashes")
+    return barrier.wait(phase, json.dumps(found[:_TOLD]), _in_one_text)
+
+
+def _in_one_text(answers: Sequence[str]) -> str:
+    return " ".join(dict.fromkeys(sentence for answer in answers for sentence in json.loads(answer)))
 
 
 def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:

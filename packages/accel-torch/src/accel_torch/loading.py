@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.folder import load_folder
 from accel_plugins.checkpoint.gradients import load_gradients
-from accel_plugins.checkpoint.meeting import Meeting
-from accel_state.errors import UnknownKind
+from accel_state.errors import CheckpointError, UnknownKind
 from accel_torch.checkpoints import chosen, contents, unwrapped
 from accel_torch.saving import wait
 
@@ -28,21 +28,16 @@ def load_state(
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: it cannot be trusted or does not fit.
     """
-    wait(parts)
-    folder = chosen(parts, input_dir, missing_ok)
-    if folder is None:
-        return None
     project, process = parts._options.project, parts.state._process
-    asked = f"The checkpoint {folder} was to be loaded."
-    meeting = Meeting(process, f"load/{folder.name}", asked, project.deadline)
-    try:
-        _load(parts, folder, dict(options))
-    except BaseException as error:
-        meeting.fail("read", f"{type(error).__name__}: {error}")
-        raise
-    meeting.exchange("read")
-    meeting.leave()
-    return str(folder)
+    asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
+    barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
+    with barrier.reporting():
+        wait(parts)
+        folder = chosen(parts, barrier, input_dir, missing_ok)
+        if folder is not None:
+            _load(parts, folder, dict(options))
+    barrier.wait("read", last=True)
+    return None if folder is None else str(folder)
 
 
 def _load(parts: Parts, folder: Path, options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.background import BackgroundSaver, TornError
 from accel_plugins.checkpoint.boundaries import StepBoundaries
 from accel_plugins.checkpoint.capture import Captured, capture
 from accel_plugins.checkpoint.commit import staging
-from accel_plugins.checkpoint.meeting import Meeting
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.sealing import Sealer
 from accel_plugins.checkpoint.snapshot import Gate, Snapshot, steady_tensors
@@ -50,10 +50,15 @@ def save_state(
         NotOffered: the backend cannot save while training goes on.
         CheckpointError: it, or the one before it, could not be written; what was there before is unchanged.
     """
-    wait(parts)
-    _check(parts, async_save, options or {})
     project = parts._options.project
-    target = next_folder(parts, output_dir)
+    barrier = StoreBarrier(
+        parts.state._process, "save", "A checkpoint was to be saved.", project.deadline, CheckpointError
+    )
+    with barrier.reporting():
+        wait(parts)
+        _check(parts, async_save, options or {})
+        target = next_folder(parts, barrier, output_dir)
+    barrier.wait("ready", last=True)
     if async_save:
         _save_behind(parts, _Request(target, safe_serialization))
     else:
@@ -182,7 +187,7 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
         try:
             return snapshot.copy()
         except BaseException as error:
-            meeting.fail("copied", f"{type(error).__name__}: {error}")
+            barrier.fail(error)
             raise
         finally:
             opened.open()
@@ -191,9 +196,9 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
         with staged:
             torn = copied() if early is None else early
             try:
-                _refuse_torn(request, meeting, torn)
+                _refuse_torn(request, barrier, torn)
             except TornError:
-                boundaries.agree(meeting)
+                boundaries.agree(barrier)
                 raise
             snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
         _retain(parts, request.target)
@@ -201,14 +206,15 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
     with ExitStack() as stack:
         # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
         folder = stack.enter_context(_staging(parts, request.target))
-        meeting = _meeting(parts, request)
-        snapshot = Snapshot(_take(parts, folder), saver.buffers, steady_tensors(optimizers))
-        if gate is None:
-            gate = Gate(optimizers, unwrapped(parts), lambda: _before_step(parts), lambda: _after_step(parts))
-        else:
-            gate.close()
-        opened = gate
-        early = copied() if request.attempts > _COPIES_BEHIND else None
+        barrier = _barrier(parts, request)
+        with barrier.reporting():
+            snapshot = Snapshot(_take(parts, folder), saver.buffers, steady_tensors(optimizers))
+            if gate is None:
+                gate = Gate(optimizers, unwrapped(parts), lambda: _before_step(parts), lambda: _after_step(parts))
+            else:
+                gate.close()
+            opened = gate
+            early = copied() if request.attempts > _COPIES_BEHIND else None
         staged = stack.pop_all()
     saver.start(work, gate, boundaries, again)
 
@@ -218,35 +224,44 @@ def _save_again(parts: Parts, request: _Request) -> None:
     _check_window(parts)
     request.attempts += 1
     with _staging(parts, request.target) as folder:
-        taken = _take(parts, folder)
+        barrier = _barrier(parts, request)
+        with barrier.reporting():
+            taken = _take(parts, folder)
         # Other processes may have come to a boundary and copy once more.
-        _refuse_torn(request, _meeting(parts, request), [])
+        try:
+            _refuse_torn(request, barrier, [])
+        except TornError:
+            # They wait for this one's count to choose the next boundary.
+            StepBoundaries().agree(barrier)
+            raise
         taken.write(folder, parts._engine.strategy, safe_serialization=request.safe_serialization)
     _retain(parts, request.target)
 
 
-def _meeting(parts: Parts, request: _Request) -> Meeting:
+def _barrier(parts: Parts, request: _Request) -> StoreBarrier:
     topic = f"copy/{request.target.name}"
-    return Meeting(parts.state._process, topic, request.asked, parts._options.project.deadline)
+    deadline = parts._options.project.deadline
+    return StoreBarrier(parts.state._process, topic, request.asked, deadline, CheckpointError)
 
 
-def _refuse_torn(request: _Request, meeting: Meeting, torn: list[str]) -> None:
+def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str]) -> None:
     """Tell the others what was torn here, and hear what was torn there; the first process reports it.
 
     Raises:
         TornError: some copy is torn.
         CheckpointError: it was made while training stood still; or another process failed.
     """
-    answers = [json.loads(answer) for answer in meeting.exchange("copied", json.dumps(torn))]
-    places = [f"{name} (process {rank})" for rank, names in enumerate(answers) for name in names]
+    places: list[str] = json.loads(barrier.wait("copied", json.dumps(torn), _named_by_process))
     if not places:
+        barrier.leave()
         return
     named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
     remedy = "Call wait_for_checkpoint() before changing parameters outside of optimizer.step()."
     if request.attempts > _COPIES_BEHIND:
+        barrier.leave()
         obstacle = f"Another thread changes parameters while nobody trains: {named}."
         raise CheckpointError(request.asked, obstacle, "Stop that thread, or call wait_for_checkpoint() before it.")
-    if meeting.is_first:
+    if barrier.rank == 0:
         logger.warning(
             "%s It is not committed: changed before they were copied were %s. It is taken again at the next boundary "
             "between steps. %s",
@@ -255,6 +270,12 @@ def _refuse_torn(request: _Request, meeting: Meeting, torn: list[str]) -> None:
             remedy,
         )
     raise TornError(named)
+
+
+def _named_by_process(answers: Sequence[str]) -> str:
+    return json.dumps(
+        [f"{name} (process {rank})" for rank, names in enumerate(map(json.loads, answers)) for name in names]
+    )
 
 
 def _before_step(parts: Parts) -> None:

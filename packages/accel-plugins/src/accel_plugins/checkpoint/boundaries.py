@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_plugins.checkpoint.meeting import Meeting
+    from accel_ops.agreement import StoreBarrier
 
 __all__ = ("StepBoundaries",)
 
@@ -43,7 +43,7 @@ class StepBoundaries:
         self._decided.wait()
         return self._chosen is not None and self._passed >= self._chosen
 
-    def agree(self, meeting: Meeting) -> None:
+    def agree(self, barrier: StoreBarrier) -> None:
         """Choose a boundary that no process has passed; from a thread of each process.
 
         Raises:
@@ -53,6 +53,7 @@ class StepBoundaries:
             self._frozen = True
             passed = self._passed
         try:
-            self._chosen = max(map(int, meeting.exchange("boundary", str(passed)))) + 1
+            highest = barrier.wait("boundary", str(passed), lambda counts: max(counts, key=int), last=True)
+            self._chosen = int(highest) + 1
         finally:
             self._decided.set()

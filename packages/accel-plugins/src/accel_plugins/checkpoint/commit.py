@@ -20,9 +20,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.files import is_ours
 from accel_plugins.checkpoint.manifest import read_manifest
-from accel_plugins.checkpoint.meeting import Meeting
 from accel_plugins.checkpoint.ownership import Claim
 from accel_plugins.checkpoint.recovery import discard, fingerprint, recover
 from accel_plugins.checkpoint.sealing import Sealer, fsync_path
@@ -75,54 +75,44 @@ def staging(
         process = current.process_or_start()
     target = Path(os.path.realpath(target))
     sealer = sealer or Sealer(fsync)
-    meeting = Meeting(process, f"save/{target.name}", f"A checkpoint was to be saved as {target}.", deadline)
-    path, claim = _open(target, process, meeting)
-    phase = "write"
+    asked, remedy = f"A checkpoint was to be saved as {target}.", "Older checkpoints are untouched."
+    barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
+    path, claim = _open(target, process, barrier)
     try:
         try:
             yield path
-            meeting.exchange(phase)
-            phase = "complete"
+            barrier.wait("write")
             if claim is not None:
                 sealer.seal(path, {"world_size": process.world_size, **(facts or {})})
-            meeting.exchange(phase)
-            phase = "commit"
+            barrier.wait("complete")
             if claim is not None:
                 _put_in_place(claim, target, sealer, fsync)
         except BaseException as error:
-            # A process that fails takes the folder away under the hands of the others: theirs is not the first failure.
-            first = _failure_of_another(meeting, phase) if isinstance(error, (OSError, CheckpointError)) else None
-            meeting.fail(phase, f"{type(error).__name__}: {error}")
-            if first is not None:
-                raise first from error
+            if isinstance(error, (OSError, CheckpointError)):
+                # A process that fails takes the folder away under the hands of the others; theirs is then not the first
+                # failure.
+                barrier.check()
+            barrier.fail(error)
             raise
-        meeting.exchange(phase)
-        meeting.leave()
+        barrier.wait("commit", last=True)
     finally:
         sealer.close()
         _leave(claim)
 
 
-def _failure_of_another(meeting: Meeting, phase: str) -> CheckpointError | None:
-    try:
-        meeting.look_for_failures(phase)
-    except CheckpointError as first:
-        return first
-    return None
-
-
-def _open(target: Path, process: Process, meeting: Meeting) -> tuple[Path, Claim | None]:
+def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None]:
     """The staging folder, and the claim of the process that made it and has to put it in place."""
-    claim = _make(target, meeting, "open") if process.rank == 0 else None
-    try:
-        token = meeting.exchange("open", "" if claim is None else claim.token)[0]
-        path = target.with_name(f"{target.name}.tmp-{token}")
-        if process.topology.is_local_main and not path.exists():
-            claim = _make(target, meeting, "enter", token)
-        meeting.exchange("enter")
-    except BaseException:
-        _leave(claim)
-        raise
+    with barrier.reporting():
+        claim = _make(target) if process.rank == 0 else None
+        try:
+            token = barrier.wait("open", "" if claim is None else claim.token)
+            path = target.with_name(f"{target.name}.tmp-{token}")
+            if process.topology.is_local_main and not path.exists():
+                claim = _make(target, token)
+            barrier.wait("enter")
+        except BaseException:
+            _leave(claim)
+            raise
     return path, claim
 
 
@@ -133,7 +123,7 @@ def _leave(claim: Claim | None) -> None:
         claim.release()
 
 
-def _make(target: Path, meeting: Meeting, phase: str, token: str | None = None) -> Claim:
+def _make(target: Path, token: str | None = None) -> Claim:
     """A staging folder, claimed by this process."""
     try:
         if target.exists() and not target.is_dir():
@@ -147,7 +137,6 @@ def _make(target: Path, meeting: Meeting, phase: str, token: str | None = None) 
             claim.release()
             raise
     except OSError as error:
-        meeting.fail(phase, f"{type(error).__name__}: {error}")
         raise CheckpointError(
             f"A checkpoint was to be saved as {target}.",
             f"{type(error).__name__}: {error}",

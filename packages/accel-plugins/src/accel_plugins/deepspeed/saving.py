@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from accel_ops.agreement import raise_on_any_rank
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.agreement import agreed
 from accel_state.current import Process
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 
@@ -88,7 +88,13 @@ def load_engine(engine: Any, folder: Path, index: int, process: Process, options
     if engine.load_universal_checkpoint():
         place = _universal(place)
     whole = not options.get("load_module_only") and options.get("load_optimizer_states", True)
-    agreed(lambda: _look_through(engine, place, process, bool(whole)))
+    raise_on_any_rank(
+        process,
+        "deepspeed",
+        lambda: _look_through(engine, place, process, bool(whole)),
+        f"The DeepSpeed checkpoint {place} was to be loaded.",
+        error=CheckpointError,
+    )
     arguments = {LOAD_OPTIONS[name]: value for name, value in options.items()}
     path, client_state = engine.load_checkpoint(str(folder), place.name, **arguments)
     if path is None:

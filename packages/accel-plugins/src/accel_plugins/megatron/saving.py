@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_ops import gather_object
+from accel_ops.agreement import raise_on_any_rank
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.agreement import agreed
 from accel_plugins.checkpoint.shards import check_objects
 from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
+from accel_state import current
 from accel_state.errors import CheckpointError, NotOffered
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def load(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     place = folder / FOLDER
     asked = f"The Megatron-LM checkpoint {place} was to be loaded."
-    common = agreed(lambda: _look_through(asked, place))
+    process = current.process_or_start()
+    common = raise_on_any_rank(process, "megatron", lambda: _look_through(asked, place), asked, error=CheckpointError)
     wants_optimizer = not plugin.no_load_optim
     if wants_optimizer and not common["has_optimizer"]:
         raise CheckpointError(
