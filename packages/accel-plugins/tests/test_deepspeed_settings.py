@@ -254,3 +254,21 @@ def test_dividing_while_models_are_built_is_switched_for_a_block() -> None:
     with plugin.zero3_init_context_manager(enable=False):
         assert not plugin.is_zero3_init_enabled()
     assert plugin.is_zero3_init_enabled()
+
+
+def test_a_file_without_steps_means_one_unless_the_run_says_more(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    for run, told in ((1, 1), (4, 4)):
+        plugin = DeepSpeedPlugin(hf_ds_config=str(path))
+        assert plugin.gradient_accumulation_steps == 1
+        assert plugin.deepspeed_config["gradient_accumulation_steps"] == 1
+        assert plugin.agree_on_steps(run) == told
+        assert plugin.deepspeed_config["gradient_accumulation_steps"] == told
+
+
+@pytest.mark.parametrize(("said", "agreed"), [(3, 3), ("auto", None)])
+def test_what_the_table_says_about_steps_counts(said: Any, agreed: int | None) -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": said})
+    assert plugin.agree_on_steps(4) == agreed
+    assert plugin.gradient_accumulation_steps == said

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from accel_state import AcceleratorState
-from accel_state.errors import Conflict, NotReady, SettingError
+from accel_state import AcceleratorState, PartialState
+from accel_state.errors import Conflict, NoState, NotReady, SettingError
+from accel_state.labels import DistributedType
 from accel_state.testing.fresh import fresh
 
 
@@ -47,9 +48,12 @@ class Telling(Engine):
 def test_a_run_without_configurations_has_none() -> None:
     state = AcceleratorState(cpu=True)
     assert state.dynamo_plugin is None
-    assert state.fsdp_plugin is None
     assert state.torch_tp_plugin is None
-    assert state.megatron_lm_plugin is None
+    for name in ("fsdp_plugin", "megatron_lm_plugin"):
+        assert not hasattr(state, name)
+        assert name not in AcceleratorState._shared_state
+        with pytest.raises(NoState, match=f"without a {name}"):
+            getattr(state, name)
     assert state.deepspeed_plugins is None
     assert state.deepspeed_plugin is None
     assert not state.is_fsdp2
@@ -115,3 +119,26 @@ def test_an_unknown_deepspeed_configuration_changes_nothing(name: str | None) ->
         state.select_deepspeed_plugin(name)
     assert state.deepspeed_plugin is student
     assert student.selected
+
+
+def test_the_kind_of_a_run_may_be_assigned() -> None:
+    state = AcceleratorState(cpu=True)
+    state.distributed_type = "FSDP"
+    assert AcceleratorState().distributed_type is DistributedType.FSDP
+    state.distributed_type = DistributedType.NO
+    assert AcceleratorState().distributed_type is DistributedType.NO
+    with pytest.raises(SettingError, match="no such kind"):
+        state.distributed_type = "PARALLEL"
+    assert state.distributed_type is DistributedType.NO
+
+
+@pytest.mark.parametrize(
+    "name", ["device", "num_processes", "is_main_process", "mixed_precision", "distributed_type", "fsdp_plugin"]
+)
+def test_a_state_that_was_reset_has_no_attributes(name: str) -> None:
+    state, process = AcceleratorState(cpu=True), PartialState()
+    AcceleratorState._reset_state(True)
+    assert not hasattr(state, name)
+    assert getattr(process, name, "none") == "none"
+    with pytest.raises(NotReady, match="it was reset"):
+        getattr(state, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_state.errors import Conflict
+from accel_state.errors import Conflict, SettingError
 from accel_state.testing.fresh import fresh
 from accel_torch import (
     Accelerator,
@@ -18,6 +19,7 @@ from accel_torch import (
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
     GradScalerKwargs,
+    ProjectConfiguration,
 )
 
 
@@ -98,7 +100,7 @@ def test_settings_objects_that_were_given() -> None:
 def test_plugins_of_the_state_may_be_assigned() -> None:
     accelerator = Accelerator(cpu=True)
     assert not accelerator.native_amp
-    assert accelerator.state.fsdp_plugin is None
+    assert not hasattr(accelerator.state, "fsdp_plugin")
     assert accelerator.deepspeed_plugin is None
     plugin = object()
     accelerator.state.fsdp_plugin = plugin
@@ -142,3 +144,14 @@ def test_settings_of_8_bits_that_were_given() -> None:
     assert accelerator.fp8_recipe_handler is recipe
     assert accelerator.has_fp8_handler
     assert accelerator.ao_recipe_handler is None
+
+
+def test_the_project_configuration_may_be_assigned(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.project_configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    assert accelerator.project_dir == str(tmp_path)
+    accelerator.save_state()
+    assert (tmp_path / "checkpoints" / "checkpoint_0").is_dir()
+    assert accelerator.save_iteration == 1
+    with pytest.raises(SettingError, match="ProjectConfiguration"):
+        accelerator.project_configuration = str(tmp_path)  # type: ignore[assignment]

@@ -48,7 +48,7 @@ def save_and_load(kind: str, folder: str, use_dcp: bool) -> dict[str, Any]:
     from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
     accelerator, model, optimizer = sharded(kind, 1)
-    plugin = accelerator.state.fsdp_plugin or accelerator._engine.strategy.config
+    plugin = accelerator.state.fsdp_plugin
     save_fsdp_model(plugin, accelerator, model, folder, 1, use_dcp=use_dcp)
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, 1, use_dcp=use_dcp)
     accelerator.wait_for_everyone()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accel_state.errors import NotReady
+from accel_state.errors import NoState, NotReady
 from accel_state.identity import Process, Run
 from accel_state.topology import read_topology
 
@@ -50,12 +50,12 @@ def process() -> Process:
     """The process.
 
     Raises:
-        NotReady: no state was made yet.
+        NoState: no state was made yet.
     """
     if _slot.process is None:
-        raise NotReady(
-            "The state of this process was asked for.",
-            "None was made yet.",
+        raise NoState(
+            "The state of this process was read.",
+            "None was made yet, or it was reset.",
             "Create a PartialState() or an Accelerator() first.",
         )
     return _checked(_slot.process)
@@ -126,10 +126,12 @@ def run() -> Run:
     """The run.
 
     Raises:
-        NotReady: no Accelerator was made yet.
+        NoState: no Accelerator was made yet.
     """
     if _slot.run is None:
-        raise NotReady("The state of the run was asked for.", "None was made yet.", "Create an Accelerator() first.")
+        raise NoState(
+            "The state of the run was read.", "None was made yet, or it was reset.", "Create an Accelerator() first."
+        )
     return _slot.run
 
 

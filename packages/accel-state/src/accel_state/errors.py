@@ -14,6 +14,7 @@ __all__ = (
     "DataError",
     "LaunchError",
     "Missing",
+    "NoState",
     "NotOffered",
     "NotReady",
     "OutOfMemory",
@@ -62,6 +63,10 @@ class Missing(AccelError, ImportError):
 
 class NotReady(AccelError, RuntimeError):
     """Met when a call comes too early or too late in the life of the object it is made on."""
+
+
+class NoState(NotReady, AttributeError):
+    """Met when a state is read before it was made or after it was reset; `hasattr` says False then."""
 
 
 class NotOffered(AccelError, NotImplementedError):

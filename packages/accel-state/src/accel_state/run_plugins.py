@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from accel_state import current
-from accel_state.errors import NotReady, SettingError
+from accel_state.errors import NoState, NotReady, SettingError
 
 __all__ = ("PLUGINS", "RunPlugins")
 
@@ -23,12 +23,29 @@ _ONLY: Final = "default"
 
 def _show(name: str, plugin: Any) -> None:
     run = current.run()
-    given = {**run.given, name: plugin}
-    current.set_run(run._replace(given={key: value for key, value in given.items() if value is not None}))
+    current.set_run(run._replace(given={**run.given, name: plugin}))
+
+
+def _given(name: str) -> Any:
+    """What was given or assigned under a name.
+
+    Raises:
+        NoState: nothing was; other libraries ask by `hasattr` whether a run has such a configuration.
+    """
+    given = current.run().given
+    if name not in given:
+        raise NoState(
+            f"AcceleratorState.{name} was read.",
+            f"The run was made without a {name}.",
+            f"Give the Accelerator a {name}, or ask with hasattr(state, {name!r}).",
+        )
+    return given[name]
 
 
 class RunPlugins:
-    """The properties of a state that show what the run was given; all are None when it was given nothing.
+    """The properties of a state that show what the run was given.
+
+    Without one, `fsdp_plugin` and `megatron_lm_plugin` are no attributes, and the others are None.
 
     Other libraries assign them: all states show then what was assigned, while the strategy keeps what it was made with.
     """
@@ -44,8 +61,8 @@ class RunPlugins:
 
     @property
     def fsdp_plugin(self) -> Any:
-        """How parameters are sharded by PyTorch."""
-        return current.run().given.get("fsdp_plugin")
+        """How parameters are sharded by PyTorch; no attribute of a run that was given none."""
+        return _given("fsdp_plugin")
 
     @fsdp_plugin.setter
     def fsdp_plugin(self, plugin: Any) -> None:
@@ -62,8 +79,8 @@ class RunPlugins:
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """How Megatron-LM works."""
-        return current.run().given.get("megatron_lm_plugin")
+        """How Megatron-LM works; no attribute of a run that was given none."""
+        return _given("megatron_lm_plugin")
 
     @megatron_lm_plugin.setter
     def megatron_lm_plugin(self, plugin: Any) -> None:
@@ -72,7 +89,7 @@ class RunPlugins:
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by the second version of FSDP."""
-        return getattr(self.fsdp_plugin, "fsdp_version", None) == 2
+        return getattr(current.run().given.get("fsdp_plugin"), "fsdp_version", None) == 2
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:

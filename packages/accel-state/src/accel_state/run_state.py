@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state import current
 from accel_state.arranged import arrangement_of_environment
 from accel_state.current import Run
-from accel_state.errors import Conflict
+from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.process import PartialState
 from accel_state.run_plugins import PLUGINS, RunPlugins
@@ -63,7 +63,7 @@ def _facts() -> dict[str, Any]:
         return {}
     return {
         **PartialState._shared_state,
-        **{name: run.given.get(name) for name in PLUGINS},
+        **{name: run.given[name] for name in PLUGINS if name in run.given},
         "distributed_type": run.distributed_type,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": run.parallelism_config,
@@ -142,8 +142,22 @@ class AcceleratorState(RunPlugins, PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of the run: the label of its strategy, else that of the process."""
+        """Kind of the run: the label of its strategy, else that of the process; or what was assigned to any state.
+
+        Raises:
+            SettingError: what is assigned is no kind of run.
+        """
         return current.run().distributed_type
+
+    @distributed_type.setter
+    def distributed_type(self, kind: DistributedType | str) -> None:
+        if kind not in list(DistributedType):
+            raise SettingError(
+                f"AcceleratorState.distributed_type = {kind!r}",
+                "There is no such kind of run.",
+                f"Assign one of {', '.join(map(str, DistributedType))}.",
+            )
+        current.set_run(current.run()._replace(distributed_type=DistributedType(kind)))
 
     @property
     def mixed_precision(self) -> str:

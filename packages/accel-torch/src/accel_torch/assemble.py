@@ -113,4 +113,5 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
     if manifest.parameter:
         given[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type
+    given = {name: value for name, value in given.items() if value is not None}
     return Run(precision.name, label, Engine(manifest, strategy, precision), given, mesh, arranged)

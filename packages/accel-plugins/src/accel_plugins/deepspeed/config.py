@@ -182,6 +182,7 @@ class DeepSpeedPlugin:
             setattr(self, field.name, given[field.name])
         self._further = config
         self._selected = False
+        self._leaves_steps_open = False
         self.dschf: Any = None
         if auto_wrap_policy is not None:
             warnings.warn("DeepSpeedPlugin(auto_wrap_policy=...) has no effect.", UserWarning, stacklevel=2)
@@ -248,6 +249,10 @@ class DeepSpeedPlugin:
         ]
         facts += [Fact(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
         fill(document, facts)
+        if document.get_value("gradient_accumulation_steps") is None:
+            # What DeepSpeed takes it for.
+            self._leaves_steps_open = True
+            document.set_value("gradient_accumulation_steps", 1)
 
     def _read_back(self) -> None:
         """Let the settings show what the table says."""
@@ -377,6 +382,19 @@ class DeepSpeedPlugin:
                 document.set_value(own, dict(entry))
         source = f"mixed_precision={str(mixed_precision)!r}"
         fill(document, [Fact(f"{own}.enabled", name == own, source) for own in ("fp16", "bf16")])
+
+    def agree_on_steps(self, steps: int) -> int | None:
+        """How many micro-batches the table says, or None where it follows the run; called by the backend.
+
+        Args:
+            steps: how many the run accumulates.
+        """
+        if self._leaves_steps_open and steps != 1:
+            self._leaves_steps_open = False
+            self.hf_ds_config.set_value("gradient_accumulation_steps", steps)
+            self.gradient_accumulation_steps = steps
+        configured = self.get_value("gradient_accumulation_steps", AUTO)
+        return None if configured == AUTO else int(configured)
 
     def take_entries(self, entries: Mapping[str, Any]) -> None:
         """Take what a precision tells engines: {"msamp": {"enabled": True, "opt_level": "O2"}}.

@@ -22,7 +22,6 @@ from accel_plugins.context import Context
 from accel_plugins.deepspeed import engines, saving
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.facts import about_batches, check_stand_ins
-from accel_plugins.deepspeed.filling import AUTO
 from accel_plugins.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -95,16 +94,18 @@ class DeepSpeedStrategy(Strategy):
 
     def _agree_on_steps(self) -> None:
         """Let the run accumulate as many micro-batches as the configuration says."""
-        gradient, configured = self.context.gradient, self._plugin.get_value("gradient_accumulation_steps", AUTO)
-        if configured == AUTO or int(configured) == gradient.num_steps:
-            return
-        if gradient.num_steps != 1:
-            raise Conflict(
-                f"gradient_accumulation_steps={gradient.num_steps} was asked for.",
-                f"The DeepSpeed configuration says gradient_accumulation_steps={configured}.",
-                'Say it in one place, and write "auto" in the other.',
-            )
-        gradient.plugin = dataclasses.replace(gradient.plugin, num_steps=int(configured))
+        gradient = self.context.gradient
+        configured = self._plugin.agree_on_steps(gradient.num_steps)
+        if configured is not None and configured != gradient.num_steps:
+            if gradient.num_steps != 1:
+                raise Conflict(
+                    f"gradient_accumulation_steps={gradient.num_steps} was asked for.",
+                    f"The DeepSpeed configuration says gradient_accumulation_steps={configured}.",
+                    'Say it in one place, and write "auto" in the other.',
+                )
+            gradient.plugin = dataclasses.replace(gradient.plugin, num_steps=configured)
+        for plugin in self._plugins:
+            plugin.agree_on_steps(gradient.num_steps)
 
     # ------------------------------------------------------------------ preparing
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_state.errors import SettingError
 from accel_state.labels import PrecisionType
 from accel_torch.parts import Parts
 
@@ -88,8 +89,22 @@ class ViewsPage(Parts):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
+        """Where checkpoints and logs go.
+
+        Raises:
+            SettingError: what is assigned is no `ProjectConfiguration`.
+        """
         return self._options.project
+
+    @project_configuration.setter
+    def project_configuration(self, configuration: ProjectConfiguration) -> None:
+        if not isinstance(configuration, ProjectConfiguration):
+            raise SettingError(
+                f"Accelerator.project_configuration = {configuration!r}",
+                "It says where checkpoints and logs go.",
+                "Assign a ProjectConfiguration(project_dir=...).",
+            )
+        self._options = self._options._replace(project=configuration)
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
