@@ -32,7 +32,7 @@ def test_losses_and_what_is_counted_on_the_way(case: str, compare: Any) -> None:
 
 SHARDED: dict[str, dict[str, Any]] = {
     "by class": {"version": 1, "options": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
-    "by size": {"version": 1, "options": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 5000}},
+    "by size": {"version": 1, "options": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 12000}},
     "by number, in bf16": {"version": 1, "options": {"sharding_strategy": "1", "mixed_precision_policy": "bf16"}},
     "version 2": {"version": 2, "options": {}},
     "version 2 in bf16": {"version": 2, "options": {"mixed_precision_policy": "bf16"}},
