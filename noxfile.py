@@ -388,6 +388,12 @@ def clients_sentence_transformers(session: nox.Session) -> None:
     client(session, "test_sentence_vectors.py", "sentence-transformers", "transformers", "datasets")
 
 
+@nox.session(name="clients-trainers", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_trainers(session: nox.Session) -> None:
+    """Train with pytorch-accelerated and accmt here and with the original."""
+    client(session, "test_other_trainers.py", "pytorch-accelerated", "accmt")
+
+
 @nox.session(name="engines-xla", default=False, venv_backend="virtualenv", reuse_venv=True)
 def engines_xla(session: nox.Session) -> None:
     """Train with torch_xla, whose devices are the CPU, on the torch it was built for; the environment takes 7 GB."""
