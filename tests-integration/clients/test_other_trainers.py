@@ -26,6 +26,6 @@ def test_pytorch_accelerated_trains_and_evaluates_each_sample_once(launcher: str
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_accmt_trains_to_the_same_weights(accumulation: int, compare: Any) -> None:
-    """On one process: on several it asks for GPUs."""
+    """On one process: on several it pins memory, which needs a GPU."""
     ours, original = compare("accmt_trainer.py", accumulation=accumulation)
     assert ours["weights"] == pytest.approx(original["weights"], rel=1e-5)
