@@ -10,7 +10,6 @@ import pytest
 
 import reliability
 from accel_plugins.testing import faults
-from accel_state.errors import NotOffered
 
 TRACED = faults.obstacle(errors=True)
 
@@ -27,10 +26,7 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("name", reliability.SWEEPS)
 def test_nothing_is_lost(forking: ProcessPoolExecutor, name: str) -> None:
     every = 27 if name.startswith("shards") else 9
-    try:
-        tally = forking.submit(reliability.sweep, name, every=every).result(timeout=380)
-    except NotOffered as reason:
-        pytest.skip(str(reason))
+    tally = forking.submit(reliability.sweep, name, every=every).result(timeout=380)
 
     assert tally.lost == []
     assert tally.injected == tally.survived > 0

@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
@@ -18,6 +18,7 @@ from accel_state import PartialState, current
 from accel_state.errors import CheckpointError, CollectiveError
 from accel_state.testing.processes import Processes
 from accel_state.transport.control import ControlStore
+from accel_state.transport.local import LocalTransport
 
 PATIENT = 60.0
 
@@ -43,13 +44,27 @@ class CountingStore:
         return request
 
 
+class Way(LocalTransport):
+    """The way of one rank to the others, for messages alone."""
+
+    def __init__(self, rank: int, world_size: int, store: CountingStore) -> None:
+        super().__init__(torch.device("cpu"))
+        self.rank, self.world_size, self._store = rank, world_size, store
+
+    def store(self) -> Any:
+        return self._store
+
+    def control(self) -> ControlStore:
+        return ControlStore(self._store, self.rank, secret="s")
+
+
 class Rank:
     """What `StoreBarrier` asks of a process; ranks are threads here."""
 
     def __init__(self, rank: int, world_size: int, shared: dist.Store, requests: Counter[str] | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         store = CountingStore(shared, Counter() if requests is None else requests)
-        self.transport = SimpleNamespace(store=lambda: store, control=lambda: ControlStore(store, rank, secret="s"))
+        self.transport = Way(rank, world_size, store)
 
 
 def world(size: int, requests: Counter[str] | None = None) -> list[Any]:

@@ -16,7 +16,7 @@ __all__ = ("INDEX_NAME", "read_offload_index", "save_offload_index", "weight_fil
 
 INDEX_NAME: Final = "index.json"
 _MOST_DIMENSIONS: Final = 64
-_WRITTEN: Final = record({"dtype": text(), "shape": list_of(integer(), _MOST_DIMENSIONS)})
+_WRITTEN: Final = record({"dtype": text(), "shape": list_of(integer())})
 _LEFT: Final = record({"safetensors_file": text()}, {"weight_name": text(), "dtype": text()})
 
 
@@ -45,7 +45,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
     path = Path(offload_folder) / INDEX_NAME
     merged = {**(read_offload_index(offload_folder) if path.is_file() else {}), **index}
     text = json.dumps(merged, indent=2)
-    beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
@@ -79,7 +79,10 @@ def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, An
 
 def _entry(value: Any) -> str:
     """Shape of an entry of either kind."""
-    return (_LEFT if isinstance(value, dict) and "safetensors_file" in value else _WRITTEN)(value)
+    fault = (_LEFT if isinstance(value, dict) and "safetensors_file" in value else _WRITTEN)(value)
+    if not fault and len(value.get("shape", ())) > _MOST_DIMENSIONS:
+        return f" has {len(value['shape'])} dimensions"
+    return fault
 
 
 def _bad(path: Path, obstacle: str) -> CheckpointError:

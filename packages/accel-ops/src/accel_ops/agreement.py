@@ -27,6 +27,8 @@ from weakref import WeakKeyDictionary
 
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
+from accel_state.hang_report.failure import everyone
+from accel_state.protocol.call import exchange_of
 
 if TYPE_CHECKING:
     from accel_state.identity import Process
@@ -235,7 +237,7 @@ class StoreBarrier:
         while True:
             left = until - time.monotonic()
             try:
-                found = control.get_all(keys, min(max(left, 1.0), _ANSWER))
+                found = control.get_all(keys, min(max(left - _LATER, 1.0), _ANSWER))
                 if len(found) == len(keys):
                     return found
                 failure = self._look_for_failure(control)
@@ -247,7 +249,8 @@ class StoreBarrier:
             except StoreUnreachable as error:
                 # A connection that broke is a host that is gone; one that is silent may come back.
                 breaks += error.__cause__ is not None
-                if left <= 0 or breaks == _MOST_BREAKS:
+                # Nobody else can tell this rank of a failure, so it does not outwait rank 0.
+                if left <= (_LATER if self.rank else 0.0) or breaks == _MOST_BREAKS:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -321,7 +324,7 @@ class StoreBarrier:
             ranks = ", ".join(map(str, failure["missing"])) + (" and others" if failure.get("more") else "")
             return self._error(
                 f"{self._asked} ({failure['phase']})",
-                f"Process {ranks} did not come within {failure['seconds']:g} s.",
+                f"Process {ranks} did not come within {failure['seconds']:g} s. {self._everyone()}",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
         # What the values of all led to is no failure of rank 0, which compared them.
@@ -332,6 +335,10 @@ class StoreBarrier:
             return kind(asked, f"{who}{obstacle}", remedy)
         return self._error(self._asked, f"{who}{failure['type']}: {failure['text']}", self._remedy)
 
+    def _everyone(self) -> str:
+        """Where every process was."""
+        return everyone(exchange_of(self._process.transport).watch, self._world_size)
+
     @contextmanager
     def _store_named(self) -> Iterator[None]:
         """Raise what the store does not answer as an error of this operation."""
@@ -341,7 +348,8 @@ class StoreBarrier:
             self._over = True
             raise self._error(
                 self._asked,
-                f"The store of the run does not answer, so the process that hosts it may be gone: {error.obstacle}",
+                f"The store of the run does not answer, so the process that hosts it may be gone: {error.obstacle} "
+                f"{self._everyone()}",
                 "Look at the output of the other processes, and start the run again.",
             ) from error
 

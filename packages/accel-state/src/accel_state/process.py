@@ -16,10 +16,11 @@ from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
-from accel_state.protocol.call import meet
+from accel_state.protocol.call import exchange_of, meet
 from accel_state.shared import SharedState
 from accel_state.split import split_inputs
 from accel_state.start import start_process
+from accel_state.uncaught import install_hook
 
 __all__ = ("PartialState", "do_nothing", "wait_for_everyone")
 
@@ -82,7 +83,12 @@ class PartialState:
         existing = current.process_or_none()
         if existing is None:
             install_tracebacks()
-            current.set_process(start_process(cpu, **options))
+            process = start_process(cpu, **options)
+            current.set_process(process)
+            if process.world_size > 1:
+                # From here on it is known where this process is, and errors say where all are.
+                exchange_of(process.transport)
+                install_hook()
         elif cpu and existing.family is not family_of("cpu"):
             raise Conflict(
                 "PartialState(cpu=True) was asked for.",

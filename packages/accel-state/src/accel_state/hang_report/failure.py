@@ -13,16 +13,20 @@ from typing import Any, Final
 
 from accel_state.errors import CollectiveError
 from accel_state.hang_report.call_log import Call
+from accel_state.hang_report.main_thread import place_of
 from accel_state.hang_report.sightings import all_told, describe
 from accel_state.hang_report.watch import TICK, Picture, Watch
 
-__all__ = ("End", "everyone", "explain")
+__all__ = ("amend", "everyone", "explain")
 
 _LONGEST_WAIT: Final = 3.0
 """Seconds that the others are given to say where they are."""
 
 _GLANCE: Final = 0.05
 """Seconds between two looks whether this process was asked to end."""
+
+_AMENDED: Final = "_accel_amended"
+"""Attribute of errors that have been extended."""
 
 _REMEDY: Final = (
     "Look at the processes that are gone or elsewhere. If one only needs longer, raise the timeout in "
@@ -55,6 +59,26 @@ def explain(error: BaseException, call: Call | None, rank: int, world_size: int,
     return report
 
 
+def amend(error: BaseException, world_size: int, watch: Watch) -> None:
+    """Say at the end of an error that the backend raised, outside of our calls, where every process was.
+
+    Args:
+        error: its message is extended.
+        world_size: number of processes.
+        watch: what reads where the others are.
+    """
+    if getattr(error, _AMENDED, False):
+        return
+    before, watch.pinned = watch.pinned, place_of(error)
+    try:
+        with _termination_put_off() as end:
+            error.args = (f"{error}\n  {everyone(watch, world_size, end)}\n  {_REMEDY}", *error.args[1:])
+            setattr(error, _AMENDED, True)
+            end.last_words = f"{type(error).__name__}: {error}\n"
+    finally:
+        watch.pinned = before
+
+
 def everyone(watch: Watch, world_size: int, end: End | None = None) -> str:
     """Where all processes are, in a sentence, once they have said so or cannot; within some seconds.
 
@@ -76,6 +100,9 @@ def everyone(watch: Watch, world_size: int, end: End | None = None) -> str:
 
 def _answers(watch: Watch, world_size: int, end: End) -> Picture:
     """What is known when all have answered, the store is found not to, time is up, or this process is ended."""
+    picture = watch.picture()
+    if picture.store_failed is not None:
+        return picture
     asked = watch.ask()
     while True:
         hurried = end.wait(TICK / 5)

@@ -1,7 +1,8 @@
-"""Where the main thread of this process is, as seen from another thread.
+"""Where the main thread of this process is, as seen from another thread, and where an exception was raised.
 
-Looked up only when a failure has to be explained: on Python 3.11 the frames of a running thread can be left dangling
-when garbage is collected while another thread walks them, so it is done rarely, and no collection may begin meanwhile.
+The main thread is looked up only when a failure has to be explained: on Python 3.11 the frames of a running thread can
+be left dangling when garbage is collected while another thread walks them, so it is done rarely, and no collection may
+begin meanwhile.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import gc
 import sys
 import threading
 from dataclasses import dataclass
+from types import FrameType
 from typing import Final
 
 from accel_state.hang_report.call_log import Location, locate
 from accel_state.settings.extension import is_library
 
-__all__ = ("Place", "main_thread_place")
+__all__ = ("Place", "main_thread_place", "place_of")
 
-_DECORATORS: Final = frozenset({"wrapper", "wrapped", "inner", "decorate_context"})
+_DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"})
 """Functions around the one whose name says something."""
 
 
@@ -40,12 +42,30 @@ def main_thread_place() -> Place | None:
     gc.disable()
     try:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        inside = ""
-        while frame is not None and is_library(frame.f_globals.get("__name__", "")):
-            name = frame.f_code.co_name
-            inside = inside if name in _DECORATORS and inside else name
+        outwards = []
+        while frame is not None:
+            outwards.append((frame, frame.f_lineno))
             frame = frame.f_back
-        return None if frame is None else Place(locate(frame.f_code.co_filename, frame.f_lineno), inside)
+        return _innermost(outwards)
     finally:
         if collecting:
             gc.enable()
+
+
+def place_of(error: BaseException) -> Place | None:
+    """Where an exception was raised; None where no code of the user was running."""
+    inwards, trace = [], error.__traceback__
+    while trace is not None:
+        inwards.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return _innermost(inwards[::-1])
+
+
+def _innermost(outwards: list[tuple[FrameType, int]]) -> Place | None:
+    inside = ""
+    for frame, line in outwards:
+        if not is_library(frame.f_globals.get("__name__", "")):
+            return Place(locate(frame.f_code.co_filename, line), inside)
+        name = frame.f_code.co_name
+        inside = inside if name in _DECORATORS and inside else name
+    return None

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal
 
 from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.main_thread import main_thread_place
+from accel_state.hang_report.main_thread import Place, main_thread_place
 
 __all__ = ("Sighting", "all_told", "describe", "look", "ranks")
 
@@ -85,16 +85,17 @@ class Sighting:
         return f"{inside}, {before}" if self.now_at else before
 
 
-def look(log: CallLog, closely: bool = False) -> Sighting:
+def look(log: CallLog, closely: bool = False, pinned: Place | None = None) -> Sighting:
     """Where this process is now.
 
     Args:
         log: its calls.
         closely: look up the line as well where the main thread is.
+        pinned: that line, where it is known.
     """
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
-    now = main_thread_place() if closely else None
+    now = pinned or (main_thread_place() if closely else None)
     return Sighting(
         number=call.number if call else 0,
         operation=call.operation if call else "",
@@ -108,9 +109,12 @@ def look(log: CallLog, closely: bool = False) -> Sighting:
 
 
 def all_told(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[int, float], within: float) -> bool:
-    """Whether each process has looked closely within so many seconds, or cannot any more."""
+    """Whether each process has looked closely within so many seconds, or does not answer."""
     return len(sightings) == world_size and all(
-        (seen.closely and ages[rank] < within) or seen.left or _state_here(seen) in _HELPLESS
+        (seen.closely and ages[rank] < within)
+        or seen.left
+        or ages[rank] > within + _SILENT
+        or _state_here(seen) in _HELPLESS
         for rank, seen in sightings.items()
     )
 

@@ -8,7 +8,6 @@ dead, or on the other side of a broken link. What a launcher reads is written to
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,9 +15,11 @@ from typing import Final, NamedTuple
 
 from accel_state.errors import StoreUnreachable
 from accel_state.hang_report.call_log import CallLog
+from accel_state.hang_report.main_thread import Place
 from accel_state.hang_report.sightings import Sighting, look
 from accel_state.hang_report.status import StatusFile
 from accel_state.transport.control import ControlStore
+from accel_state.transport.leaving import how_it_ends
 
 __all__ = ("TICK", "Picture", "Watch")
 
@@ -65,6 +66,9 @@ class Watch:
         control: a connection to the store that the processes share, for this watch alone; None turns it off.
         rank: index of this process.
         world_size: number of processes.
+
+    Attributes:
+        pinned: where this process is said to be, once it has left that place because of an error.
     """
 
     def __init__(self, log: CallLog, control: ControlStore | None, rank: int, world_size: int) -> None:
@@ -84,6 +88,7 @@ class Watch:
         self._closely_until = 0.0
         self._ask = False
         self._end = threading.Event()
+        self.pinned: Place | None = None
         self._thread: threading.Thread | None = None
         if world_size > 1 and (control is not None or self._status is not None):
             self._thread = threading.Thread(target=self._run, name="accel_state.watch", daemon=True)
@@ -99,7 +104,7 @@ class Watch:
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=_LAST_PATIENCE)
-        last = replace(look(self._log), left=_how_it_ends())
+        last = replace(look(self._log), left=f"with {error}" if (error := how_it_ends()) else "without an exception")
         if self._status is not None:
             self._status.write(last)
         if self._control is not None and self._failed is None and not self._thread.is_alive():
@@ -119,7 +124,7 @@ class Watch:
     def picture(self) -> Picture:
         """Where all processes are, with a fresh sighting of this one. Does not wait."""
         now = time.monotonic()
-        sightings = {**self._sightings, self._rank: look(self._log, closely=True)}
+        sightings = {**self._sightings, self._rank: look(self._log, True, self.pinned)}
         heard = {**self._heard, self._rank: now}
         return Picture(sightings, {rank: now - at for rank, at in heard.items()}, self._taken, self._failed)
 
@@ -131,7 +136,7 @@ class Watch:
             closely = now < self._closely_until
             if self._status is not None:
                 closely = self._status.is_asked() or closely
-                self._status.write(look(self._log, closely))
+                self._status.write(look(self._log, closely, self.pinned))
             if self._control is not None and (asks or now >= try_again):
                 if self._tell(closely, asks) and (closely or ticks % self._read_every == 0):
                     self._read()
@@ -156,7 +161,7 @@ class Watch:
             self._asked_before = asked
             self._closely_until = time.monotonic() + _CLOSELY
             closely = True
-        return self._publish(look(self._log, closely))
+        return self._publish(look(self._log, closely, self.pinned))
 
     def _publish(self, sighting: Sighting) -> bool:
         assert self._control is not None
@@ -188,9 +193,3 @@ class Watch:
         # Others read these while this thread goes on, so they are replaced as a whole.
         self._heard, self._sightings = heard, sightings
         self._taken = now
-
-
-def _how_it_ends() -> str:
-    """How this process leaves the run, in words."""
-    error = getattr(sys, "last_value", None)
-    return "without an exception" if error is None else f"with {type(error).__name__}"

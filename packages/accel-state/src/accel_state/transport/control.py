@@ -17,6 +17,7 @@ import hmac
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -282,11 +283,30 @@ class _Dialer:
         self._source = store
 
     def __call__(self) -> Any:
+        _knock(self._source)
         own = self._source.clone()
         own.set_timeout(_DIAL)
         # The next one is copied from this one: dialling takes as long as the time-out of the store that is copied.
         self._source = own
         return own
+
+
+def _knock(store: Any) -> None:
+    """Return when the host of a store accepts connections.
+
+    torch tries for longer, prints how it fails, and aborts a process that ends meanwhile; a socket of Python does not.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    # Stores in files and in memory have no host.
+    if hasattr(store, "host"):
+        try:
+            socket.create_connection((store.host, store.port), timeout=_DIAL.total_seconds()).close()
+        except OSError as error:
+            raise RuntimeError(f"{store.host}:{store.port} cannot be reached: {error}") from error
 
 
 class _Request:

@@ -16,13 +16,28 @@ from functools import cache
 from typing import Final, Protocol
 from weakref import WeakSet
 
-__all__ = ("Leaver", "leave_at_exit")
+__all__ = ("Leaver", "how_it_ends", "leave_at_exit", "note_failure")
 
 PATIENCE: Final = 10.0
 """Seconds that the end of the process waits for collectives that are under way."""
 
 PATIENCE_AFTER_FAILURE: Final = 1.0
 """The same after an exception that nobody caught: the other processes will not join any more, and wait to be told."""
+
+
+_failure: str | None = None
+
+
+def note_failure(error: BaseException) -> None:
+    """Take note of an exception that nobody caught, and that ends this process."""
+    global _failure
+    _failure = type(error).__name__
+
+
+def how_it_ends() -> str | None:
+    """Name of the exception that ends this process; None when there is none."""
+    # The interpreter keeps what it has shown by itself; a launcher that shows it instead does not.
+    return type(sys.last_value).__name__ if hasattr(sys, "last_value") else _failure
 
 
 class Leaver(Protocol):
@@ -45,7 +60,7 @@ class _Exit:
 
     def _leave(self) -> None:
         self._asked.set()
-        self._thread.join(timeout=PATIENCE_AFTER_FAILURE if hasattr(sys, "last_value") else PATIENCE)
+        self._thread.join(timeout=PATIENCE if how_it_ends() is None else PATIENCE_AFTER_FAILURE)
 
     def _run(self) -> None:
         self._asked.wait()

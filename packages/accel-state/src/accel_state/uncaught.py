@@ -1,0 +1,68 @@
+"""Errors of a backend that were raised outside of our calls: in a backward, in a forward, or by a call of the user."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from accel_state import current
+from accel_state.errors import AccelError
+from accel_state.hang_report.failure import amend
+from accel_state.protocol.call import exchange_of
+from accel_state.transport.leaving import note_failure
+
+__all__ = ("explained", "install_hook")
+
+_TEXTS: Final = re.compile(
+    r"gloo/|NCCL|Connection (closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ms"
+)
+"""What messages of backends contain where they raise a plain RuntimeError."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Let errors of the backend that leave this block end with where every process was."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain_foreign(error)
+        raise
+
+
+def explain_foreign(error: BaseException) -> None:
+    """Extend an error by where every process was, if a backend raised it and nobody has explained it."""
+    process = current.process_or_none()
+    if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
+        return
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _TEXTS.search(str(error))):
+        amend(error, process.world_size, exchange_of(process.transport).watch)
+
+
+def install_hook() -> None:
+    """Explain errors of the backend that nobody catches, before they are shown; once a process."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+class _Hook:
+    """The newest hook of the chain.
+
+    Args:
+        then: the one before it, which shows the error.
+    """
+
+    def __init__(self, then: Callable[..., Any]) -> None:
+        self._then = then
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """As the interpreter calls it."""
+        if kind is not KeyboardInterrupt:
+            note_failure(error)
+            explain_foreign(error)
+        self._then(kind, error, trace)
