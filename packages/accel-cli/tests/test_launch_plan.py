@@ -11,6 +11,7 @@ from accel_cli.launch.nested import WRITTEN, without_outer
 from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.rows import ROWS
+from accel_state.network import loopback_variables
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.settings.environ import ORIGINS, Given
 from accel_state.settings.schema import settings_of
@@ -54,6 +55,7 @@ def test_several_processes_share_the_processors():
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "OMP_NUM_THREADS": "4",
+        **loopback_variables({}),
     }
 
 

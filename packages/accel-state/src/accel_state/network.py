@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
+from collections.abc import Mapping
 from typing import Final
 
 from accel_state.errors import SettingError
 
-__all__ = ("DEFAULT_PORT", "SECRET_VARIABLE", "get_free_port", "is_port_in_use")
+__all__ = (
+    "DEFAULT_PORT",
+    "SECRET_VARIABLE",
+    "get_free_port",
+    "is_port_in_use",
+    "loopback_variables",
+    "new_secret",
+)
 
 DEFAULT_PORT: Final = 29500
 """Where processes meet when nobody chose a port; that of torch.distributed."""
@@ -16,6 +25,21 @@ SECRET_VARIABLE: Final = "ACCEL_RUN_SECRET"
 """Holds the secret of a run, with which its processes sign what they tell each other through its store."""
 
 _LAST: Final = 65535
+
+
+_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+
+
+def new_secret() -> str:
+    """A secret for a run on one machine; on several, the user gives every machine the same one."""
+    return secrets.token_hex(32)
+
+
+def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep gloo's connections inside of this machine, where the user chose no interface."""
+    interfaces = {name for _index, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
+    return {} if loopback is None or environ.get(_GLOO_INTERFACE) else {_GLOO_INTERFACE: loopback}
 
 
 def get_free_port() -> int:

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     from accel_cli.launch.report import Failure, report, shell_code
     from accel_cli.launch.runner import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
+    from accel_state.network import SECRET_VARIABLE, new_secret
 
+    if "--nnodes=1" in arguments:
+        os.environ[SECRET_VARIABLE] = new_secret()
     # Inherited by the processes, which end when this one is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from accel_state.network import SECRET_VARIABLE
 from accel_state.settings.environ import ORIGINS
 
 __all__ = ("PLACE_VARIABLES", "WRITTEN", "without_outer", "written")
@@ -22,7 +23,7 @@ PLACE_VARIABLES: Final = (
 )
 """What a launch tells each process about its place, besides where the store is."""
 
-_STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT")
+_STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE)
 _TORCHRUN_TRACE: Final = "TORCHELASTIC_RUN_ID"
 _TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 

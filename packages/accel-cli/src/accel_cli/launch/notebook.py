@@ -19,6 +19,7 @@ from accel_cli.launch.devices import best_devices, count_devices
 from accel_cli.launch.forked import run_forked
 from accel_cli.launch.ports import Port
 from accel_state.errors import LaunchError, NotReady, SettingError
+from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
 from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import settings_of
@@ -88,7 +89,8 @@ def notebook_launcher(
     _check_numbers(processes, node_rank, num_nodes)
     if num_nodes > 1 or max_restarts > 0:
         _check_untouched()
-        with _variables({**environment, str(_FORK_LAUNCHED.variable): "true"}):
+        secret = {SECRET_VARIABLE: new_secret()} if num_nodes == 1 else {}
+        with _variables({**environment, **secret, str(_FORK_LAUNCHED.variable): "true"}):
             options = {
                 "min_nodes": num_nodes,
                 "max_nodes": num_nodes,
@@ -125,18 +127,20 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     _check_numbers(num_processes, 0, 1)
     _check_untouched()
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
-    environment = {str(_CPU.variable): "true", **loopback}
+    environment = {str(_CPU.variable): "true"}
     with _free_port("0") as port:
         run_forked(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
 
 
 def _places(processes: int, address: str, port: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Variables of each process."""
-    size = str(processes)
+    size, secret = str(processes), new_secret()
+    inside = loopback_variables({**os.environ, **environment})
     for rank in map(str, range(processes)):
         yield {
             **environment,
+            **inside,
+            SECRET_VARIABLE: secret,
             str(_FORK_LAUNCHED.variable): "true",
             "RANK": rank,
             "LOCAL_RANK": rank,

@@ -20,6 +20,7 @@ from accel_cli.launch.parts import RUNNER, LaunchPlan, Machine, Script
 from accel_cli.launch.torchrun import torchrun_argv, torchrun_environment
 from accel_cli.launch.tpu import pod_argv, tpu_argv, tpu_variables
 from accel_state.devices.rows import ROWS
+from accel_state.network import loopback_variables
 from accel_state.settings.environ import ORIGINS, origins_text
 
 __all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "common_environment", "make_plan")
@@ -108,7 +109,7 @@ def _spawner(launch: _Launch) -> LaunchPlan:
     supervision = launch.effective.instance(SupervisionSettings)
     local = _local_processes(launch.effective, machines, launch.machine)
     return LaunchPlan(
-        launch.environment(local),
+        launch.environment(local, **(loopback_variables(launch.machine.environ) if local > 1 else {})),
         (launch.machine.python, *launch.program),
         "spawner",
         processes=local,
@@ -125,7 +126,8 @@ def _torchrun(launch: _Launch) -> LaunchPlan:
     local = _local_processes(launch.effective, launch.effective.instance(MachineSettings), launch.machine)
     argv = (launch.machine.python, *torchrun_argv(launch.effective, local, launch.program))
     grace = launch.effective.instance(SupervisionSettings).grace_period
-    environment = launch.environment(local, **torchrun_environment(grace))
+    inside = loopback_variables(launch.machine.environ) if launch.effective["num_machines"].value == 1 else {}
+    environment = launch.environment(local, **torchrun_environment(grace), **inside)
     return LaunchPlan(environment, argv, "torchrun", local, grace_period=grace)
 
 

@@ -26,6 +26,7 @@ from accel_cli.launch.runner import PARENT_VARIABLE
 from accel_cli.launch.signals import ENDING, Inbox
 from accel_state.errors import LaunchError
 from accel_state.exit_codes import RESUME
+from accel_state.network import SECRET_VARIABLE, new_secret
 
 __all__ = ("run",)
 
@@ -108,7 +109,7 @@ def run(plan: LaunchPlan, environ: Mapping[str, str], port_origin: str = "", qui
         if plan.processes == 1:
             return _Spawner(plan, base, folder, quiet).run({})
         with Port(plan.port, port_origin) as port:
-            store = {"MASTER_ADDR": plan.address, "MASTER_PORT": str(port.number)}
+            store = {"MASTER_ADDR": plan.address, "MASTER_PORT": str(port.number), SECRET_VARIABLE: new_secret()}
             return _Spawner(plan, base, folder, quiet).run(store)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

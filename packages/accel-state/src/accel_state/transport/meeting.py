@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import socket
 import threading
 import time
@@ -77,7 +79,10 @@ def _rendezvous(place: str, topology: Topology, timeout: timedelta) -> Any:
             if topology.rank != 0:
                 _wait_for_host(place, deadline)
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
-            outcome.append(next(rendezvous(place, topology.rank, topology.world_size, timeout=left)))
+            store = _on_loopback(place, topology, left)
+            if store is None:
+                store = next(rendezvous(place, topology.rank, topology.world_size, timeout=left))[0]
+            outcome.append(store)
         except Exception as error:
             outcome.append(error)
 
@@ -88,7 +93,48 @@ def _rendezvous(place: str, topology: Topology, timeout: timedelta) -> Any:
         raise TimeoutError(f"what listens there did not answer within {timeout.total_seconds():g} seconds")
     if isinstance(outcome[0], Exception):
         raise outcome[0]
-    return outcome[0][0]
+    return outcome[0]
+
+
+def _on_loopback(place: str, topology: Topology, timeout: timedelta) -> Any | None:
+    """The store, hosted on the loopback interface; None where torch hosts it or another process does.
+
+    torch listens on every interface of the machine, also when all processes meet at a loopback address.
+    """
+    url = urlsplit(place)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if topology.rank != 0 or agent_hosts or os.name != "posix" or url.scheme != "tcp" or url.query:
+        return None
+    address = "127.0.0.1" if url.hostname == "localhost" else str(url.hostname)
+    if not _is_loopback(address) or not url.port:
+        return None
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        # A launcher keeps the port bound without listening, for which both have to set this.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, url.port))
+        listener.listen()
+    except OSError:
+        # A store of this process that was not ended yet is used again by torch; for others torch has the error.
+        listener.close()
+        return None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        url.port,
+        topology.world_size,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _wait_for_host(place: str, deadline: float) -> None:

@@ -1,0 +1,49 @@
+"""A run that saves when it is asked to end; it goes on until the file `stop` is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_torch import Accelerator, ProjectConfiguration
+
+folder = Path(sys.argv[1])
+project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, save_on_signal=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = torch.nn.Linear(2, 2)
+data = DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=4)
+model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+
+handler = logging.Handler()
+handler.emit = lambda record: (folder / f"reported_{accelerator.process_index}").touch()  # type: ignore[method-assign]
+logging.getLogger("accel_state.transport.control").addHandler(handler)
+
+
+def train() -> None:
+    while True:
+        for (batch,) in data:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stop = torch.tensor([float((folder / "stop").exists())])
+            # All end at the same step.
+            if accelerator.reduce(stop, "sum").item() == accelerator.num_processes:
+                return
+            place = folder / f"place_{accelerator.process_index}"
+            if not place.exists():
+                transport = accelerator.state._process.transport
+                told = {"pid": os.getpid(), "port": os.environ["MASTER_PORT"], "scope": transport._scope}
+                place.with_suffix(".new").write_text(json.dumps(told))
+                place.with_suffix(".new").rename(place)
+            time.sleep(0.01)
+
+
+train()
+logging.getLogger("accel_state.transport.control").removeHandler(handler)
