@@ -11,8 +11,8 @@ from accel_cli.launch.nested import WRITTEN, without_outer
 from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.torchrun import AGENT
 from accel_state.devices.rows import ROWS
-from accel_state.network import loopback_variables
 from accel_state.errors import Conflict, Missing, SettingError
+from accel_state.network import loopback_variables
 from accel_state.settings.environ import ORIGINS, Given
 from accel_state.settings.schema import settings_of
 
