@@ -39,6 +39,26 @@ def test_the_first_failure_is_the_cause_of_the_others():
     assert first_failure([without_time, early]) is early
 
 
+def waited(rank, missed, time):
+    """The failure of a process that waited for others."""
+    failure = Failure(rank, 1, record("CollectiveError: gather() could not be completed.", time))
+    failure.record["extraInfo"]["missed"] = missed
+    return failure
+
+
+def test_a_process_that_waited_in_vain_is_not_the_cause(capsys):
+    cause = Failure(1, 1, record(time=9.0))
+    assert first_failure([waited(0, [1], 5.0), cause]) is cause
+    left = Failure(1, 3)
+    assert first_failure([waited(0, [1], 5.0), left]) is left
+    report([waited(0, [5], 5.0), waited(1, [5], 6.0)], 8)
+    said = capsys.readouterr().err
+    assert said.startswith("accel launch: Process 0 of 8 waited in vain for process 5 and ended with exit code 1.\n")
+    report([waited(0, list(range(1, 20)), 5.0)], 20)
+    assert "for process 1, 2, 3, 4, 5, 6, 7, 8 and others and" in capsys.readouterr().err
+    assert waited(0, "all", 5.0).missed == []
+
+
 def test_a_failure_whose_process_was_ended_may_still_be_the_first():
     recorded = Failure(0, -15, record(time=1.0), stopped=True)
     assert first_failure([recorded, Failure(1, 1, record(time=2.0))]) is recorded

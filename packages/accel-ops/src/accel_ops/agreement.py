@@ -337,7 +337,7 @@ class StoreBarrier:
 
     def _everyone(self) -> str:
         """Where every process was."""
-        return everyone(exchange_of(self._process.transport).watch, self._world_size)
+        return everyone(exchange_of(self._process.transport).watch, self.rank, self._world_size)
 
     @contextmanager
     def _store_named(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ def explain_foreign(error: BaseException) -> None:
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _TEXTS.search(str(error))):
-        amend(error, process.world_size, exchange_of(process.transport).watch)
+        amend(error, process.rank, process.world_size, exchange_of(process.transport).watch)
 
 
 def install_hook() -> None:

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from accel_cli.launch.report import Failure, report, shell_code
+    from accel_cli.launch.report import Failure, first_failure, report, shell_code
     from accel_cli.launch.runner import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str]) -> int:
                 return RESUME
     except ChildFailedError as error:
         failures = [_failure(rank, failed) for rank, failed in error.failures.items()]
-        first_rank, _ = error.get_first_failure()
-        first = next(failure for failure in failures if failure.rank == first_rank)
+        first = first_failure(failures)
         report(failures, _world_size(failures, arguments), first)
         return first.exit_code
     except SignalException as error:

@@ -28,6 +28,8 @@ _MEANINGS: Final = {
 _LONGEST: Final = 400
 """Characters of one rank's error in the summary."""
 
+_MOST_NAMED: Final = 8
+
 _RESUMABLE: Final = (
     f"accel launch: The run was asked to end and saved a checkpoint; start it again to resume (exit code {RESUME})."
 )
@@ -82,6 +84,12 @@ class Failure:
         return bool(self._extra.get("shown"))
 
     @property
+    def missed(self) -> list[int]:
+        """The ranks that it waited for in vain; empty when its error does not follow from theirs."""
+        missed = self._extra.get("missed")
+        return [rank for rank in missed if isinstance(rank, int)] if isinstance(missed, list) else []
+
+    @property
     def _extra(self) -> dict[str, Any]:
         extra = (self.record or {}).get("extraInfo")
         return extra if isinstance(extra, dict) else {}
@@ -112,9 +120,16 @@ def read_record(path: str) -> dict[str, Any] | None:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure the others followed from: a death by signal before errors, and errors in the order of their time."""
+    """The failure the others followed from.
+
+    A death by a signal comes before errors, an error of its own before that of a process that waited for another one in
+    vain, and else the order is that of their times.
+    """
     own = [failure for failure in failures if not failure.stopped or failure.record is not None]
-    return min(own or failures, key=lambda failure: (failure.code is None or failure.code >= 0, failure.time))
+    return min(
+        own or failures,
+        key=lambda failure: (failure.code is None or failure.code >= 0, bool(failure.missed), failure.time),
+    )
 
 
 def report(failures: Sequence[Failure], processes: int, first: Failure | None = None, quiet: bool = False) -> None:
@@ -139,10 +154,18 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
 
 
 def _headline(first: Failure, processes: int) -> str:
-    who = "The script" if processes == 1 else f"Process {first.rank} of {processes} failed first and"
+    who = "The script" if processes == 1 else f"Process {first.rank} of {processes} {_part(first)} and"
     ending = _ending(first.code if first.record is None else first.exit_code)
     shown = f" Its traceback stands above:\n  {first.message}" if first.shown else ""
     return f"accel launch: {who} {ending}.{shown}"
+
+
+def _part(first: Failure) -> str:
+    """What the process that is told first did: it failed, or waited for others that did not come."""
+    if not first.missed:
+        return "failed first"
+    named = ", ".join(map(str, first.missed[:_MOST_NAMED])) + (" and others" if len(first.missed) > _MOST_NAMED else "")
+    return f"waited in vain for process {named}"
 
 
 def _ending(code: int | None) -> str:

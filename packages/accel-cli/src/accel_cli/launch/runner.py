@@ -123,6 +123,8 @@ def _record(error: BaseException, shown: bool) -> bool:
     trace = folded(error)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "pid": os.getpid(), "shown": shown}
+    # Ranks that this process waited for, by `accel_state.hang_report.failure`: its error follows from theirs.
+    extra["missed"] = getattr(error, "_accel_missed", [])
     try:
         partial = f"{path}.{os.getpid()}"
         with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -14,10 +14,10 @@ from typing import Any, Final
 from accel_state.errors import CollectiveError
 from accel_state.hang_report.call_log import Call
 from accel_state.hang_report.main_thread import place_of
-from accel_state.hang_report.sightings import all_told, describe
+from accel_state.hang_report.sightings import Sighting, absent, all_told, describe
 from accel_state.hang_report.watch import TICK, Picture, Watch
 
-__all__ = ("amend", "everyone", "explain")
+__all__ = ("MISSED", "amend", "everyone", "explain")
 
 _LONGEST_WAIT: Final = 3.0
 """Seconds that the others are given to say where they are."""
@@ -25,8 +25,8 @@ _LONGEST_WAIT: Final = 3.0
 _GLANCE: Final = 0.05
 """Seconds between two looks whether this process was asked to end."""
 
-_AMENDED: Final = "_accel_amended"
-"""Attribute of errors that have been extended."""
+MISSED: Final = "_accel_missed"
+"""Attribute of errors that say where every process was: the ranks that this one waited for. Launchers record it."""
 
 _REMEDY: Final = (
     "Look at the processes that are gone or elsewhere. If one only needs longer, raise the timeout in "
@@ -49,45 +49,53 @@ def explain(error: BaseException, call: Call | None, rank: int, world_size: int,
     """
     what = f"{call.operation}() at {call.location} (call {call.number})" if call else "A collective"
     with _termination_put_off() as end:
-        where = everyone(watch, world_size, end)
+        where, missed = _everyone(watch, rank, world_size, end)
         report = CollectiveError(
             f"{what} on rank {rank} could not be completed.",
             f"{where}\n  The backend said: {_first_line(error)}",
             _REMEDY,
         )
+        setattr(report, MISSED, missed)
         end.last_words = f"{report}\n"
     return report
 
 
-def amend(error: BaseException, world_size: int, watch: Watch) -> None:
+def amend(error: BaseException, rank: int, world_size: int, watch: Watch) -> None:
     """Say at the end of an error that the backend raised, outside of our calls, where every process was.
 
     Args:
         error: its message is extended.
+        rank: index of this process.
         world_size: number of processes.
         watch: what reads where the others are.
     """
-    if getattr(error, _AMENDED, False):
+    if hasattr(error, MISSED):
         return
     before, watch.pinned = watch.pinned, place_of(error)
     try:
         with _termination_put_off() as end:
-            error.args = (f"{error}\n  {everyone(watch, world_size, end)}\n  {_REMEDY}", *error.args[1:])
-            setattr(error, _AMENDED, True)
+            where, missed = _everyone(watch, rank, world_size, end)
+            error.args = (f"{error}\n  {where}\n  {_REMEDY}", *error.args[1:])
+            setattr(error, MISSED, missed)
             end.last_words = f"{type(error).__name__}: {error}\n"
     finally:
         watch.pinned = before
 
 
-def everyone(watch: Watch, world_size: int, end: End | None = None) -> str:
+def everyone(watch: Watch, rank: int, world_size: int) -> str:
     """Where all processes are, in a sentence, once they have said so or cannot; within some seconds.
 
     Args:
         watch: what reads where the others are.
+        rank: index of this process.
         world_size: number of processes.
-        end: what tells that this process has to hurry.
     """
-    picture = _answers(watch, world_size, end or End())
+    return _everyone(watch, rank, world_size, End())[0]
+
+
+def _everyone(watch: Watch, rank: int, world_size: int, end: End) -> tuple[str, list[int]]:
+    """Where all processes are, and which of them this one waited for."""
+    picture = _answers(watch, world_size, end)
     where = describe(picture.sightings, world_size, picture.ages)
     source = ""
     if picture.store_failed is not None and world_size > 1:
@@ -95,7 +103,16 @@ def everyone(watch: Watch, world_size: int, end: End | None = None) -> str:
             " The process that hosts the store cannot be reached, so the others are told as they were "
             f"{time.monotonic() - picture.taken:.0f} s ago."
         )
-    return f"{where[:1].upper()}{where[1:]}.{source}"
+    missed = absent(picture.sightings, world_size, picture.ages)
+    if not missed:
+        mine = _call(picture.sightings[rank])
+        missed = [other for other, seen in picture.sightings.items() if _call(seen) != mine]
+    return f"{where[:1].upper()}{where[1:]}.{source}", missed
+
+
+def _call(seen: Sighting) -> tuple[int, str]:
+    """The collective that a process is in, of ours or of another library."""
+    return (seen.number, seen.operation) if seen.active else (0, seen.now_in)
 
 
 def _answers(watch: Watch, world_size: int, end: End) -> Picture:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.main_thread import Place, main_thread_place
 
-__all__ = ("Sighting", "all_told", "describe", "look", "ranks")
+__all__ = ("Sighting", "absent", "all_told", "describe", "look", "ranks")
 
 _SILENT: Final = 3.0
 """Seconds without news of a process after which it is not said any more that it is where it was seen."""
@@ -139,6 +139,15 @@ def describe(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[i
     sentences = [f"{ranks(members)} {'is' if len(members) == 1 else 'are'} {state}" for state, members in ordered]
     more = len(sentences) - _MOST_GROUPS
     return "; ".join(sentences[:_MOST_GROUPS]) + (f"; and {more} other places" if more > 0 else "")
+
+
+def absent(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[int, float]) -> list[int]:
+    """Ranks that take no part any more, as far as is known: gone, stopped, silent, or never heard of."""
+    return [
+        rank
+        for rank in range(world_size)
+        if (seen := sightings.get(rank)) is None or seen.left or ages[rank] > _SILENT or _state_here(seen) in _HELPLESS
+    ]
 
 
 def ranks(members: list[int]) -> str:
