@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from torch import nn
 
 from accel_bigmodel import (
     AlignDevicesHook,
+    ModelHook,
     OffloadedWeightsLoader,
     add_hook_to_module,
     align_module_device,
@@ -26,7 +28,11 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.attach import attach_align_device_hook, attach_execution_device_hook
+from accel_bigmodel.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_state.errors import NotOffered, SettingError, ShapeMismatch
 
@@ -364,3 +370,122 @@ def test_shared_modules_are_hooked_once_and_compute_the_same(tmp_path: Path) -> 
     expected = other(x)
     dispatch_model(other, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path / "other")
     assert torch.equal(other(x), expected)
+
+
+def test_a_model_moves_again_when_its_hooks_are_off(tmp_path: Path) -> None:
+    model, expected = made()
+    dispatch_model(model, {"embed": "cpu", "blocks": "disk", "scale": "cpu", "head": "cpu"}, offload_dir=tmp_path)
+    with pytest.raises(NotOffered, match="remove_hook_from_submodules"):
+        model.to("cpu")
+    remove_hook_from_submodules(model)
+    assert torch.equal(model.to("cpu")(IDS), expected)
+    assert model.half().head.weight.dtype == torch.float16
+    assert not {"to", "half", "cpu"} & set(vars(model))
+
+
+def test_a_dispatched_model_can_be_pickled_and_its_copy_refuses_to_move(tmp_path: Path) -> None:
+    model, expected = made()
+    dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(IDS), expected)
+        with pytest.raises(NotOffered):
+            twin.to("cpu")
+        remove_hook_from_submodules(twin)
+        assert torch.equal(twin.to("cpu")(IDS), expected)
+        with pytest.raises(NotOffered):
+            model.to("cpu")
+
+
+def test_a_further_hook_does_not_allow_moving_and_a_replaced_one_does(tmp_path: Path) -> None:
+    model, expected = made()
+    dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    add_hook_to_module(model, ModelHook(), append=True)
+    with pytest.raises(NotOffered):
+        model.cpu()
+    assert torch.equal(model(IDS), expected)
+    remove_hook_from_submodules(model)
+    add_hook_to_module(model, ModelHook())
+    model.cpu()
+
+
+class Immovable:
+    """An argument that the device has no memory for."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("the device is full")
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_argument_that_cannot_be_moved_leaves_the_weights_away(tmp_path: Path, by_name: bool) -> None:
+    model, expected = made()
+    disk_offload(model, tmp_path, "cpu")
+    layer, given = model.blocks[0][0], Immovable()
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            layer(input=given) if by_name else layer(given)
+        assert layer.weight.is_meta
+    assert torch.equal(model(IDS), expected)
+    assert layer.weight.is_meta
+
+
+def test_a_slow_disk_under_one_model_does_not_keep_another_waiting() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            begun.set()
+            assert go_on.wait(60)
+            return super().__getitem__(name)
+
+    slow, quick = nn.Linear(4, 4), nn.Linear(4, 4)
+    x, expected = torch.ones(1, 4), quick(torch.ones(1, 4))
+    weights = Slow({name: tensor.detach() for name, tensor in slow.state_dict().items()})
+    add_hook_to_module(slow, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    add_hook_to_module(quick, AlignDevicesHook("cpu", offload=True))
+    waiting, found = threading.Thread(target=slow, args=(x,)), []
+    working = threading.Thread(target=lambda: found.append(quick(x)))
+    waiting.start()
+    try:
+        assert begun.wait(60)
+        working.start()
+        working.join(30)
+        assert found
+        assert torch.equal(found[0], expected)
+    finally:
+        go_on.set()
+        waiting.join(60)
+        working.join(60)
+
+
+def test_a_thread_that_finds_no_memory_stops_reading_ahead(caplog: pytest.LogCaptureFixture) -> None:
+    full, tried = [False], []
+
+    def source() -> torch.Tensor:
+        if full[0] and threading.current_thread().name == "accel-prefetch":
+            tried.append(True)
+            raise torch.OutOfMemoryError("the device is full")
+        return torch.zeros(2)
+
+    blocks = [Block({"w": source}, {"w": torch.float64}, torch.device("cpu"), 16) for _ in range(3)]
+    reader = BlockReader(1000)
+    shared = reader._shared
+    for number in range(20):
+        full[0] = number > 1
+        for block in blocks:
+            reader.give_back(reader.take(block))
+            with shared.changed:
+                assert shared.changed.wait_for(lambda: not shared.queue and shared.loading is None, 30)
+    assert len(tried) == 1
+    assert reader.budget == 0
+    assert caplog.text.count("not read ahead any more") == 1
+
+
+def test_putting_hooks_on_runs_no_hooks_of_the_state_dict() -> None:
+    model, expected = made()
+    run = []
+    for module in model.modules():
+        module.register_state_dict_pre_hook(lambda *_: run.append(True))
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    attach_align_device_hook_on_blocks(model, {"": "cpu"}, {"": True}, weights_map=weights)
+    assert not run
+    assert torch.equal(model(IDS), expected)

@@ -87,3 +87,40 @@ def test_other_threads_see_no_difference() -> None:
         assert done.wait(30)
     thread.join()
     assert not made[0].weight.is_meta
+
+
+def test_what_another_library_replaced_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = nn.Module.register_parameter, []
+
+    def theirs(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        seen.append(name)
+        original(module, name, param)
+
+    monkeypatch.setattr(nn.Module, "register_parameter", theirs)
+    with init_empty_weights():
+        assert nn.Linear(2, 2).weight.is_meta
+    assert nn.Module.register_parameter is theirs
+    nn.Linear(2, 2)
+    assert seen == ["weight", "bias"] * 2
+
+
+def test_what_another_library_replaces_inside_stays() -> None:
+    before, seen = nn.Module.register_parameter, []
+    with init_empty_weights():
+        below = nn.Module.register_parameter
+
+        def theirs(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            seen.append(name)
+            below(module, name, param)
+
+        nn.Module.register_parameter = theirs  # type: ignore[method-assign]
+        assert nn.Linear(2, 2).weight.is_meta
+    try:
+        assert nn.Module.register_parameter is theirs
+        assert not nn.Linear(2, 2).weight.is_meta
+        with init_empty_weights():
+            assert nn.Linear(2, 2).weight.is_meta
+        assert nn.Module.register_parameter is theirs
+        assert seen == ["weight", "bias"] * 3
+    finally:
+        nn.Module.register_parameter = before  # type: ignore[method-assign]

@@ -168,3 +168,22 @@ def test_layers_are_skipped_by_name_and_class_and_restored_after_an_error() -> N
     assert other.up.weight.dtype == torch.float32
     with pytest.raises(SettingError, match=r"torch\.int8 is no floating-point"):
         attach_layerwise_casting_hooks(other, torch.int8, torch.float32)
+
+
+class RaisesAfterwards(Add):
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        raise ValueError("afterwards")
+
+
+class RaisesAgain(Add):
+    def forward_failed(self, module: nn.Module) -> None:
+        super().forward_failed(module)
+        raise ValueError("again")
+
+
+def test_a_hook_that_raises_after_the_forward_undoes_those_behind_it() -> None:
+    hooks = Add(), RaisesAfterwards(), Add(), RaisesAgain(), Add()
+    module = add_hook_to_module(nn.Identity(), SequentialHook(*hooks))
+    with pytest.raises(ValueError, match="again"):
+        module(1)
+    assert [hook.failed for hook in hooks] == [0, 0, 1, 1, 1]

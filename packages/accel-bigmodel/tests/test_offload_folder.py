@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from accel_bigmodel import (
+    AlignDevicesHook,
     OffloadedWeightsLoader,
     PrefixedDataset,
+    add_hook_to_module,
     extract_submodules_state_dict,
     load_offloaded_weight,
     offload_state_dict,
@@ -179,3 +184,44 @@ def test_whatever_an_index_holds_only_typed_errors_come_out(
         for name in loader:
             with contextlib.suppress(CheckpointError):
                 loader[name]
+
+
+def test_converted_weights_are_not_kept(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.randn(64) for number in range(8)}
+    save_weights(state, tmp_path)
+    place = {"safetensors_file": str(tmp_path / "model.safetensors")}
+    loader = OffloadedWeightsLoader(index={name: {**place, "dtype": "float16"} for name in state})
+    as_stored = OffloadedWeightsLoader(index=dict.fromkeys(state, place))
+    given = []
+    for name, weight in loader.items():
+        assert torch.equal(weight, state[name].half())
+        given.append(weakref.ref(weight))
+    del weight
+    assert [reference() for reference in given] == [None] * 8
+    assert all(as_stored[name] is as_stored[name] for name in state)
+
+
+def test_a_layer_does_not_keep_converted_weights_between_its_forwards(tmp_path: Path) -> None:
+    layer = nn.Linear(16, 16)
+    save_weights(layer.state_dict(), tmp_path)
+    place = {"safetensors_file": str(tmp_path / "model.safetensors"), "dtype": "bfloat16"}
+    layer.bfloat16()
+    x = torch.ones(2, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layer(x)
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    class Noting(OffloadedWeightsLoader):
+        def __getitem__(self, key: str) -> torch.Tensor:
+            weight = super().__getitem__(key)
+            given.append(weakref.ref(weight))
+            return weight
+
+    weights = Noting(index={"weight": place, "bias": place})
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(layer(x), expected)
+    gc.collect()
+    assert given
+    assert [reference() for reference in given] == [None] * len(given)

@@ -63,7 +63,7 @@ def test_brackets_in_texts_do_not_count_as_depth() -> None:
 
 SHAPE = record(
     {"files": table_of(record({"size": integer(), "hash": text("[0-9a-f]{4}")}), text("[a-z]+"))},
-    {"written": number(0, 10), "names": list_of(text()), "facts": table_of(anything)},
+    {"written": number(0, 10), "names": list_of(text(), 3), "facts": table_of(anything)},
 )
 
 
@@ -81,6 +81,7 @@ SHAPE = record(
         ('{"files": {}, "written": false}', "False, not a number"),
         ('{"files": {}, "names": ["a", 3]}', r"\['names'\]\[1\] is 3, not a text"),
         ('{"files": {}, "names": ["\\ud800"]}', "half of a surrogate pair"),
+        ('{"files": {}, "names": ["a", "b", "c", "d"]}', "has 4 items, and 3 are possible"),
         ('{"files": {}, "facts": 3}', "3, not an object"),
     ],
 )

@@ -23,8 +23,6 @@ from accel_state.marks import HOOK
 
 __all__ = ("AlignDevicesHook", "align_module_device", "has_offloaded_params")
 
-_lock = threading.RLock()
-
 
 @dataclass
 class _Slot:
@@ -89,6 +87,7 @@ class AlignDevicesHook(ModelHook):
         self._slots: list[_Slot] = []
         self._in_place: dict[str, Tensor] | None = None
         self._block: Block | None = None
+        self._lock = threading.RLock()
         self._running = 0
         self._brought: dict[str, Tensor] = {}
         self._input_devices: dict[int, list[torch.device | None]] = {}
@@ -97,11 +96,15 @@ class AlignDevicesHook(ModelHook):
         at_rest: dict[str, Any] = {
             "_in_place": None,
             "_block": None,
+            "_lock": None,
             "_running": 0,
             "_brought": {},
             "_input_devices": {},
         }
         return {**vars(self), **at_rest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def __repr__(self) -> str:
         return (
@@ -156,15 +159,24 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self._input_devices.setdefault(threading.get_ident(), []).append(find_device([args, kwargs]))
-        if self.offload:
-            self._enter()
+        try:
+            if self.offload:
+                self._enter()
+        except BaseException:
+            self._pop_input_device()
+            raise
         device = self.execution_device
         if device is None or (not kwargs and all(type(arg) is Tensor and arg.device == device for arg in args)):
             return args, kwargs
-        return (
-            send_to_device(args, self.execution_device, skip_keys=self.skip_keys),
-            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
-        )
+        try:
+            return (
+                send_to_device(args, self.execution_device, skip_keys=self.skip_keys),
+                send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
+            )
+        except BaseException:
+            # Whoever called this calls no other method of the hook when this one raises.
+            self.forward_failed(module)
+            raise
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
@@ -188,7 +200,7 @@ class AlignDevicesHook(ModelHook):
 
     def _enter(self) -> None:
         """Fill the slots, unless another thread is running the module and has done it."""
-        with _lock:
+        with self._lock:
             self._running += 1
             if self._running > 1:
                 return
@@ -206,7 +218,7 @@ class AlignDevicesHook(ModelHook):
 
     def _leave(self) -> None:
         """Empty the slots when no thread runs the module any more."""
-        with _lock:
+        with self._lock:
             self._running -= 1
             if self._running:
                 return
@@ -224,7 +236,9 @@ class AlignDevicesHook(ModelHook):
         for slot in self._slots:
             weight = weights[slot.name]
             _check_shape(slot, weight)
-            if weight.device == self.execution_device and weight.dtype == slot.empty.dtype:
+            usable = weight.device == self.execution_device and weight.dtype == slot.empty.dtype
+            # What is made anew for each who asks would be kept in memory for good.
+            if usable and weights[slot.name] is weight:
                 in_place[slot.name] = slot.fill(weight)
             else:
                 to_read[slot.name] = _source(weights, slot.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -182,9 +183,10 @@ class _Blocks:
         waiting, others = [block], self._others(block)
         while waiting:
             module = waiting.pop()
-            if id(module) in others or next(iter(module.state_dict(keep_vars=True)), None) is None:
+            if id(module) in others or next(chain(module.parameters(), module.buffers()), None) is None:
                 continue
-            if not hasattr(module, HOOK):
+            # A container such as ModuleList cannot be called.
+            if not hasattr(module, HOOK) and getattr(module.forward, "__func__", None) is not nn.Module.forward:
                 add_hook_to_module(module, AlignDevicesHook(device, names=(), **self.options))
             if id(module) not in whole:
                 waiting += module.children()

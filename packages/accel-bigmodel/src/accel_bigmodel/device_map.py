@@ -159,9 +159,10 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """
     asked = f"Place {type(model).__name__} by a device map with {len(device_map)} entries."
     names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
-    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    unknown = [name for name in device_map if name not in names and name not in set(tensors)]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tensors = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
+    names.update(tensors)
+    unknown = [name for name in device_map if name not in names]
     if unknown:
         raise SettingError(
             asked,
@@ -170,7 +171,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         )
     for device in set(device_map.values()):
         _check_form(asked, device)
-    persistent = set(model.state_dict(keep_vars=True)) | set(tensors[: len(list(model.parameters()))])
+    persistent = {*model.state_dict(keep_vars=True), *parameters}
     left = [name for name in tensors if name in persistent and device_of_name(name, device_map) is None]
     if left:
         more = f", and {len(left) - 10} more" if len(left) > 10 else ""

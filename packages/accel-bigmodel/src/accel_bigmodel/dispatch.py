@@ -14,13 +14,13 @@ from accel_bigmodel.align import AlignDevicesHook
 from accel_bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.budget import HOST, OFFLOADED
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
-from accel_bigmodel.hooks import add_hook_to_module
+from accel_bigmodel.hooks import add_hook_to_module, refuse_to_move
 from accel_bigmodel.offload import OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from accel_bigmodel.offload_index import INDEX_NAME
 from accel_bigmodel.prefetch import BlockReader
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
 from accel_ops.measure import find_device
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import SettingError
 from accel_state.marks import DEVICE_MAP
 
 __all__ = ("cpu_offload", "disk_offload", "dispatch_model")
@@ -92,7 +92,7 @@ def dispatch_model(
     retie_parameters(model, tied)
     setattr(model, DEVICE_MAP, dict(device_map))
     if any(away.values()):
-        _refuse_to_move(model)
+        refuse_to_move(model)
     return model
 
 
@@ -133,21 +133,6 @@ def _weights_away(
         found = extract_submodules_state_dict(own, hosted)
         in_memory = {n: w.detach().to(HOST) for n, w in found.items() if str(device_of_name(n, device_map)) == HOST}
     return OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, offload_index)
-
-
-def _refuse_to_move(model: nn.Module) -> None:
-    """Moving the model would break up what the hooks keep in order; say so in place of doing half of it."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotOffered(
-            f"Move {type(model).__name__} to another device or dtype.",
-            "Some of its modules are offloaded to the CPU or the disk.",
-            "Take the hooks off first: remove_hook_from_submodules(model).",
-        )
-
-    for name in ("to", "cuda", "cpu", "xpu", "npu", "float", "half", "bfloat16", "double"):
-        if hasattr(type(model), name):
-            setattr(model, name, refuse)
 
 
 def cpu_offload(

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
+from accel_state.errors import NotOffered
 from accel_state.marks import HOOK, OLD_FORWARD
 
 __all__ = (
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
+    "refuse_to_move",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 )
 
 M = TypeVar("M", bound=nn.Module)
 
+_MOVES: Final = ("to", "cuda", "cpu", "xpu", "npu", "float", "half", "bfloat16", "double")
+
 
 class ModelHook:
-    """What may happen around the forward of a module; each method does nothing by default."""
+    """What may happen around the forward of a module; each method does nothing by default.
+
+    After a method that raised no other one is called for that forward: it has to clean up after itself.
+    """
 
     no_grad: bool = False
     """Run the forward without gradients."""
@@ -63,24 +72,33 @@ class SequentialHook(ModelHook):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
             except BaseException:
-                for done in self.hooks[:number]:
-                    done.forward_failed(module)
+                _fail(self.hooks[:number], module)
                 raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        for hook in self.hooks:
-            output = hook.post_forward(module, output)
+        for number, hook in enumerate(self.hooks):
+            try:
+                output = hook.post_forward(module, output)
+            except BaseException:
+                _fail(self.hooks[number + 1 :], module)
+                raise
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        for hook in self.hooks:
-            hook.forward_failed(module)
+        _fail(self.hooks, module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
+
+
+def _fail(hooks: Sequence[ModelHook], module: nn.Module) -> None:
+    """Tell all hooks, in their order, that the forward failed; also when one of them raises."""
+    with ExitStack() as told:
+        for hook in reversed(hooks):
+            told.callback(hook.forward_failed, module)
 
 
 def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
@@ -97,8 +115,11 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     """
     before: ModelHook | None = getattr(module, HOOK, None)
     if before is not None:
-        remove_hook_from_module(module)
-        hook = SequentialHook(before, hook) if append else hook
+        if append:
+            _take_off(module)
+            hook = SequentialHook(before, hook)
+        else:
+            remove_hook_from_module(module)
     old_forward = module.forward
     setattr(module, OLD_FORWARD, old_forward)
     module = hook.init_hook(module)  # type: ignore[assignment]
@@ -125,7 +146,16 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """Take the hook off a module, and with `recurse=True` off all modules in it."""
+    """Take the hook off a module, and with `recurse=True` off all modules in it; the module may be moved again."""
+    _take_off(module)
+    _let_move(module)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def _take_off(module: nn.Module) -> None:
     hook: ModelHook | None = getattr(module, HOOK, None)
     if hook is not None:
         hook.detach_hook(module)
@@ -137,10 +167,30 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
         module.forward = old_forward
         if getattr(old_forward, "__func__", None) is type(module).forward:
             del module.forward
-    if recurse:
-        for child in module.children():
-            remove_hook_from_module(child, recurse)
-    return module
+
+
+def refuse_to_move(module: nn.Module) -> None:
+    """Have methods such as `to` raise until the hooks are taken off: moving would break what hooks keep in order."""
+    # `partial` over a function of this module can be pickled and copied with the module; a closure cannot.
+    refusal = functools.partial(_refuse, type(module).__name__)
+    for name in _MOVES:
+        if hasattr(type(module), name):
+            setattr(module, name, refusal)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise NotOffered(
+        f"Move {name} to another device or dtype.",
+        "Some of its modules are offloaded to the CPU or the disk.",
+        "Take the hooks off first: remove_hook_from_submodules(model). Weights that were never in memory have to be "
+        "loaded then.",
+    )
+
+
+def _let_move(module: nn.Module) -> None:
+    for name in _MOVES:
+        if getattr(vars(module).get(name), "func", None) is _refuse:
+            delattr(module, name)
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

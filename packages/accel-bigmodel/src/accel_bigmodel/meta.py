@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
@@ -18,10 +19,11 @@ __all__ = ("init_empty_weights", "init_on_device")
 INCLUDE_BUFFERS: Final = Setting("include_buffers", BOOLEAN, False, variable="ACCELERATE_INIT_INCLUDE_BUFFERS")
 """Whether buffers go where parameters go when the call does not say."""
 
-_original = nn.Module.register_parameter
 _lock = threading.Lock()
 _here = threading.local()
 _open = 0
+_replacement: Any = None
+_replaced: Any = None
 
 
 @contextmanager
@@ -67,18 +69,26 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 def _patch(change: int) -> None:
     """Replace the registration of parameters while any thread is inside; others see no difference."""
-    global _open
+    global _open, _replacement, _replaced
     with _lock:
         _open += change
-        method: Any = _register_parameter if _open else _original
-        nn.Module.register_parameter = method  # type: ignore[method-assign]
+        register: Any = nn.Module.register_parameter
+        if _open == 1 and change > 0:
+            _replaced, _replacement = register, _registering(register)
+            nn.Module.register_parameter = _replacement  # type: ignore[method-assign]
+        elif not _open and register is _replacement:
+            # Where another library has put its own on top meanwhile, ours stays below it and does nothing.
+            nn.Module.register_parameter = _replaced  # type: ignore[method-assign]
 
 
-def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    _original(module, name, param)
-    devices = getattr(_here, "devices", ())
-    if param is not None and devices and param.device != devices[-1]:
-        module._parameters[name] = _moved(param, devices[-1])
+def _registering(register: Callable[..., None]) -> Callable[..., None]:
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        devices = getattr(_here, "devices", ())
+        if param is not None and devices and param.device != devices[-1]:
+            module._parameters[name] = _moved(param, devices[-1])
+
+    return functools.update_wrapper(register_parameter, register)
 
 
 def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:

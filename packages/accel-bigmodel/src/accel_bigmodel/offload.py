@@ -123,7 +123,9 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
     """Weights by name, wherever they are: in memory, in an offload folder, or in safetensors files.
 
-    Mapped weights are mapped once; several threads may ask.
+    Weights are mapped once, as the files hold them; several threads may ask. One that the index wants in another dtype,
+    or that goes to another device, is converted for each who asks and not kept: what is on the disk for want of memory
+    must not gather there.
 
     Args:
         state_dict: weights in memory; they win over those on the disk.
@@ -168,10 +170,15 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
+        entry = self.index[key]
         if key not in self._mapped:
             with self._lock:
-                self._mapped[key] = self._map(key, self.index[key])
-        return self._mapped[key]
+                self._mapped[key] = self._map(key, entry)
+        weight, place = self._mapped[key], entry.get("safetensors_file")
+        if place is None:
+            return weight
+        dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
+        return weight.to(device=self.device, dtype=dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -187,9 +194,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return load_offloaded_weight(weight_file(self.save_folder, key), entry)
         if place not in self._files:
             self._files[place] = WeightFile(Path(place))
-        weight = self._files[place].get(str(entry.get("weight_name", key)))
-        dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
-        return weight.to(device=self.device, dtype=dtype)
+        return self._files[place].get(str(entry.get("weight_name", key)))
 
 
 class PrefixedDataset(Mapping[str, Any]):

@@ -7,6 +7,7 @@ whoever asks for it, so the order matters for speed only.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import weakref
 from collections import deque
@@ -20,6 +21,8 @@ from torch import Tensor
 from accel_state.devices.select import family_of
 
 __all__ = ("Block", "BlockReader")
+
+logger = logging.getLogger(__name__)
 
 _AHEAD = 2
 _GRACE = 10.0
@@ -53,6 +56,7 @@ class _Shared:
     ready: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
     spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(default_factory=dict)
     closed: bool = False
+    exhausted: bool = False
     thread: threading.Thread | None = None
 
     def close(self) -> None:
@@ -102,6 +106,8 @@ class BlockReader:
     @property
     def budget(self) -> int:
         """Bytes that may be read ahead."""
+        if self._shared.exhausted:
+            return 0
         if self.max_bytes is not None:
             return self.max_bytes
         return min([_AHEAD * self._largest, *(free // 2 for free in self._free.values())])
@@ -202,6 +208,12 @@ def _read_ahead(shared: _Shared) -> None:
             block = shared.loading = shared.queue.popleft()
         try:
             weights = _load(block, shared, beside=True)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            logger.warning("Weights are not read ahead any more, because there is no memory for them: %s", error)
+            with shared.changed:
+                shared.exhausted = True
+                shared.queue.clear()
+            continue
         except Exception:
             # Whoever needs the block reads it again and meets the error where it can be handled.
             continue

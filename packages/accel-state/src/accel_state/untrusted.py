@@ -221,12 +221,14 @@ def number(least: float = -math.inf, most: float = math.inf) -> Shape:
     return fault
 
 
-def list_of(item: Shape) -> Shape:
-    """Shape of an array whose items all have one shape."""
+def list_of(item: Shape, most: int | None = None) -> Shape:
+    """Shape of an array of at most so many items, which all have one shape."""
 
     def fault(value: Any) -> str:
         if not isinstance(value, list):
             return f" is {shown(value)}, not a list"
+        if most is not None and len(value) > most:
+            return f" has {len(value)} items, and {most} are possible"
         return next((f"[{index}]{wrong}" for index, one in enumerate(value) if (wrong := item(one))), "")
 
     return fault
