@@ -23,6 +23,7 @@ from typing import Final
 
 import torch
 
+import reliability_containers as containers
 import reliability_runs as runs
 from accel_plugins.testing import faults
 
@@ -41,8 +42,9 @@ run bit for bit, no process hung, and nothing older was lost. A damaged checkpoi
 Faults strike at system calls: a forked child that saves is traced, and before its k-th file operation it is killed, or
 the call fails. A loss of power is played on a model of a disk that keeps what was flushed (contents with their file,
 names with their folder); of the rest it keeps nothing, the names alone, names and lengths with zeros for contents, or
-all. The harness is `accel_plugins.testing.faults`; [the guide](how-to/checkpoints.md) tells how to use it on a saver of
-your own.
+all. Where a row says "no rename-exchange", a filter of the kernel refuses to exchange two names, as NFS does.
+Containers are namespaces of the kernel. The harness is `accel_plugins.testing.faults`;
+[the guide](how-to/checkpoints.md) tells how to use it on a saver of your own.
 
 """
 
@@ -67,9 +69,9 @@ def _power(job: faults.Job, every: int) -> faults.Tally:
     return faults.lose_power(job, every=every)
 
 
-def _together(hit: int, *, sharded: bool = False) -> Sweep:
+def _together(hit: int, **options: bool) -> Sweep:
     def sweep(folder: Path, every: int) -> faults.Tally:
-        return faults.kill_everywhere(runs.Together(folder / "project", hit, sharded=sharded).job(), every=every)
+        return faults.kill_everywhere(runs.Together(folder / "project", hit, **options).job(), every=every)
 
     return sweep
 
@@ -96,10 +98,15 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "over an existing name: disk full": _job(_full, overwrite=True),
     "over an existing name: EIO": _job(_broken, overwrite=True),
     "over an existing name: loss of power": _job(_power, overwrite=True),
+    "over an existing name, no rename-exchange: SIGKILL": _job(_kill, overwrite=True, exchange=False),
+    "over an existing name, no rename-exchange: disk full": _job(_full, overwrite=True, exchange=False),
+    "over an existing name, no rename-exchange: EIO": _job(_broken, overwrite=True, exchange=False),
+    "over an existing name, no rename-exchange: loss of power": _job(_power, overwrite=True, exchange=False),
     "while training goes on: SIGKILL": _job(_kill, behind=True),
     "while training goes on: disk full": _job(_full, behind=True),
     "two processes, the first hit: SIGKILL": _together(0),
     "two processes, the second hit: SIGKILL": _together(1),
+    "two processes over an existing name, no rename-exchange: SIGKILL": _together(0, overwrite=True, exchange=False),
     "shards of FSDP: SIGKILL": _job(_kill, sharded=True),
     "shards of FSDP: disk full": _job(_full, sharded=True),
     "shards of FSDP: EIO": _job(_broken, sharded=True),
@@ -111,6 +118,15 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "damage afterwards": lambda folder, every: runs.harm(runs.Run(folder / "project")),
     "folders left behind by dead processes": lambda folder, every: runs.stale_folders(runs.Run(folder / "project")),
     "two writers of one name": lambda folder, every: runs.two_writers(runs.Run(folder / "project"), 10 // every + 1),
+    "two writers of one name, no rename-exchange": lambda folder, every: runs.two_writers(
+        runs.Run(folder / "project", exchange=False), 10 // every + 1
+    ),
+    "a second PID namespace with the same host name": lambda folder, every: containers.neighbours(
+        runs.Run(folder / "project", overwrite=True), every
+    ),
+    "a restarted container with its predecessor's pid": lambda folder, every: containers.restarts(
+        runs.Run(folder / "project", overwrite=True, exchange=False), every
+    ),
     "SIGTERM during a save": lambda folder, every: runs.signals(runs.Run(folder / "project"), 20 // every + 1),
 }
 """What is saved and what happens, with the sweep that does it; the number says how many places lie between faults."""

@@ -38,12 +38,22 @@ class Run:
         overwrite: save over the newest checkpoint by name, in place of a new one with a number.
         behind: save while training goes on.
         sharded: train with FSDP and save shards.
+        exchange: whether names can be exchanged in one step where the save that is hit runs.
     """
 
-    def __init__(self, project: Path, *, overwrite: bool = False, behind: bool = False, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        project: Path,
+        *,
+        overwrite: bool = False,
+        behind: bool = False,
+        sharded: bool = False,
+        exchange: bool = True,
+    ) -> None:
         logging.getLogger("accel_plugins").setLevel(logging.ERROR)
         torch.set_num_threads(1)
         self.project, self.overwrite, self.behind, self.sharded = project, overwrite, behind, sharded
+        self.exchange = exchange
         self.losses: list[float] = []
         self._reserved = ReservedPort()
         self.saved: dict[int, str] = {}
@@ -70,6 +80,8 @@ class Run:
 
     def save(self) -> None:
         """What a process does that is hit by a fault: resume, train one step, save."""
+        if not self.exchange:
+            faults.refuse_exchange()
         session = self.session()
         session.load()
         session.train(1)
@@ -180,12 +192,23 @@ class Together:
         project: folder of the project.
         hit: rank of the process that the fault hits.
         sharded: train with FSDP and save shards.
+        overwrite: save over one name, in place of new ones with numbers.
+        exchange: whether names can be exchanged in one step where the save that is hit runs.
     """
 
-    def __init__(self, project: Path, hit: int = 0, *, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        project: Path,
+        hit: int = 0,
+        *,
+        sharded: bool = False,
+        overwrite: bool = False,
+        exchange: bool = True,
+    ) -> None:
         logging.getLogger("accel_plugins").setLevel(logging.ERROR)
         torch.set_num_threads(1)
         self.project, self.hit, self.sharded = project, hit, sharded
+        self.overwrite, self.exchange = overwrite, exchange
         if sharded:
             # Once here, and not in every process that is forked.
             importlib.import_module("accel_plugins.fsdp.fsdp2")
@@ -206,7 +229,7 @@ class Together:
     def _session(self, rank: int, project: Path | None = None, deadline: float = 2.0) -> Session:
         _place(rank, 2, self.port)
         current.clear()
-        return Session(project or self.project, sharded=self.sharded, deadline=deadline)
+        return Session(project or self.project, overwrite=self.overwrite, sharded=self.sharded, deadline=deadline)
 
     def _begin(self, rank: int) -> None:
         session = self._session(rank, deadline=60.0)
@@ -219,6 +242,8 @@ class Together:
 
     def save(self, rank: int) -> None:
         """Resume, train one step and save."""
+        if not self.exchange:
+            faults.refuse_exchange()
         session = self._session(rank)
         session.load()
         session.train(1)
@@ -351,6 +376,8 @@ def two_writers(run: Run, times: int = 10) -> faults.Tally:
     target = run.project / "checkpoints" / "contested"
 
     def save() -> None:
+        if not run.exchange:
+            faults.refuse_exchange()
         session = run.session()
         session.load()
         session.train(1)
