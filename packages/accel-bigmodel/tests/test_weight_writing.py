@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from accel_bigmodel.offload_index import read_offload_index, save_offload_index
 from accel_bigmodel.weight_files import (
     load_weights,
     load_weights_file,
@@ -217,3 +220,25 @@ def test_splitting_is_linear_in_the_number_of_names() -> None:
     compared = 0
     split_state_dict(state, 4)
     assert compared < 10 * len(state)
+
+
+def write_weights(folder: Path, value: int) -> None:
+    save_weights_file({"a": torch.full((50_000,), float(value))}, folder / "model.safetensors")
+
+
+def write_index(folder: Path, value: int) -> None:
+    save_offload_index({"a": {"dtype": "float32", "shape": [value]}}, folder)
+
+
+@pytest.mark.parametrize("write", [write_weights, write_index])
+def test_writers_with_one_pid_do_not_meet_in_one_temporary_file(
+    tmp_path: Path, write: Callable[[Path, int], None]
+) -> None:
+    """Threads have one pid, as the processes of two containers may."""
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda value: write(tmp_path, value), range(1, 81)))
+    (file,) = tmp_path.iterdir()
+    if write is write_weights:
+        assert load_weights_file(file)["a"].unique().numel() == 1
+    else:
+        assert read_offload_index(tmp_path)["a"]["shape"][0] in range(1, 81)

@@ -417,3 +417,16 @@ def test_a_checkpoint_that_another_run_saved_again_is_not_removed_as_the_oldest(
     assert remove_oldest(tmp_path, 1) == []
     assert (tmp_path / "checkpoint_1" / "optimizer.bin").read_text() == "newer"
     assert entries(tmp_path) == {"checkpoint_1", "checkpoint_2"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_room_is_made_on_a_disk_that_takes_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        write(tmp_path / f"checkpoint_{number}", "old")
+
+    def full(target: Path) -> Claim:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("accel_plugins.checkpoint.retention.Claim", full)
+    assert remove_oldest(tmp_path, 1) == [tmp_path / "checkpoint_1"]
+    assert entries(tmp_path) == {"checkpoint_2"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,14 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path: Path, accelerator: A
     with pytest.raises(UnknownKind, match="mapping of names"):
         accelerator.save([1], tmp_path / "a.bin", safe_serialization=True)
     assert load(tmp_path / "a.bin") == {"a": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_objects_saved_at_once_do_not_meet_in_one_temporary_file(tmp_path: Path, accelerator: Accelerator) -> None:
+    """Threads have one pid, as the processes of two containers may."""
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda value: accelerator.save([value] * 10_000, tmp_path / "a.bin"), range(80)))
+    assert len(set(load(tmp_path / "a.bin"))) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.bin"]
 
 

@@ -45,7 +45,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
     path = Path(offload_folder) / INDEX_NAME
     merged = {**(read_offload_index(offload_folder) if path.is_file() else {}), **index}
     text = json.dumps(merged, indent=2)
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)

@@ -137,7 +137,7 @@ def _with_own_memory(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, write: Callable[[Path], object], size: int, fsync: bool) -> None:
     """Run `write` on a name beside `path`, then rename; nothing is left behind when it fails."""
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
     try:
         write(beside)
         if fsync:

@@ -34,7 +34,7 @@ def write_config(path: str, values: Mapping[str, Any]) -> None:
     Raises:
         SettingError: the file cannot be written.
     """
-    partial = f"{path}.{os.getpid()}.tmp"
+    partial = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:

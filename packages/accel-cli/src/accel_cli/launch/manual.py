@@ -85,7 +85,7 @@ def _states(files: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _keep(path: str, content: Mapping[str, Any]) -> None:
-    partial = f"{path}.{os.getpid()}.tmp"
+    partial = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:

@@ -61,7 +61,7 @@ def _write_safely(obj: Any, f: Any) -> None:
 
 def _replace(path: Path, write: Any, suffix: str = "") -> None:
     """Write beside a name, and rename when that is complete."""
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}{suffix}")
+    beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}{suffix}")
     try:
         write(beside)
         beside.replace(path)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -113,13 +114,21 @@ def remove_oldest(folder: Path, limit: int) -> list[Path]:
     seen = dict(_fingerprints(folder))
     for path in surplus(folder, limit):
         try:
-            with Claim(path) as claim:
-                if path in seen and _is_removed(path, claim.path("old"), seen[path]):
+            with ExitStack() as claimed:
+                if path in seen and _is_removed(path, _aside(path, claimed), seen[path]):
                     removed.append(path)
         except OSError as error:
             # What was saved is in place; one checkpoint too many is no reason to fail.
             logger.warning("%s could not be removed: %s", path, error)
     return removed
+
+
+def _aside(path: Path, claimed: ExitStack) -> Path:
+    try:
+        return claimed.enter_context(Claim(path)).path("old")
+    except OSError:
+        # A full disk takes no record, and room has to be made there all the same.
+        return path.with_name(f"{path.name}.old-{secrets.token_hex(8)}")
 
 
 def _fingerprints(folder: Path) -> Iterator[tuple[Path, tuple[int, bytes | None]]]:
