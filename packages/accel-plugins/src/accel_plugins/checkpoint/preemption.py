@@ -1,8 +1,8 @@
 """Ending a run that was asked to end, at a moment on which all processes agree.
 
-A signal only sets a flag. Each process counts the boundaries between batches that it passes. A thread in each sees that
-one of them was asked to end, stops the count, and tells it to the others; all end at the boundary after the highest
-count. Nobody waits for a process that trains, so a collective that is under way is always completed.
+A signal only sets a flag. A thread in each process sees that one of them was asked to end, and agrees with the others
+on a boundary between batches that none has passed; all end there. Nobody waits for a process that trains, so a
+collective that is under way is always completed. The request is a signed message: see `accel_state.transport.control`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from accel_state.errors import CheckpointError
+from accel_ops.agreement import StoreBarrier
+from accel_plugins.checkpoint.boundaries import StepBoundaries
+from accel_state.errors import AccelError, CheckpointError, StoreUnreachable
 from accel_state.exit_codes import leave_to_resume
 
 if TYPE_CHECKING:
@@ -29,9 +30,12 @@ SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") 
 
 _TICK: Final = 0.2
 _PATIENCE: Final = 10.0
-"""Seconds in which further signals are copies of the first; later ones end the process at once."""
+"""Seconds in which further signals are copies of the first; later ones end the process at once. A store that has not
+answered for as long after a signal is gone."""
 
 _ASKED: Final = "accel/preemption/asked"
+_REQUEST: Final = "The run was asked to end, and the processes had to agree where."
+_REMEDY: Final = "Restart the run from its newest checkpoint."
 
 
 class Preemption:
@@ -46,18 +50,11 @@ class Preemption:
     def __init__(self, process: Process, save: Callable[[], object], deadline: float = 600.0) -> None:
         self._process, self._save, self._deadline = process, save, deadline
         self._signalled = 0.0
-        self._passed = 0
-        self._ends_at: int | None = None
-        self._frozen = False
-        self._lock = threading.Lock()
-        self._decided = threading.Event()
+        self._boundaries = StepBoundaries()
         self._left = threading.Event()
-        self._error: CheckpointError | None = None
+        self._error: AccelError | None = None
         self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}
         if process.world_size > 1:
-            store: Any = process.transport.store()
-            self._store = store.clone()
-            self._store.set_timeout(timedelta(seconds=_PATIENCE))
             self._thread = threading.Thread(target=self._watch, name="accel-preemption", daemon=True)
             self._thread.start()
             atexit.register(self.leave)
@@ -84,48 +81,38 @@ class Preemption:
     def _ends_here(self) -> bool:
         if self._process.world_size == 1:
             return bool(self._signalled)
-        with self._lock:
-            self._passed += 1
-            if not self._frozen:
-                return False
-        self._decided.wait()
+        ends = self._boundaries.reached()
         if self._error is not None:
             raise self._error
-        return self._ends_at is not None and self._passed >= self._ends_at
+        return ends
 
     def _watch(self) -> None:
-        """Wait until somebody is asked to end, and agree where."""
-        try:
-            while not self._left.wait(_TICK):
+        """Wait until somebody is asked to end, and agree where; what the store does not answer is asked again."""
+        control = self._process.transport.control()
+        assert control is not None
+        silent_since: float | None = None
+        while not self._left.wait(_TICK):
+            try:
                 if self._signalled:
-                    self._store.set(_ASKED, "")
-                if self._signalled or self._store.check([_ASKED]):
+                    control.set(_ASKED, b"", _PATIENCE)
+                if _ASKED in control.get_many([_ASKED], _PATIENCE):
                     self._agree()
-                    return
-        except RuntimeError as error:
-            # The store went with the process that serves it, so there is nobody left to agree with.
-            self._fail(f"The store of the run does not answer: {error}")
-        finally:
-            self._decided.set()
+                    break
+                silent_since = None
+            except StoreUnreachable as error:
+                now = time.monotonic()
+                silent_since = silent_since or now
+                if self._signalled and now >= silent_since + _PATIENCE:
+                    self._error = CheckpointError(_REQUEST, error.obstacle, _REMEDY)
+                    break
+        control.close()
 
     def _agree(self) -> None:
-        with self._lock:
-            self._frozen = True
-            passed = self._passed
-        keys = [f"{_ASKED}/{rank}" for rank in range(self._process.world_size)]
-        self._store.set(keys[self._process.rank], str(passed))
-        until = time.monotonic() + self._deadline
-        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
-            if time.monotonic() > until:
-                self._fail(f"Process {', '.join(map(str, missing))} did not answer within {self._deadline:g} s.")
-                return
-            time.sleep(_TICK / 20)
-        self._ends_at = max(int(self._store.get(key)) for key in keys) + 1
-
-    def _fail(self, obstacle: str) -> None:
-        if self._frozen:
-            asked = "The run was asked to end, and the processes had to agree where."
-            self._error = CheckpointError(asked, obstacle, "Restart the run from its newest checkpoint.")
+        barrier = StoreBarrier(self._process, "preemption", _REQUEST, self._deadline, CheckpointError, _REMEDY)
+        try:
+            self._boundaries.agree(barrier)
+        except AccelError as error:
+            self._error = error
 
     def leave(self) -> None:
         """Stop watching, and give the signals back; called at the end of the process too."""

@@ -1,0 +1,152 @@
+"""Requests to end a run: only processes of the run can make them, and a store that fails does not lose them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from accel_plugins.checkpoint import preemption
+from accel_plugins.checkpoint.preemption import Preemption
+from accel_state import PartialState
+from accel_state.errors import CheckpointError
+from accel_state.exit_codes import RESUME
+from accel_state.network import SECRET_VARIABLE
+from accel_state.testing.processes import Processes
+from accel_state.transport.control import ControlStore
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+
+PATIENT = 60.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def ends_after(watching: Preemption, seconds: float) -> int:
+    """The exit code with which the run ends within some seconds, or 0."""
+    until = time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            watching.between_batches()
+            time.sleep(0.01)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return 0
+
+
+def hear_a_forged_request() -> tuple[int, list[str], int]:
+    os.environ[SECRET_VARIABLE] = "of this run"
+    process = PartialState(cpu=True)._process
+    store: Any = process.transport.store()
+    reports: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_state.transport.control").addHandler(handler)
+    watching = Preemption(process, lambda: None, deadline=PATIENT)
+    try:
+        if process.rank == 0:
+            # Anybody who reaches the port of the store can do this.
+            store.set("accel/preemption/asked", "")
+        until = time.monotonic() + PATIENT
+        while not reports and time.monotonic() < until:
+            watching.between_batches()
+            time.sleep(0.01)
+        process.transport.barrier()
+        first = ends_after(watching, 1.0)
+        if process.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return first, reports, ends_after(watching, PATIENT)
+    finally:
+        watching.leave()
+        process.transport.barrier()
+
+
+def test_a_forged_request_is_ignored_and_reported_and_a_real_one_heard(two: Processes) -> None:
+    for first, reports, second in two.run(hear_a_forged_request):
+        assert first == 0
+        assert len(reports) == 1
+        assert "accel/preemption/asked" in reports[0]
+        assert second == RESUME
+
+
+class FailsOnce:
+    """A store whose first requests fail, as when a connection breaks."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.failures = store, 2
+
+    def clone(self) -> FailsOnce:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "check" and self.failures:
+            self.failures -= 1
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+def end_over_a_store_that_fails_once() -> int:
+    process = PartialState(cpu=True)._process
+    inner = process.transport
+    broken = FailsOnce(inner.store())
+    transport = SimpleNamespace(
+        rank=inner.rank,
+        world_size=inner.world_size,
+        store=inner.store,
+        control=lambda: ControlStore(broken, inner.rank),
+    )
+    watching = Preemption(process._replace(transport=transport), lambda: None, deadline=PATIENT)  # type: ignore[arg-type]
+    try:
+        until = time.monotonic() + PATIENT
+        while broken.failures and time.monotonic() < until:
+            time.sleep(0.01)
+        if process.rank == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return ends_after(watching, PATIENT)
+    finally:
+        watching.leave()
+        inner.barrier()
+
+
+def test_a_request_is_heard_after_a_failure_of_the_store(two: Processes) -> None:
+    assert two.run(end_over_a_store_that_fails_once) == [RESUME, RESUME]
+
+
+HOST = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_request_while_the_store_is_gone_ends_in_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_PATIENCE", 1.0)
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+    transport = SimpleNamespace(store=lambda: store, control=lambda: ControlStore(store, 1))
+    watching = Preemption(SimpleNamespace(rank=1, world_size=2, transport=transport), lambda: None)  # type: ignore[arg-type]
+    try:
+        host.kill()
+        host.communicate()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(CheckpointError) as caught:
+            ends_after(watching, PATIENT)
+        assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+    finally:
+        watching.leave()
