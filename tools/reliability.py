@@ -26,6 +26,7 @@ import torch
 import reliability_containers as containers
 import reliability_runs as runs
 from accel_plugins.testing import faults
+from reliability_data_writes import data_writes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "reliability.md"
@@ -127,6 +128,7 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "a restarted container with its predecessor's pid": lambda folder, every: containers.restarts(
         runs.Run(folder / "project", overwrite=True, exchange=False), every
     ),
+    "while training goes on: written through `.data`": data_writes,
     "SIGTERM during a save": lambda folder, every: runs.signals(runs.Run(folder / "project"), 20 // every + 1),
 }
 """What is saved and what happens, with the sweep that does it; the number says how many places lie between faults."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from accel_data import prepare_data_loader, skip_first_batches
-from accel_state.errors import CheckpointError, SettingError, UnknownKind
+from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
 from accel_state.testing.fresh import fresh
 
 
@@ -263,20 +263,9 @@ def make_epoch_one(loaders: list[Any]) -> list[Any]:
     return loaders
 
 
-def no_position(length: int) -> DataLoader[Any]:
-    class Bare(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(length))
-
-    return DataLoader(Bare(), batch_size=2)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (lambda: DataLoader(range(11), batch_size=2, sampler=Unseeded()), None, "neither a generator nor a state"),
-        (lambda: DataLoader(range(11), batch_sampler=Grouped(Unseeded())), None, "neither a generator nor a state"),
-        (lambda: no_position(9), None, "no position"),
         (lambda: DataLoader(range(11), batch_size=2), lambda: DataLoader(range(12), batch_size=2), "over 11 samples"),
         (
             lambda: DataLoader(range(11), batch_size=2, shuffle=True),
@@ -358,3 +347,63 @@ def test_the_epoch_after_one_that_was_saved_at_its_last_batch(restores: bool, sk
     for epoch, expected in enumerate(following, start=1):
         again.set_epoch(epoch)
         assert [batch.tolist() for batch in again] == expected
+
+
+class Bare(IterableDataset[int]):
+    """Says nothing of what a second epoch gives."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+class ReadOnce(Stream):
+    """Says that it gives an epoch again, and cannot."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.samples = (number for number in range(9))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.samples
+
+
+@pytest.mark.parametrize(
+    ("make", "obstacle"), [(Bare, "neither set_epoch nor a generator"), (ReadOnce, "'samples', which can be read once")]
+)
+@pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
+@pytest.mark.parametrize("wish", ["restore_position", "use_stateful_dataloader"])
+def test_a_stream_that_cannot_be_continued_is_refused_by_prepare(make: Any, obstacle: str, wish: str) -> None:
+    if wish == "use_stateful_dataloader":
+        pytest.importorskip("torchdata")
+    options: Any = {wish: True}
+    with pytest.raises(Conflict, match=obstacle) as refused:
+        prepare_data_loader(DataLoader(make(), batch_size=2), **options)
+    assert f"{wish}=True" in refused.value.asked
+    assert "set_epoch" in refused.value.remedy
+    plain: Any = prepare_data_loader(DataLoader(make(), batch_size=2))
+    assert len(list(plain)) == 5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(range(11), batch_size=2, sampler=Unseeded()),
+        lambda: DataLoader(range(11), batch_sampler=Grouped(Unseeded())),
+    ],
+)
+def test_an_order_that_cannot_be_drawn_again_is_refused_by_the_first_save_inside_an_epoch(make: Any) -> None:
+    loader: Any = prepare_data_loader(make(), restore_position=True)
+    # Between epochs nothing has to be drawn again.
+    saved = loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(CheckpointError, match="neither a generator nor a state"):
+        loader.state_dict()
+    list(batches)
+    assert loader.state_dict()["epoch"] == 1
+    loader.load_state_dict(saved)
+    lenient: Any = prepare_data_loader(make())
+    next(iter(lenient))
+    # What was saved without that wish is refused where it is restored.
+    with pytest.raises(CheckpointError, match="neither a generator nor a state"):
+        loader.load_state_dict(lenient.state_dict())

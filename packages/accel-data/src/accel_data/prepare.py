@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -28,6 +29,8 @@ from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 
 __all__ = ("get_sampler", "prepare_data_loader")
+
+_READ_ONCE: Final = frozenset({types.GeneratorType, map, filter, zip})
 
 
 def prepare_data_loader(
@@ -70,7 +73,7 @@ def prepare_data_loader(
     The other arguments are the fields of `DataLoaderConfiguration`.
 
     Raises:
-        Conflict: two arguments contradict each other.
+        Conflict: two arguments contradict each other, or the position was to be restored of a stream that has none.
         Missing: torchdata is needed and not installed.
         SettingError: a batch cannot be cut into equal parts, or a number is out of range.
         UnknownKind: it is no `DataLoader`.
@@ -105,6 +108,9 @@ def prepare_data_loader(
     if own is not None:
         together = first_of_each(torch_device_mesh, world_size) if everyone else ()
         source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, part))
+    if (restore_position or use_stateful_dataloader) and isinstance(dataloader.dataset, IterableDataset):
+        wish = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
+        _check_resumable(dataloader.dataset, source, wish)
     shared = generator if part.shared and own is None and not dispatches else None
     options: dict[str, Any] = {
         "device": _device(device) if put_on_device else None,
@@ -123,6 +129,22 @@ def prepare_data_loader(
         check_split(getattr(dataloader.batch_sampler, "batch_size", None), processes)
     steps = DispatchedSource(source, processes, split_batches, _drops_last(dataloader), slice_fn_for_dispatch)
     return DataLoaderDispatcher.around(steps, **options)
+
+
+def _check_resumable(dataset: Any, source: Source, wish: str) -> None:
+    """Refuse a stream that could not be continued after a load, before a run depends on it."""
+    obstacle = source.obstacle()
+    held = next((name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE), None)
+    if held is not None and not source.continues_from_base:
+        obstacle = f"The stream holds {held!r}, which can be read once, so that no epoch can be begun again."
+    if obstacle is not None:
+        raise Conflict(
+            f"A loader over {source.identity()} was prepared with {wish}.",
+            obstacle,
+            "Give the stream a method set_epoch(epoch), which says that an epoch gives the same samples again; or "
+            "state_dict() and load_state_dict(), with use_stateful_dataloader=True; or leave restoring off and call "
+            "skip_first_batches.",
+        )
 
 
 def _own_part(

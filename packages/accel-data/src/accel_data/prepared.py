@@ -344,6 +344,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         source, progress = self.source, self.progress
         begun = source.draws.last if progress.steps else source.upcoming()
         position = progress.resume or progress.position(source.draws.again or begun)
+        obstacle = source.obstacle() if self.restores and position.steps else None
+        if obstacle is not None:
+            raise CheckpointError(
+                f"{self._name()}: its position was to be saved, to be restored after a load.",
+                obstacle,
+                _REPEATABLE,
+            )
         # After its last batch an epoch has drawn everything, so that the next one begins with what there is now.
         following = source.upcoming() if progress.steps and progress.end_of_dataloader else progress.following
         return {
@@ -403,8 +410,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             raise CheckpointError(
                 f"{self._name()}: its position in epoch {state['epoch']} was to be restored.",
                 obstacle,
-                "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or leave restoring off "
-                "and call skip_first_batches.",
+                _REPEATABLE,
             )
 
 
@@ -420,6 +426,11 @@ def _with_pauses(steps: Generator[Any, None, int], between: Callable[[bool], Non
         yield batch
         between(False)
 
+
+_REPEATABLE: Final = (
+    "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or leave restoring off and call "
+    "skip_first_batches."
+)
 
 _OPTIONS: Final = frozenset(
     {

@@ -6,6 +6,7 @@ every 509th element of 900 MB takes about 10 ms and keeps 1.8 MB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,8 +18,11 @@ __all__ = ("changed", "samples_of")
 _WHOLE: Final = 1 << 14
 """Elements up to which a tensor is sampled as a whole."""
 
-_STRIDE: Final = 509
-"""A prime, so that the samples of a matrix go through all of its columns."""
+_SAMPLES: Final = 1 << 13
+"""Elements that are taken of a larger tensor, at least."""
+
+_LONGEST_STRIDE: Final = 509
+"""From 4 million elements on, so that reading costs little; a prime."""
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,4 +58,15 @@ def _chosen(tensor: Tensor) -> Tensor:
     # In the order of memory, where that is one piece: other orders would be copied as a whole to be flattened.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(order).reshape(-1).view(_INTEGERS[tensor.element_size()])
-    return flat if flat.numel() <= _WHOLE else flat[::_STRIDE]
+    return flat if flat.numel() <= _WHOLE else flat[:: _stride(tensor)]
+
+
+def _stride(tensor: Tensor) -> int:
+    """How far samples are apart.
+
+    It has no factor in common with any size, so that every row and column that is as long as the stride has a sample.
+    """
+    stride = min(tensor.numel() // _SAMPLES | 1, _LONGEST_STRIDE)
+    while any(math.gcd(stride, size) > 1 for size in tensor.shape):
+        stride += 2
+    return stride
