@@ -90,10 +90,16 @@ def measure_saving(folder: Path, library: str) -> dict[str, list[float]]:
 
 
 def measure_behind(folder: Path, library: str) -> dict[str, list[float]]:
-    """Seconds that training stands still for an asynchronous save, and that a synchronous one takes."""
+    """Seconds that training stands still for an asynchronous save, and that a synchronous one takes.
+
+    Samples of the contents are a part of it: taken once before `save_state` returns, and twice behind training.
+    """
     import torch
 
-    found: dict[str, list[float]] = {"first": [], "later": [], "synchronous": []}
+    from accel_plugins.checkpoint.samples import samples_of
+    from accel_plugins.checkpoint.snapshot import steady_tensors
+
+    found: dict[str, list[float]] = {"first": [], "later": [], "samples": [], "synchronous": []}
     run = accelerator()
     model, optimizer = run.prepare(*parts())
     inputs = torch.randn(256, WIDTH)
@@ -113,6 +119,8 @@ def measure_behind(folder: Path, library: str) -> dict[str, list[float]]:
         blocked = seconds(lambda: run.save_state(str(folder / "a"), async_save=True)) + step()
         found["first" if number == 0 else "later"].append(blocked)
         run.wait_for_checkpoint()
+        steady = steady_tensors([optimizer.optimizer])
+        found["samples"].append(seconds(lambda steady=steady: samples_of(steady)))  # type: ignore[misc]
         found["synchronous"].append(seconds(lambda: run.save_state(str(folder / "b"))))
     return found
 
@@ -178,6 +186,14 @@ def cases(peer: str) -> list[dict[str, Any]]:
         ("save_state, fsync=False", saving["unflushed"], theirs["saving"]["saved"], None, "ours/peer", 1.3),
         ("async_save, blocked by the first", behind["first"], None, behind["synchronous"], "ours/raw", 0.25),
         ("async_save, blocked by each later", behind["later"], None, behind["synchronous"], "ours/raw", 0.1),
+        (
+            "async_save, samples of the contents",
+            behind["samples"],
+            None,
+            behind["synchronous"],
+            "ours/raw",
+            0.05,
+        ),
         ("load_state", loading["loaded"], theirs["loading"]["loaded"], None, "ours/peer", 0.6),
     ]
     lines = [
