@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state import PartialState
@@ -204,30 +208,71 @@ def test_a_direct_step_with_scaled_gradients_is_warned_about() -> None:
     )
 
 
+def step_hooks() -> set[Any]:
+    return {*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()}
+
+
 def test_the_guard_leaves_nothing_behind_after_two_steps() -> None:
     accelerator = Accelerator(cpu=True)
-    hooks = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+    before = step_hooks()
     model, optimizer, loader = accelerator.prepare(*parts())
-    assert len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) == hooks + 2
+    mine = step_hooks() - before
+    assert len(mine) == 2
     batches = iter(loader)
     for _ in range(2):
         accelerator.backward(model(next(batches)[0]).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) == hooks
+    assert not mine & step_hooks()
     assert not model._forward_pre_hooks
     assert type(optimizer._step.__self__).__name__ == "Stepping"
 
 
-def test_an_accelerator_that_was_dropped_leaves_no_hook() -> None:
-    hooks = len(_global_optimizer_pre_hooks)
+def test_the_hooks_of_a_dropped_accelerator_go_with_the_next_one() -> None:
+    before = step_hooks()
     accelerator = Accelerator(cpu=True)
     model, _, _ = accelerator.prepare(*parts())
+    mine = step_hooks() - before
     freed = weakref.ref(model)
     del accelerator, model, _
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == hooks
     assert freed() is None
+    Accelerator(cpu=True).prepare(*parts())
+    assert len(mine) == 2
+    assert not mine & step_hooks()
+
+
+def test_an_accelerator_that_is_dropped_during_a_step_of_another_does_not_disturb_it() -> None:
+    dropped = [Accelerator(cpu=True)]
+    dropped[0].prepare(*parts())
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(*parts())
+
+    def drop(*_: Any) -> None:
+        dropped.clear()
+        gc.collect()
+
+    hooks = [register_optimizer_step_post_hook(drop), register_optimizer_step_post_hook(lambda *_: None)]
+    for (batch,), _ in zip(loader, range(3), strict=False):
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    assert not dropped
+
+
+def test_guards_of_two_accelerators_end_in_one_step_each() -> None:
+    runs = []
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True)
+        runs.append((accelerator, *accelerator.prepare(*parts())))
+    for _ in range(3):
+        for accelerator, model, optimizer, loader in runs:
+            accelerator.backward(model(next(iter(loader))[0]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(type(optimizer._step.__self__).__name__ == "Stepping" for _, _, optimizer, _ in runs)
 
 
 # ---------------------------------------------------------------------------------------------- two processes

@@ -44,6 +44,15 @@ class MisuseWarning(UserWarning):
     """A training loop does something that trains other weights than it seems to."""
 
 
+_spent: list[Any] = []
+"""Hooks of guards that are done, which are removed between steps: torch goes through them during one."""
+
+
+def _remove_spent() -> None:
+    while _spent:
+        _spent.pop().remove()
+
+
 class MisuseGuard:
     """Watches the first optimizer steps of an Accelerator.
 
@@ -74,6 +83,7 @@ class MisuseGuard:
         self._watches_steps = False
         self._warned: set[str] = set()
         self._handles: list[Any] = []
+        self._step_hooks: list[Any] = []
         self._guarded: list[tuple[weakref.ref[Any], Stepping]] = []
         self.active = True
 
@@ -100,12 +110,12 @@ class MisuseGuard:
         if not self._watches_steps:
             self._watches_steps = True
             mine = weakref.ref(self)
-            self._handles += [
+            _remove_spent()
+            self._step_hooks = [
                 register_optimizer_step_pre_hook(_calling(mine, MisuseGuard._before_step)),
                 register_optimizer_step_post_hook(_calling(mine, MisuseGuard._after_step)),
             ]
-            for handle in self._handles[-2:]:
-                weakref.finalize(self, handle.remove)
+            weakref.finalize(self, _spent.extend, self._step_hooks)
 
     def watching(self, stepping: Stepping) -> Stepping:
         """The same way to step, by which the guard knows that it was the prepared optimizer that stepped."""
@@ -192,6 +202,7 @@ class MisuseGuard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _spent.extend(self._step_hooks)
         for reference, stepping in self._guarded:
             optimizer = reference()
             if optimizer is not None:
@@ -370,6 +381,8 @@ class _Guarded:
             return self._stepping.step(optimizer, closure)
         finally:
             guard._stepping = None
+            if not guard.active:
+                _remove_spent()
 
 
 def _calling(reference: weakref.ref[MisuseGuard], method: Callable[[MisuseGuard, Optimizer], None]) -> Any:
