@@ -14,6 +14,7 @@ import time
 import uuid
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,8 @@ from accel_cli.doctor.compare import Member, compare
 from accel_cli.doctor.examine import EXAMINATIONS
 from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, lines_of
 from accel_cli.doctor.nodes import Meeting, meet
-from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
+from accel_cli.doctor.wire import Line, Unreachable, connect, listen
+from accel_cli.launch.meeting_place import is_own_address
 from accel_state.errors import LaunchError
 from accel_state.testing.ports import ReservedPort
 
@@ -283,11 +285,11 @@ def test_a_launch_on_two_nodes(cable, script):
     assert sorted(results[1][1].splitlines()) == ["2 4 0", "3 4 1"]
 
 
-def start_on(name, index, words):
+def start_on(name, index, words, folder=None, more=None):
     place = ["--num_machines", "2", "--machine_rank", str(index), "--main_process_ip", "10.77.0.1"]
     argv = ["ip", "netns", "exec", name, sys.executable, "-m", "accel_cli.main", "launch", "--cpu", *place, *words]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": interface(name)}
-    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": interface(name), **(more or {})}
+    return subprocess.Popen(argv, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 TRAIN = """
@@ -444,3 +446,79 @@ def test_a_hostile_main_machine_is_a_typed_error(port, plan):
             guest.join(60)
     assert isinstance(results[0], LaunchError)
     assert len(str(results[0])) < 2000
+
+
+@pytest.fixture
+def debian(cable):
+    """Two nodes whose own names resolve to a loopback address."""
+    folders = [Path("/etc/netns", name) for name in cable]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    yield cable
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+MEET = ("--rdzv_backend", "c10d", "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1")
+
+UNTIL_ASKED = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from accel_state.process import PartialState
+
+state = PartialState(cpu=True)
+print("training", state.num_processes, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+asked = torch.zeros(1)
+while not asked:
+    asked[0] = float(Path("finish").exists())
+    dist.all_reduce(asked)
+print("done", flush=True)
+"""
+
+
+def training(process):
+    """The number of processes that take part, once they train."""
+    lines = iter(process.stdout.readline, "")
+    return next(line.split()[1] for line in lines if line.startswith("training"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [MEET, ()], ids=["c10d", "static"])
+def test_machines_meet_where_their_names_are_loopback_addresses(debian, script, tmp_path, words):
+    words = ["--num_processes", "4", *words, str(script(UNTIL_ASKED))]
+    (tmp_path / "finish").touch()
+    with ExitStack() as ending:
+        started = []
+        for index, name in enumerate(debian):
+            process = ending.enter_context(start_on(name, index, words, tmp_path, {"GLOO_SOCKET_IFNAME": ""}))
+            ending.callback(process.kill)
+            started.append(process)
+        for process in started:
+            stdout, stderr = process.communicate(timeout=100)
+            assert process.returncode == 0, stderr
+            assert (stdout.count("training 4"), stdout.count("done")) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_replaced_joins_the_run_again(debian, script, tmp_path):
+    words = ["--num_processes", "2", "--max_restarts", "3", *MEET, str(script(UNTIL_ASKED))]
+    with ExitStack() as ending:
+
+        def begin(index):
+            process = ending.enter_context(start_on(debian[index], index, words, tmp_path))
+            ending.callback(process.kill)
+            return process
+
+        first, second = begin(0), begin(1)
+        assert (training(first), training(second)) == ("2", "2")
+        second.kill()
+        replaced = begin(1)
+        assert (training(first), training(replaced)) == ("2", "2")
+        (tmp_path / "finish").touch()
+        for process in (first, replaced):
+            stdout, stderr = process.communicate(timeout=100)
+            assert process.returncode == 0, stderr
+            assert "done" in stdout

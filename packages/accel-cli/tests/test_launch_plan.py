@@ -173,7 +173,8 @@ def test_rendezvous_by_a_store():
         log_dir="/logs",
         tee="3",
     )
-    assert made.argv[4:7] == ("--node-rank=0", "--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:1234")
+    assert made.argv[4:6] == ("--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:1234")
+    assert made.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert {"--rdzv-conf=timeout=60", "--log-dir=/logs", "--tee=3"} < set(made.argv)
 
 

@@ -28,8 +28,19 @@ def test_alone_when_no_launcher_left_a_trace() -> None:
                 "MASTER_ADDR": "host",
                 "MASTER_PORT": "29500",
                 "TORCHELASTIC_RESTART_COUNT": "2",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             },
             Topology(3, 4, 1, 2, 1, "host", 29500, 2, "torchrun"),
+        ),
+        (
+            # Each attempt has a store of its own, and machines that replaced others count fewer restarts.
+            {
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "TORCHELASTIC_RESTART_COUNT": "2",
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+            },
+            Topology(1, 2, 1, 2, 0, None, None, 0, "torchrun"),
         ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Topology(1, 2, 1, 2, 0, scheme="torchrun")),
         (

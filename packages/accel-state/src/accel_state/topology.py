@@ -126,7 +126,8 @@ class Topology(NamedTuple):
         node_rank: index of this node.
         master_addr: host that serves the store, or None when the process runs alone.
         master_port: its port.
-        attempt: how often the run was restarted, 0 for the first start.
+        attempt: how often the run was restarted where its attempts share a store, 0 for the first start. Where each
+            has a store of its own it stays 0: a machine that replaced another one counts its own restarts only.
         scheme: name of the convention the place was read from, or "alone".
     """
 
@@ -204,9 +205,14 @@ def _read_scheme(source: Mapping[str, str], scheme: Scheme) -> Topology:
         node_rank=_number(source, scheme.node_rank, rank // max(local_world_size, 1)),
         master_addr=source.get("MASTER_ADDR") or None,
         master_port=_number(source, ("MASTER_PORT",), 0) or None,
-        attempt=_number(source, ("TORCHELASTIC_RESTART_COUNT",), 0),
+        attempt=_number(source, ("TORCHELASTIC_RESTART_COUNT",), 0) if _shares_store(source) else 0,
         scheme=scheme.name,
     )
+
+
+def _shares_store(source: Mapping[str, str]) -> bool:
+    """Whether the agent of torch.distributed.run serves one store for all attempts."""
+    return source.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _variable(source: Mapping[str, str], names: tuple[str, ...]) -> str | None:

@@ -22,7 +22,8 @@ from typing import Any, Final
 
 from accel_cli.doctor.compare import Member, compare
 from accel_cli.doctor.finding import Finding
-from accel_cli.doctor.wire import Line, Unreachable, connect, is_own_address, listen
+from accel_cli.doctor.wire import Line, Unreachable, connect, listen
+from accel_cli.launch.meeting_place import is_own_address
 from accel_state.errors import LaunchError
 from accel_state.untrusted import Shape, integer, list_of, number, printable, record, table_of, text
 

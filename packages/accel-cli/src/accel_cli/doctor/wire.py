@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from accel_state.untrusted import Shape, parse_json
 
-__all__ = ("Line", "Unreachable", "connect", "is_own_address", "listen")
+__all__ = ("Line", "Unreachable", "connect", "listen")
 
 _LONGEST: Final = 2**20
 _BETWEEN_TRIES: Final = 0.2
@@ -143,19 +143,3 @@ def connect(host: str, port: int, deadline: float) -> Line:
             if time.monotonic() + _BETWEEN_TRIES >= deadline:
                 raise Unreachable(str(error)) from None
         time.sleep(_BETWEEN_TRIES)
-
-
-def is_own_address(host: str) -> bool:
-    """Whether a name or address is one of this machine's."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind((address[0], 0))
-                return True
-        except OSError:
-            continue
-    return False

@@ -8,18 +8,23 @@ nowhere else in this package.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
+    arguments, claim = _seated(arguments)
     # Inherited by the processes, which end when this one is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:
@@ -59,7 +65,32 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as error:
         print(f"accel launch: ended by {error.sigval.name}.", file=sys.stderr, flush=True)
         return shell_code(-int(error.sigval))
+    finally:
+        if claim is not None:
+            claim.close()
     return 0
+
+
+def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
+    """Arguments that say what torch would guess from the host name where machines meet, and a claim to keep."""
+    own = list(arguments)
+    given = _values(own)
+    _choose_interface(given)
+    if given.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in given:
+        return own, None
+    from accel_cli.launch.meeting_place import seat_at
+
+    host, _, port = given["rdzv-endpoint"].rpartition(":")
+    seat = seat_at(host.strip("[]"), int(port))
+    more = []
+    conf = given.get("rdzv-conf", "")
+    if "is_host=" not in conf and seat.serves is not None:
+        more.append(f"--rdzv-conf={conf}{',' if conf else ''}is_host={str(seat.serves).lower()}")
+    if seat.address is not None and "PET_LOCAL_ADDR" not in os.environ:
+        more.append(f"--local-addr={seat.address}")
+    # Of an option that is given twice the last one counts; the program begins where the options end.
+    end = next(index for index, argument in enumerate(own) if not argument.startswith("--"))
+    return [*own[:end], *more, *own[end:]], seat.claim
 
 
 def _pass_on_usr1() -> None:
@@ -80,8 +111,26 @@ def _failure(rank: int, failed: Any) -> Failure:
     return Failure(rank, failed.exitcode, read_record(failed.error_file), stopped=failed.exitcode == -15)
 
 
+def _choose_interface(given: Mapping[str, str]) -> None:
+    """Tell gloo by which network interface several machines reach each other, unless somebody has."""
+    host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
+    if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE):
+        return
+    from accel_cli.launch.meeting_place import interface_towards
+
+    name = interface_towards(host)
+    if name is not None:
+        os.environ[_INTERFACE] = name
+
+
+def _values(arguments: Sequence[str]) -> dict[str, str]:
+    """Values of the options of torch.distributed.run, which come before the program."""
+    options = itertools.takewhile(lambda argument: argument.startswith("--"), arguments)
+    return dict(option.removeprefix("--").split("=", 1) for option in options if "=" in option)
+
+
 def _world_size(failures: Sequence[Failure], arguments: Sequence[str]) -> int:
-    counts = dict(argument.removeprefix("--").split("=", 1) for argument in arguments if argument.count("=") == 1)
+    counts = _values(arguments)
     return int(counts.get("nnodes", 1)) * int(counts.get("nproc-per-node", len(failures)))
 
 

@@ -17,7 +17,9 @@ from typing import Any, Final
 
 from accel_cli.launch.devices import best_devices, count_devices
 from accel_cli.launch.forked import run_forked
+from accel_cli.launch.meeting_place import Seat, seat_at
 from accel_cli.launch.ports import Port
+from accel_cli.launch.torchrun import OWN_STORES
 from accel_state.errors import LaunchError, NotReady, SettingError
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
@@ -90,7 +92,8 @@ def notebook_launcher(
     if num_nodes > 1 or max_restarts > 0:
         _check_untouched()
         secret = {SECRET_VARIABLE: new_secret()} if num_nodes == 1 else {}
-        with _variables({**environment, **secret, str(_FORK_LAUNCHED.variable): "true"}):
+        own_stores = {OWN_STORES: os.environ.get(OWN_STORES, "1")} if rdzv_backend != "static" else {}
+        with _variables({**environment, **secret, **own_stores, str(_FORK_LAUNCHED.variable): "true"}):
             options = {
                 "min_nodes": num_nodes,
                 "max_nodes": num_nodes,
@@ -212,12 +215,21 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    seat = Seat(None, None)
+    if options["rdzv_backend"] == "c10d":
+        host, _, port = options["rdzv_endpoint"].rpartition(":")
+        seat = seat_at(host.strip("[]"), int(port)) if port.isdecimal() else seat
+        serves = {} if seat.serves is None else {"is_host": seat.serves}
+        options = {**options, "local_addr": seat.address, "rdzv_configs": {**serves, **options["rdzv_configs"]}}
     try:
         elastic_launch(LaunchConfig(**options), record(function))(*args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         remedy = "Correct the function, and launch it again."
         raise LaunchError(_ASKED, f"Process {rank} failed: {failure.message}", remedy) from error
+    finally:
+        if seat.claim is not None:
+            seat.claim.close()
 
 
 def _on_tpu(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:

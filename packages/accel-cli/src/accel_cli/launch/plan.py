@@ -127,7 +127,8 @@ def _torchrun(launch: _Launch) -> LaunchPlan:
     argv = (launch.machine.python, *torchrun_argv(launch.effective, local, launch.program))
     grace = launch.effective.instance(SupervisionSettings).grace_period
     inside = loopback_variables(launch.machine.environ) if launch.effective["num_machines"].value == 1 else {}
-    environment = launch.environment(local, **torchrun_environment(grace), **inside)
+    agent = torchrun_environment(launch.effective, launch.machine.environ)
+    environment = launch.environment(local, **agent, **inside)
     return LaunchPlan(environment, argv, "torchrun", local, grace_period=grace)
 
 

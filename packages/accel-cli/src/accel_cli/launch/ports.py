@@ -19,7 +19,7 @@ from typing import Final
 
 from accel_state.errors import LaunchError, SettingError
 
-__all__ = ("Port", "owner_of")
+__all__ = ("Port", "claim", "owner_of")
 
 _CAN_BE_KEPT: Final = sys.platform.startswith("linux")
 _LISTENING: Final = "0A"
@@ -49,7 +49,7 @@ class Port:
             self.close()
             return
         try:
-            self._sockets.append(_claimed(self.number))
+            self._sockets.append(claim(self.number))
         except OSError as error:
             self.close()
             raise _refused(self.number, origin, error) from None
@@ -96,16 +96,23 @@ def _bind(family: socket.AddressFamily, address: str, number: int) -> socket.soc
     return bound
 
 
-def _claimed(number: int) -> socket.socket:
-    """The socket that claims a port."""
-    claim = socket.socket(socket.AF_UNIX)
+def claim(number: int) -> socket.socket:
+    """Claim a port of this machine for as long as the returned socket is open.
+
+    Raises:
+        OSError: another process claims it.
+        NotImplementedError: this system has no such sockets.
+    """
+    if not _CAN_BE_KEPT:
+        raise NotImplementedError("Only Linux has Unix sockets without a file.")
+    claimed = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(_CLAIM.format(number))
-        claim.listen()
+        claimed.bind(_CLAIM.format(number))
+        claimed.listen()
     except OSError:
-        claim.close()
+        claimed.close()
         raise
-    return claim
+    return claimed
 
 
 def _claimant(number: int) -> str | None:

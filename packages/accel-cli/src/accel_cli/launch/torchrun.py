@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings, TorchrunSettings
 
-__all__ = ("AGENT", "PORT_OF_MACHINES", "torchrun_argv", "torchrun_environment")
+__all__ = ("AGENT", "OWN_STORES", "PORT_OF_MACHINES", "torchrun_argv", "torchrun_environment")
 
 AGENT: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent.py")
 """The module that calls torch.distributed.run in a process of its own."""
+
+OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Variable of torch's agent: whether the processes of each attempt serve a store of their own."""
 
 PORT_OF_MACHINES: Final = 29500
 """Port on which several machines meet when none was given: each has to know it without asking."""
@@ -37,9 +40,20 @@ def torchrun_argv(effective: Effective, processes: int, program: Sequence[str]) 
     )
 
 
-def torchrun_environment(grace_period: float) -> dict[str, str]:
-    """Variables of torch's agent: how many seconds processes may take to end after a signal."""
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_period))}
+def torchrun_environment(effective: Effective, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of torch's agent: how long processes may take to end after a signal, and who serves their store.
+
+    An agent remembers the place of the store that it shares with its processes, and so it keeps out a machine that
+    replaces another one. Where machines come and go, the processes serve a store of their own instead.
+
+    Args:
+        effective: every setting of the launch.
+        environ: variables of the launcher.
+    """
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(effective["grace_period"].value))}
+    if effective["rdzv_backend"].value != "static" and effective["num_machines"].value > 1:
+        variables[OWN_STORES] = environ.get(OWN_STORES, "1")
+    return variables
 
 
 def _meeting(machines: MachineSettings, options: TorchrunSettings) -> Iterator[str]:
@@ -51,8 +65,7 @@ def _meeting(machines: MachineSettings, options: TorchrunSettings) -> Iterator[s
         return
     address = machines.main_process_ip or "127.0.0.1"
     port = machines.main_process_port or PORT_OF_MACHINES
-    yield f"--node-rank={machines.machine_rank}"
     if static:
-        yield from (f"--master-addr={address}", f"--master-port={port}", *conf)
+        yield from (f"--node-rank={machines.machine_rank}", f"--master-addr={address}", f"--master-port={port}", *conf)
         return
     yield from (f"--rdzv-backend={options.rdzv_backend}", f"--rdzv-endpoint={address}:{port}", *conf)

@@ -378,7 +378,9 @@ class _Signer:
     """
 
     def __init__(self, scope: str, secret: str) -> None:
-        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # Attempts count where they share a store; a machine that replaced another one counts its own only.
+        names = ("TORCHELASTIC_RUN_ID", *(("TORCHELASTIC_RESTART_COUNT",) if shared else ()))
         self._run = "\0".join([*(os.environ.get(name, "") for name in names), scope]).encode()
         self._secret = secret.encode()
         self._newest: dict[tuple[str, int], int] = {}
