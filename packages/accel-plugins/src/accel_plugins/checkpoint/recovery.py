@@ -1,6 +1,6 @@
 """What runs that died left beside the names of checkpoints: it is put back where a name is missing, and else removed.
 
-A folder beside a name ends with its kind and a token: "tmp" is on its way in, "old" stood under the name and was moved
+A folder beside a name ends with its kind and a token: "tmp" is on its way in, "old" had the name and was moved
 aside, "del" is being removed. Folders of one token belong to the record of that token, whose owner may live.
 """
 
@@ -54,8 +54,8 @@ def located(target: Path) -> Path | None:
         if any(_kind(entry) == "old" and not is_left_behind(entry) for entry in left) and time.monotonic() < until:
             time.sleep(0.02)
             continue
-        # What had stood under the name may be put back under the hands of an owner that lives: it tries again.
-        found = _stand_in(entry for entry in left if _kind(entry) == "old" or is_left_behind(entry))
+        # What had the name is put back even where its owner may live: that one then moves it aside again.
+        found = _best(entry for entry in left if _kind(entry) == "old" or is_left_behind(entry))
         if found is None or _is_put_back(found, real):
             break
         if os.path.isdir(found):
@@ -88,7 +88,7 @@ def unfinished(parent: Path) -> list[Path]:
 
 
 def missing(parent: Path) -> list[str]:
-    """Names under which nothing stands although folders that may stand in for it are beside them."""
+    """Names that no folder has, although one that may be put back is beside them."""
     names = {_name(entry) for entry in unfinished(parent) if _kind(entry) != "del"}
     return sorted(name for name in names if not os.path.lexists(parent / name))
 
@@ -127,7 +127,7 @@ def fingerprint(folder: Path) -> tuple[int, bytes | None]:
 
 def _settle(target: Path, entries: list[Path]) -> None:
     """Put one of the folders that the dead left for a name in its place if that is free, and remove the others."""
-    if not os.path.lexists(target) and (found := _stand_in(entries)) is not None:
+    if not os.path.lexists(target) and (found := _best(entries)) is not None:
         _is_put_back(found, target)
     for entry in entries:
         if os.path.lexists(target) or _rank(entry) is None:
@@ -144,14 +144,14 @@ def _is_put_back(entry: Path, target: Path) -> bool:
     return True
 
 
-def _stand_in(entries: Iterable[Path]) -> Path | None:
-    """Which of the folders left for a name is to stand under it."""
+def _best(entries: Iterable[Path]) -> Path | None:
+    """Which of the folders left for a name is to have it."""
     ranked = [(rank, entry) for entry in entries if (rank := _rank(entry)) is not None]
     return max(ranked)[1] if ranked else None
 
 
 def _rank(entry: Path) -> tuple[int, float] | None:
-    """How well a folder stands in for a missing checkpoint: what stood there before one that was not yet in place."""
+    """How well a folder replaces a missing checkpoint: what had its name comes before what did not have it yet."""
     if _kind(entry) == "del":
         return None
     verdict = verify(entry)
