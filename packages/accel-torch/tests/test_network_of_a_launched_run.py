@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from accel_state.exit_codes import RESUME
+from accel_state.testing.processes import run_command
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the sockets of Linux"),
@@ -103,3 +104,12 @@ def test_a_process_of_the_run_can_end_it(run: Run) -> None:
     reports = run.end()
     assert run.launcher.returncode == RESUME, reports
     assert (run.folder / "checkpoints" / "checkpoint_0").is_dir()
+
+
+@pytest.mark.parametrize("when", ["before", "afterwards"])
+def test_scripts_that_make_process_groups_by_themselves(when: str) -> None:
+    script = str(Path(__file__).with_name("own_groups_script.py"))
+    command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes=2", script, when]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run_command(command, timeout=PATIENT, env=environment)
+    assert done.returncode == 0, done.stderr

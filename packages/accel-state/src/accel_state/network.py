@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import socket
 from collections.abc import Mapping
 from typing import Final
@@ -32,7 +32,7 @@ _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 def new_secret() -> str:
     """A secret for a run on one machine; on several, the user gives every machine the same one."""
-    return secrets.token_hex(32)
+    return os.urandom(32).hex()
 
 
 def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:

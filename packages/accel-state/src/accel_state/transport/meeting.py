@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from accel_state.errors import CollectiveError, SettingError
+from accel_state.errors import AccelError, CollectiveError, SettingError
 from accel_state.topology import Topology
 
 __all__ = ("meet",)
@@ -54,35 +55,40 @@ def meet(topology: Topology, init_method: str | None, timeout: timedelta) -> Any
     else:
         place = init_method
     try:
-        store = _rendezvous(place, topology, timeout)
+        store = _in_time(lambda: _rendezvous(place, topology, timeout), timeout)
+        store.set_timeout(timeout)
+        again = _meetings[place, topology.attempt]
+        _meetings[place, topology.attempt] += 1
+        named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
+        _in_time(lambda: _check_ranks(named, topology, place, timeout), timeout + _LAST_WORDS)
+    except AccelError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         raise _not_met(topology, place, error) from error
-    store.set_timeout(timeout)
-    again = _meetings[place, topology.attempt]
-    _meetings[place, topology.attempt] += 1
-    named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
-    _check_ranks(named, topology, place, timeout)
     return named
 
 
 def _rendezvous(place: str, topology: Topology, timeout: timedelta) -> Any:
-    """The store at a place, in a thread that can be left: torch waits without end for a program that answers nothing.
+    """The store at a place."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    if topology.rank != 0:
+        _wait_for_host(place, deadline)
+    left = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+    store = _on_loopback(place, topology, left)
+    return next(rendezvous(place, topology.rank, topology.world_size, timeout=left))[0] if store is None else store
+
+
+def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
+    """What `work` returns; it runs in a thread that can be left, since torch waits without end for a silent host.
 
     Raises:
         TimeoutError: nothing came of it.
     """
     outcome: list[Any] = []
-    deadline = time.monotonic() + timeout.total_seconds()
 
     def go() -> None:
         try:
-            if topology.rank != 0:
-                _wait_for_host(place, deadline)
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
-            store = _on_loopback(place, topology, left)
-            if store is None:
-                store = next(rendezvous(place, topology.rank, topology.world_size, timeout=left))[0]
-            outcome.append(store)
+            outcome.append(work())
         except Exception as error:
             outcome.append(error)
 
