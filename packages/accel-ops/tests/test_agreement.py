@@ -30,7 +30,7 @@ class CountingStore:
         self.shared, self.requests = shared, requests
 
     def clone(self) -> CountingStore:
-        return self
+        return CountingStore(self.shared, self.requests)
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing here waits."""
