@@ -22,7 +22,7 @@ from accel_ops.pickle_rules import Budget, Global, Made, Rule, Rules, demand, is
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular
 
-__all__ = ("read_metadata",)
+__all__ = ("metadata_rules", "read_metadata")
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
@@ -190,7 +190,8 @@ def _path(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 @cache
-def _rules() -> Rules:
+def metadata_rules() -> Rules:
+    """What a description of tensors is made with, by module and name."""
     taken = {pair: rule for pair, rule in plain_rules().items() if ".".join(pair) in _DATA or rule.constant}
     own = {pair: Rule(new=_made, build=_state(fields)) for pair, fields in _FIELDS.items()}
     own[_METADATA, "MetadataIndex"] = Rule(new=_made, build=_state(_FIELDS[_METADATA, "MetadataIndex"]), key=True)
@@ -216,7 +217,7 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with BufferedReader(open_regular(path)) as file:
             content = file.read()
-        described, _ = check(content, _rules(), Budget(len(content)))
+        described, _ = check(content, metadata_rules(), Budget(len(content)))
         demand(_is(described, f"{_METADATA}.Metadata"), "it is not a description of tensors")
         found: Metadata = pickle.loads(content)  # what was checked, whatever becomes of the file
         return found
