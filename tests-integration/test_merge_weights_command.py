@@ -12,6 +12,7 @@ from torch import nn
 from accel_bigmodel.weight_files import load_weights
 from accel_state.testing.processes import Processes, run_command
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
+from reliability_gadgets import code_in_a_field
 
 
 def save(folder: str) -> None:
@@ -43,4 +44,16 @@ def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
     done = run_command(command)
     assert done.returncode == 2
     assert "holds no shards" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_description_that_runs_code_is_refused(two: Processes, tmp_path: Path) -> None:
+    two.run(save, str(tmp_path / "state"))
+    description = tmp_path / "state" / "pytorch_model_fsdp_0" / ".metadata"
+    description.write_bytes(code_in_a_field(f"os.mkdir({str(tmp_path / 'it ran')!r})"))
+    command = [sys.executable, "-m", "accel_cli.main", "merge-weights", str(tmp_path / "state"), str(tmp_path / "out")]
+    done = run_command(command)
+    assert not (tmp_path / "it ran").exists()
+    assert done.returncode == 2
+    assert ".metadata is damaged or holds more than descriptions of tensors" in done.stderr
     assert "Traceback" not in done.stderr

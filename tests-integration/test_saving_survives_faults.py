@@ -24,7 +24,7 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
-@pytest.mark.parametrize("name", reliability.SWEEPS)
+@pytest.mark.parametrize("name", [name for name in reliability.SWEEPS if not name.startswith("read")])
 def test_nothing_is_lost(forking: ProcessPoolExecutor, name: str) -> None:
     every = 27 if name.startswith("shards") else 9
     try:

@@ -24,6 +24,7 @@ from typing import Final
 import torch
 
 import reliability_containers as containers
+import reliability_gadgets as gadgets
 import reliability_runs as runs
 from accel_plugins.testing import faults
 from reliability_data_writes import data_writes
@@ -44,7 +45,9 @@ Faults strike at system calls: a forked child that saves is traced, and before i
 the call fails. A loss of power is played on a model of a disk that keeps what was flushed (contents with their file,
 names with their folder); of the rest it keeps nothing, the names alone, names and lengths with zeros for contents, or
 all. Where a row says "no rename-exchange", a filter of the kernel refuses to exchange two names, as NFS does.
-Containers are namespaces of the kernel. The harness is `accel_plugins.testing.faults`;
+Containers are namespaces of the kernel. Rows that begin with "read" are of pickles made to attack the reader: there
+*survived* means that the file was read, or refused with a typed error, and that nothing was run, crashed, hung, or took
+memory beyond its bound. The harness is `accel_plugins.testing.faults`;
 [the guide](how-to/checkpoints.md) tells how to use it on a saver of your own.
 
 """
@@ -130,6 +133,9 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     ),
     "while training goes on: written through `.data`": data_writes,
     "SIGTERM during a save": lambda folder, every: runs.signals(runs.Run(folder / "project"), 20 // every + 1),
+    "read: gadgets in a `.metadata`": lambda folder, every: gadgets.sweep("metadata", every),
+    "read: gadgets in an archive of torch": lambda folder, every: gadgets.sweep("torch", every),
+    "read: gadgets in a file of torch before 1.6": lambda folder, every: gadgets.sweep("old torch", every),
 }
 """What is saved and what happens, with the sweep that does it; the number says how many places lie between faults."""
 

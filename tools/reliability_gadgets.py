@@ -3,7 +3,7 @@
 Every admitted name is called, made, given a state and used as data with arguments of many kinds, by every opcode that
 can do so; names of dangerous functions join them. Real pickles are changed one opcode at a time as well: another
 admitted name, another number, an opcode left out or repeated. Each pickle is read in a child process whose memory is
-limited, and an audit hook reports what is run. All is well when the file is read or refused with a CheckpointError.
+limited, an alarm ends it when it hangs, and an audit hook reports what is run. All is well when the file is read or refused with a CheckpointError.
 
     python tools/reliability_gadgets.py READER FIRST STEP     what a child does: read pickles and report on each
 """
@@ -15,6 +15,7 @@ import io
 import pickletools
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from accel_plugins.checkpoint import allowed, pickled
 from accel_plugins.testing.faults import Tally
 from accel_state.errors import CheckpointError
 
-__all__ = ("READERS", "gadgets", "sweep")
+__all__ = ("READERS", "AuditHook", "code_in_a_field", "gadgets", "outcome", "sweep")
 
 CANARY: Final = "gadget_canary"
 DANGEROUS: Final = (
@@ -55,6 +56,7 @@ DANGEROUS: Final = (
     (CANARY, "run"),
 )
 _CHANGES_PER_OPCODE: Final = 3
+_SECONDS: Final = 60
 _ROOM: Final = 1 << 30
 """Bytes that a child may take besides what it has when it begins."""
 
@@ -137,6 +139,16 @@ def _states(name: bytes) -> Iterator[bytes]:
     )
     yield _tuple(_STORAGE, _whole(10**6), _tuple(_whole(10**6)), b"K\x01\x85")
     yield _tuple(_BYTES, _whole(2**62), b"N")
+
+
+def code_in_a_field(code: str) -> bytes:
+    """A description of tensors whose class gets a field with code for its name, which `dataclasses` runs."""
+    metadata, name = "torch.distributed.checkpoint.metadata", _text(f"a:{code}")
+    hidden = _dict(_text("init"), b"\x89", _text("repr"), b"\x89", _text("compare"), b"\x89")
+    field = _named(metadata, "field") + b")RN" + hidden + b"\x86b"
+    changed = _dict(_text("__annotations__"), _dict(name, _text("int")), name, field)
+    described = _named(metadata, "BytesStorageMetadata") + b"N" + changed + b"\x86b"
+    return b"\x80\x04" + _named(metadata, "dataclass") + described + b"\x85R."
 
 
 def _of_names(names: list[tuple[str, str]]) -> Iterator[bytes]:
@@ -343,7 +355,8 @@ def gadgets(reader: str) -> list[bytes]:
         for before, whole, behind in real
         for text in _changed(whole, names, draw)
     ]
-    return [*(form.put(*parts) for parts in real), *changed, *by_hand]
+    known = [code_in_a_field(_CODE)] if reader == "metadata" else []
+    return [*(form.put(*parts) for parts in real), *changed, *known, *by_hand]
 
 
 # --------------------------------------------------------------------------- children
@@ -352,7 +365,7 @@ _RUNS: Final = ("exec", "compile", "os.", "subprocess.", "shutil.", "socket.", "
 _HARMLESS: Final = ("os.listdir", "os.scandir", "os.fspath")
 
 
-class _Hook:
+class AuditHook:
     """Notes what is run while a gadget is read."""
 
     def __init__(self) -> None:
@@ -376,7 +389,7 @@ def _memory(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def _outcome(form: _Format, gadget: bytes, folder: Path, hook: _Hook) -> str:
+def outcome(form: _Format, gadget: bytes, folder: Path, hook: AuditHook) -> str:
     """What is wrong after a gadget; empty when all is well."""
     (folder / form.name).write_bytes(gadget)
     hook.seen.clear()
@@ -394,13 +407,13 @@ def _outcome(form: _Format, gadget: bytes, folder: Path, hook: _Hook) -> str:
         hook.on = False
     with contextlib.suppress(Exception):  # memory that is not its own ends the process
         torch.save(found, io.BytesIO())
-    return (wrong or "; ".join(hook.seen)).replace("\n", " ")
+    return "; ".join([wrong] * bool(wrong) + hook.seen).replace("\n", " ")
 
 
 def _child(reader: str, first: int, step: int) -> None:
     form = READERS[reader]
     every = gadgets(reader)
-    hook = _Hook()
+    hook = AuditHook()
     sys.addaudithook(hook)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
@@ -410,8 +423,9 @@ def _child(reader: str, first: int, step: int) -> None:
         limit = _memory("VmSize") + _ROOM
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         for index in range(first, len(every), step):
+            signal.alarm(_SECONDS)  # what hangs ends the process
             print(index, end=" ", flush=True)
-            print(_outcome(form, every[index], Path(place), hook), flush=True)
+            print(outcome(form, every[index], Path(place), hook), flush=True)
     print("end", flush=True)
 
 
