@@ -3,7 +3,8 @@
 Every admitted name is called, made, given a state and used as data with arguments of many kinds, by every opcode that
 can do so; names of dangerous functions join them. Real pickles are changed one opcode at a time as well: another
 admitted name, another number, an opcode left out or repeated. Each pickle is read in a child process whose memory is
-limited, an alarm ends it when it hangs, and an audit hook reports what is run. All is well when the file is read or refused with a CheckpointError.
+limited; an alarm ends it when it hangs, and an audit hook reports what is run. All is well when the file is read, or
+refused with a CheckpointError.
 
     python tools/reliability_gadgets.py READER FIRST STEP     what a child does: read pickles and report on each
 """
