@@ -10,7 +10,8 @@ import logging
 import os
 from typing import Final
 
-from accel_state import current
+import torch
+
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import NotOffered
@@ -59,19 +60,17 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """Bind this process to the processors nearest to its device, whatever it was bound to before.
 
     Args:
-        local_process_index: index of the process on its node; that of this process stands for the device that it has.
+        local_process_index: index of the process on its node, which is that of its device unless
+            ACCELERATE_TORCH_DEVICE names one.
         verbose: whether to log the processors; by default only with ACCELERATE_DEBUG_MODE.
 
     Raises:
         NotOffered: the system cannot bind processes to processors.
     """
     settings = from_environment(ProcessSettings)
-    process = current.process_or_none()
-    index = local_process_index
-    if process is not None and process.topology.local_rank == index and process.device.index is not None:
-        index = process.device.index
-    family = wanted_family(settings) if process is None else process.family
-    bind(family, index, settings.debug if verbose is None else verbose)
+    given = None if settings.device is None or settings.cpu else torch.device(settings.device).index
+    index = local_process_index if given is None else given
+    bind(wanted_family(settings), index, settings.debug if verbose is None else verbose)
 
 
 @functools.cache
@@ -79,7 +78,8 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     """`override_numa_affinity` once for each index; what was bound by hand since then stays.
 
     Args:
-        local_process_index: index of the process on its node; that of this process stands for the device that it has.
+        local_process_index: index of the process on its node, which is that of its device unless
+            ACCELERATE_TORCH_DEVICE names one.
         verbose: whether to log the processors.
     """
     override_numa_affinity(local_process_index, verbose)
