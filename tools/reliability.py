@@ -50,6 +50,9 @@ Containers are namespaces of the kernel. Rows that begin with "read" are of pick
 memory beyond its bound. The harness is `accel_plugins.testing.faults`;
 [the guide](how-to/checkpoints.md) tells how to use it on a saver of your own.
 
+Writes through `.data` hit an asynchronous save before each tensor that it copies behind training, for good or taken
+back before the copy is complete. What was saved must then be of a single moment.
+
 """
 
 
