@@ -386,6 +386,27 @@ def own_schedule() -> dict[str, Any]:
     return {"rates": rates, "optimizer": type(optimizer.optimizer).__name__}
 
 
+def default_warm_up() -> dict[str, Any]:
+    """A schedule of DeepSpeed's whose stand-in says nothing."""
+    params = {"warmup_min_lr": 0.5, "warmup_max_lr": 0.5, "warmup_num_steps": "auto"}
+    accelerator = started(
+        {
+            "zero_stage": 1,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": params},
+        }
+    )
+    model = layers()
+    stand_in = DummyOptim(model.parameters(), lr=0.5)
+    model, optimizer, schedule, loader = accelerator.prepare(model, stand_in, DummyScheduler(stand_in), digits(16))
+    rates = []
+    for _ in steps(accelerator, model, optimizer, loader):
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    return {"rates": rates}
+
+
 class Experts(Module):
     """A layer that sends inputs through one of two others, another one on each process."""
 

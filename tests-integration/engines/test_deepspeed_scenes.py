@@ -140,3 +140,9 @@ def test_a_mixture_of_experts_is_taken_whole(play: Play) -> None:
     assert done["losses"][-1] < done["losses"][0]
     assert done["refusal"].startswith("SettingError")
     assert "no layer of the class Specialists" in done["refusal"]
+
+
+def test_a_stand_in_that_names_no_warm_up_has_none(play: Play) -> None:
+    rates = play(SCENES, "default_warm_up")["rates"]
+    assert rates
+    assert set(rates) == {0.5}

@@ -14,10 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed import zero_init
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.document import HfDeepSpeedConfig
+from accel_plugins.deepspeed.facts import about_objects
 from accel_plugins.deepspeed.filling import Fact, contradictions, fill, remaining
+from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel_state.errors import AccelError, Conflict, NotOffered, NotReady, SettingError
 
 TABLE = {
@@ -272,3 +275,12 @@ def test_what_the_table_says_about_steps_counts(said: Any, agreed: int | None) -
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": said})
     assert plugin.agree_on_steps(4) == agreed
     assert plugin.gradient_accumulation_steps == said
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, 1), ({"warmup_num_steps": 5}, 5)])
+def test_a_warm_up_of_nothing_is_told_in_a_form_that_deepspeed_takes(given: dict[str, int], told: int) -> None:
+    # Since 0.19.6 it refuses 0, and a warm-up of 1 starts with the whole rate.
+    scheduler = DummyScheduler(DummyOptim([], lr=0.5), **given)
+    facts = {fact.key: fact.value for fact in about_objects(Bundle.of([scheduler]))}
+    assert facts["scheduler.params.warmup_num_steps"] == told
+    assert facts["scheduler.params.warmup_max_lr"] == 0.5

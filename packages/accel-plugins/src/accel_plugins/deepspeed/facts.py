@@ -116,7 +116,8 @@ def _about_schedule(scheduler: DummyScheduler) -> Iterator[Fact]:
     rate = getattr(scheduler.optimizer, "lr", None)
     if rate is not None:
         yield _suggestion("scheduler.params.warmup_max_lr", rate)
-    yield _suggestion("scheduler.params.warmup_num_steps", scheduler.warmup_num_steps)
+    # DeepSpeed takes a warm-up of 1 for none, as it took 0 before 0.19.6, which refuses it.
+    yield _suggestion("scheduler.params.warmup_num_steps", scheduler.warmup_num_steps or 1)
     if scheduler.total_num_steps is not None:
         yield _suggestion("scheduler.params.total_num_steps", scheduler.total_num_steps)
 
