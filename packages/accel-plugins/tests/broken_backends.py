@@ -91,6 +91,32 @@ class UnwrapsNothing(DDPStrategy):
         return model
 
 
+class Wrapper(nn.Module):
+    """A wrapper that nobody but its backend knows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.content = model
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.content(inputs)
+
+
+class LeavesItsOwnWrapperOn(DDPStrategy):
+    """Wraps in a way of its own, and unwraps what others wrap in."""
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        super().setup(bundle)
+        bundle.models = [Wrapper(model) for model in bundle.models]
+        return bundle
+
+    def no_sync(self, model: Any) -> Any:
+        return super().no_sync(model.content)
+
+    def state_dict(self, model: Any) -> Any:
+        return super().state_dict(model.content)
+
+
 class BreaksWhatItUnwraps(DDPStrategy):
     def unwrap(self, model: Any) -> Any:
         bare = super().unwrap(model)
@@ -257,6 +283,7 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LoadsAnythingFromNowhere, {}, "test_loading_from_an_empty_folder_is_an_error_with_a_remedy", ("folder",)),
     (TouchesWeightsWhileSaving, {}, "test_saving_does_not_disturb_training", ("folder",)),
     (UnwrapsNothing, {}, "test_unwrapping_gives_the_users_model", ()),
+    (LeavesItsOwnWrapperOn, {}, "test_a_layer_around_the_model_changes_nothing", ("folder",)),
     (BreaksWhatItUnwraps, {}, "test_forward_computes_what_the_plain_model_computes_also_after_unwrapping", ()),
     (ReplacesParametersBehindTheOptimizer, {}, "test_the_optimizer_holds_the_parameters_that_train", ()),
     (ChangesWhatItChecks, {}, "test_checking_changes_nothing", ()),

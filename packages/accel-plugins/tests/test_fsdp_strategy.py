@@ -16,16 +16,19 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.distributed.tensor import DTensor
 
 from accel_plugins import Bundle, Context
+from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.manifest import FSDP2
+from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
 from accel_plugins.testing import Case, Processes, Session, fresh
-from accel_plugins.testing.backend_tasks import clipped_plain
+from accel_plugins.testing.backend_tasks import clipped_plain, count_collectives
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_plugins.testing.two_halves import first_half, second_half
+from accel_plugins.transforms.compile import Compile
+from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState
@@ -118,6 +121,16 @@ def test_values_are_clipped_in_both_kinds_of_parameters(two: Group) -> None:
     given = case(ignored_modules="head").but(clip_value=0.01)
     for gradients in two.run(clip_values, given):
         assert gradients == near(clipped_plain(given)["gradients"])
+
+
+WHOLE = (Compile(TorchDynamoPlugin(backend="eager")),)
+
+
+@pytest.mark.parametrize("given", [case(), Case(FSDP1, Plugin(1)), Case(DDP)], ids=["fsdp2", "fsdp1", "ddp"])
+def test_no_sync_of_a_model_that_is_compiled_as_a_whole_reduces_nothing(two: Group, given: Case) -> None:
+    for answer in two.run(count_collectives, given.but(transforms=WHOLE)):
+        assert (answer["held"][1], answer["nested"][1]) == (0, 0)
+        assert answer["sync"][1] == answer["again"][1] > 0
 
 
 class Tied(Small):

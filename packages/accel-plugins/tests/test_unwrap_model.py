@@ -7,10 +7,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from accel_plugins import extract_model_from_parallel, is_compiled_module
+from accel_plugins import Bundle, Context, Manifest, Strategy, extract_model_from_parallel, is_compiled_module, order
+from accel_plugins.layers import strategy_model
 from accel_plugins.precision import choose
+from accel_plugins.transforms.compile import Compile
+from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_plugins.wrapped.unwrap import wrapped_module
+from accel_state import PartialState, current
 from accel_state.devices.select import family_of
+from accel_state.gradient import GradientState
+from accel_state.testing.fresh import fresh
 
 
 class Engine(nn.Module):
@@ -72,3 +78,81 @@ def test_wrappers_inside_a_model_are_taken_out_when_asked() -> None:
 
     assert model[0] is inner
     assert model[1][0] is deep
+
+
+class Wrapper(nn.Module):
+    """One that nobody but its strategy knows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.content = inner
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.content(inputs)
+        return outputs
+
+
+class Wrapping(Strategy):
+    def setup(self, bundle: Bundle) -> Bundle:
+        bundle.models = [Wrapper(model) for model in bundle.models]
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.content if isinstance(model, Wrapper) else model  # type: ignore[return-value]
+
+
+@pytest.fixture
+def strategy() -> Iterator[Wrapping]:
+    with fresh():
+        PartialState(cpu=True)
+        process = current.process()
+        yield Wrapping(Context(process, GradientState(), choose("no", process.family)))
+
+
+MANIFEST = Manifest(name="wrapping", config="", strategy="wrapping.strategy:Wrapping")
+
+
+def prepared(strategy: Strategy, model: nn.Module, *transforms: Compile) -> nn.Module:
+    bundle = Bundle.of([model])
+    for step in order.steps(MANIFEST, strategy, transforms):
+        bundle = step.run(bundle)
+    return bundle.models[0]
+
+
+def test_the_strategy_takes_off_a_wrapper_that_only_it_knows(strategy: Wrapping) -> None:
+    model = nn.Linear(1, 1)
+    made = prepared(strategy, model)
+
+    assert isinstance(made, Wrapper)
+    assert extract_model_from_parallel(made) is model
+    holder = nn.Sequential(made)
+    extract_model_from_parallel(holder, recursive=True)
+    assert holder[0] is model
+
+
+def test_a_strategy_is_asked_about_the_model_inside_a_compiled_one(strategy: Wrapping) -> None:
+    model = nn.Linear(1, 1)
+    compiled = prepared(strategy, model, Compile(TorchDynamoPlugin(backend="eager")))
+    made = strategy_model(compiled)
+
+    assert is_compiled_module(compiled)
+    assert isinstance(made, Wrapper)
+    assert strategy_model(made) is made
+    assert strategy_model(torch.compile(made, backend="eager")) is made
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    kept = extract_model_from_parallel(compiled)
+    assert is_compiled_module(kept)
+    assert kept._orig_mod is model
+
+
+def test_a_model_that_no_strategy_made_stays_as_it_is() -> None:
+    model = nn.Linear(1, 1)
+    compiled = torch.compile(model, backend="eager")
+    assert strategy_model(model) is model
+    assert strategy_model(compiled) is compiled
+
+
+def test_a_model_that_was_compiled_first_is_what_a_strategy_without_a_wrapper_makes(strategy: Wrapping) -> None:
+    plain = Strategy(strategy.context)
+    compiled = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert strategy_model(prepared(plain, compiled)) is compiled

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from accel_plugins.bundle import Bundle
+from accel_plugins.layers import note_layer, note_made
 from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.transform import Transform, ordered
 
@@ -55,9 +56,9 @@ def steps(
         Step("place", lambda bundle: _place(bundle, strategy, moves)),
         *(_transformation(transform, strategy) for transform in before),
         *early,
-        *([Step(manifest.name, strategy.setup)] if trains else []),
+        *([Step(manifest.name, lambda bundle: _set_up(bundle, strategy))] if trains else []),
         *([] if early else autocast),
-        *(_transformation(transform, strategy) for transform in after),
+        *(_transformation(transform, strategy, around=True) for transform in after),
     ]
 
 
@@ -101,6 +102,19 @@ def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
     return [Step(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
 
 
-def _transformation(transform: Transform, strategy: Strategy) -> Step:
-    context = strategy.context
-    return Step(transform.name, lambda bundle: _changed(bundle, lambda model: transform.apply(model, context)))
+def _set_up(bundle: Bundle, strategy: Strategy) -> Bundle:
+    bundle = strategy.setup(bundle)
+    note_made(strategy, bundle.models)
+    return bundle
+
+
+def _transformation(transform: Transform, strategy: Strategy, around: bool = False) -> Step:
+    """The step of a transform; `around` says whether the strategy has made the models before."""
+
+    def change(model: Module) -> Module:
+        changed = transform.apply(model, strategy.context)
+        if around:
+            note_layer(changed, model)
+        return changed
+
+    return Step(transform.name, lambda bundle: _changed(bundle, change))

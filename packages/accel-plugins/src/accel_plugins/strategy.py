@@ -3,6 +3,9 @@
 Exactly one strategy owns a run. Every method has the answer of a single process as its default, so a backend overrides
 only the questions it answers differently. Nobody asks a strategy for its type or name.
 
+Models that a strategy is given are those that its `setup` returned, without the layers that transforms put around them
+later; whoever calls it sees to that by `layers.strategy_model`.
+
 Each docstring says who calls the method and when, what it may assume, and what it must leave behind. "The Accelerator"
 stands for whoever drives the strategy; the conformance kit drives it by a short loop of its own.
 """

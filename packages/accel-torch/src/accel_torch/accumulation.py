@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from accel_plugins.layers import strategy_model
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered, SettingError
 
@@ -179,8 +180,8 @@ class WeightedMicroBatch(MicroBatch):
 def hold_back(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:
     """A block in which the gradients of the models are not synchronised between the processes."""
     if len(models) == 1:
-        return strategy.no_sync(models[0])
+        return strategy.no_sync(strategy_model(models[0]))
     stack = ExitStack()
     for model in models:
-        stack.enter_context(strategy.no_sync(model))
+        stack.enter_context(strategy.no_sync(strategy_model(model)))
     return stack

@@ -13,6 +13,7 @@ from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.verification import damage_in
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty
 from accel_state.errors import CheckpointError, SettingError
 
@@ -32,7 +33,7 @@ _TOLD: Final = 10
 
 def unwrapped(parts: Parts) -> list[Module]:
     """The user's models, whose parameters have the names that the user gave them."""
-    return [parts._engine.strategy.unwrap(model) for model in parts._registry.models]
+    return [parts._engine.strategy.unwrap(strategy_model(model)) for model in parts._registry.models]
 
 
 def contents(parts: Parts) -> Contents:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_bigmodel.align import has_offloaded_params
 from accel_bigmodel.export import get_state_dict_offloaded_model
 from accel_bigmodel.weight_files import save_weights
+from accel_plugins.layers import strategy_model
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -21,7 +22,7 @@ def state_dict(parts: Parts, model: Module, unwrap: bool = True) -> dict[str, An
     """All weights of a model, those that are offloaded too; called on every process."""
     if any(has_offloaded_params(module) for module in model.modules()):
         return get_state_dict_offloaded_model(model)
-    return parts._engine.strategy.state_dict(model) if unwrap else model.state_dict()
+    return parts._engine.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
 
 
 def save_model(

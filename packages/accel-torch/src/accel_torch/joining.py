@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.layers import strategy_model
+
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
 
@@ -27,7 +29,7 @@ def join_uneven_inputs(parts: Parts, joinables: Sequence[Any], even_batches: boo
     for sampler in samplers:
         sampler.even_batches = even_batches
     try:
-        with parts._engine.strategy.join(joinables, even_batches):
+        with parts._engine.strategy.join([strategy_model(model) for model in joinables], even_batches):
             yield
     finally:
         for sampler, even in zip(samplers, before, strict=True):

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
 from accel_state.errors import NotOffered, SettingError
 
@@ -93,4 +94,4 @@ class LocalSGD:
         if self.accelerator._saver is not None:
             # A checkpoint that is being saved holds the parameters from before.
             self.accelerator._saver.wait_for_copy()
-        self.accelerator._engine.strategy.average_parameters(self.model)
+        self.accelerator._engine.strategy.average_parameters(strategy_model(self.model))

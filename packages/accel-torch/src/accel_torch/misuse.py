@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty
 from accel_state.errors import Conflict
 
@@ -329,7 +330,7 @@ class _PreparedModel:
 
     def inner(self, engine: Engine) -> Any:
         model = self.model()
-        return None if model is None else engine.strategy.unwrap(model)
+        return None if model is None else engine.strategy.unwrap(strategy_model(model))
 
 
 class _NoteForward:

@@ -106,14 +106,14 @@ def capture(
     """
     writes = process.topology.is_local_main if save_on_each_node else process.rank == 0
     collected = {
-        part: [strategy.collect(part, item) for item in contents.of_kind(part)] for part in strategy.save_order
+        part: [strategy.collect(part, item) for item in contents.for_strategy(part)] for part in strategy.save_order
     }
     shown: list[Any] = [] if strategy.saves_together else collected.get(Part.MODEL, [])
     for hook in hooks:
         hook(contents.models, shown, str(folder))
     taken = Captured(collected if writes or strategy.saves_together else {})
     if in_window:
-        models = [strategy.unwrap(model) for model in contents.models]
+        models = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)
     taken.files.update(_equal(contents) if writes else {})
     taken.files.update(_own(contents, process.rank, step))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
 
 __all__ = ("Contents", "LoadHook", "SaveHook", "Saver", "Stateful")
@@ -82,3 +83,8 @@ class Contents:
             Part.LOADER: self.loaders,
         }
         return kinds[part]
+
+    def for_strategy(self, part: Part) -> list[Any]:
+        """The objects of one kind as a strategy knows them: its models without the layers around them."""
+        items = self.of_kind(part)
+        return [strategy_model(model) for model in items] if part is Part.MODEL else items

@@ -24,6 +24,7 @@ from accel_plugins.checkpoint.files import (
     loader_name,
     random_states_name,
 )
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
 from accel_state.current import Process
 from accel_state.errors import CheckpointError
@@ -114,8 +115,9 @@ def load_folder(
     for part in strategy.load_order:
         options = dict(model_options or {}) if part is Part.MODEL else {}
         if part is Part.OPTIMIZER:
-            options["models"] = [strategy.unwrap(model) for model in contents.models]
-        for index, item in enumerate(models if part is Part.MODEL else contents.of_kind(part)):
+            options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
+        items = [strategy_model(model) for model in models] if part is Part.MODEL else contents.of_kind(part)
+        for index, item in enumerate(items):
             strategy.load(part, item, source, index, map_location=map_location, **options)
     _load_loaders(source, contents.loaders, process, "loaders" in waive)
     _load_scaler(source, contents.scaler, "scaler" in waive)

@@ -16,7 +16,6 @@ from accel_ops.collectives import reduce
 from accel_plugins.bundle import Bundle
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
 from accel_plugins.strategy import Strategy
-from accel_plugins.wrapped.unwrap import is_compiled_module
 from accel_state.errors import Conflict, NotOffered
 from accel_state.marks import DEVICE_MAP
 
@@ -92,9 +91,7 @@ class DDPStrategy(Strategy):
 
 
 def _parallel(model: Any) -> DistributedDataParallel | None:
-    """The wrapper that `setup` put around a model, also inside a compiled one."""
-    if is_compiled_module(model):
-        model = model._orig_mod
+    """The wrapper that `setup` put around a model, or None for one that does not train."""
     return model if isinstance(model, DistributedDataParallel) else None
 
 

@@ -130,7 +130,7 @@ def state_dict_config(name: str) -> Shown:
 
 
 def cpu_offload() -> Shown:
-    """Kept as a bool, or as an object of torch that says more; read as the object that the version takes."""
+    """Kept as a bool, or as the policy that does not pin memory; read as the object that the version takes."""
 
     def keep(settings: Any, given: Any) -> Any:
         if isinstance(given, str):
@@ -145,17 +145,16 @@ def cpu_offload() -> Shown:
                 "It has to be True, False or an offload object of torch.",
                 "Give True or False.",
             )
-        return given
+        pins = type(given).__name__ == "CPUOffloadPolicy" and given.pin_memory
+        says_more = type(given).__name__ == "CPUOffloadPolicy" and not pins
+        return given if says_more or isinstance(given, bool) else bool(getattr(given, "offload_params", pins))
 
     def make(settings: Any, kept: Any) -> Any:
-        own = ("CPUOffload",) if _version(settings) == 1 else ("CPUOffloadPolicy", "OffloadPolicy")
-        if type(kept).__name__ in own:
-            return kept
-        by_class = type(kept).__name__ == "CPUOffloadPolicy"
-        offloads = kept if isinstance(kept, bool) else bool(getattr(kept, "offload_params", by_class))
         if _version(settings) == 1:
-            return imported(f"{_FSDP}:CPUOffload")(offload_params=offloads)
-        return imported(f"{_FSDP}:{'CPUOffloadPolicy' if offloads else 'OffloadPolicy'}")()
+            return imported(f"{_FSDP}:CPUOffload")(offload_params=bool(kept))
+        if not isinstance(kept, bool):
+            return kept
+        return imported(f"{_FSDP}:{'CPUOffloadPolicy' if kept else 'OffloadPolicy'}")()
 
     return Shown(keep, make)
 

@@ -24,7 +24,7 @@ from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh_axes import part
-from accel_plugins.wrapped.unwrap import is_compiled_module, wrapped_module
+from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.objects import given_value, member_name, plain_value
 
@@ -232,9 +232,7 @@ class FSDP1Strategy(ShardedStrategy):
 
 
 def _sharded(model: Any) -> FullyShardedDataParallel | None:
-    """The wrapper that `setup` put around a model, also inside a compiled one."""
-    if is_compiled_module(model):
-        model = model._orig_mod
+    """The wrapper that `setup` put around a model, or None for one that does not train."""
     return model if isinstance(model, FullyShardedDataParallel) else None
 
 

@@ -342,6 +342,19 @@ class BackendSuite:
         for answer in run(tasks.load_from_nothing, self.case(), str(tmp_path)):
             assert set(answer) <= {"CheckpointError"}
 
+    def test_a_layer_around_the_model_changes_nothing(self, run: Run, tmp_path: Path) -> None:
+        """What `torch.compile` puts around a model is kept from the strategy, and taken off by unwrapping."""
+        case = self.case(accumulation=2)
+        expected = Plain(case).run()
+        answers = run(tasks.behind_a_layer, case, str(tmp_path))
+        for answer in answers:
+            assert answer["losses"] == self.near(expected.losses)
+            assert answer["is_users_class"]
+            assert answer["loaded"]
+            assert answer["held"][1] == 0 or Ability.NO_SYNC in self.manifest.lacks
+        for weights in self.written(answers):
+            assert weights == self.near(expected.weights())
+
     # --------------------------------------------------------------------------- duties
 
     def test_a_strategy_can_be_closed_and_another_follow(self, run: Run) -> None:

@@ -6,14 +6,17 @@ import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accel_plugins.bundle import Bundle
-from accel_plugins.manifest import Part
+from accel_plugins.context import Context
+from accel_plugins.manifest import Duty, Manifest, Part, Phase
 from accel_plugins.testing.reference_loop import Case, Plain, Session, Small, batches, loss_of, make_model
+from accel_plugins.transform import Stage, Transform
+from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState
@@ -47,7 +50,7 @@ def look_at_prepared(case: Case) -> Answer:
     session = case.open()
     training = {id(parameter) for parameter in session.model.parameters()}
     held = [id(parameter) for group in session.optimizer.param_groups for parameter in group["params"]]
-    bare = session.strategy.unwrap(session.model)
+    bare = session.strategy.unwrap(session.made)
     return {
         "held_but_not_trained": len(set(held) - training),
         "trained_but_not_held": len(training - set(held)),
@@ -84,8 +87,8 @@ def forward_and_unwrap(case: Case) -> Answer:
     inputs = next(iter(batches(case)))[0].to(session.process.device)
     with torch.no_grad():
         first = session.model(inputs)
-        session.strategy.unwrap(session.model)
-        session.strategy.state_dict(session.model)
+        session.strategy.unwrap(session.made)
+        session.strategy.state_dict(session.made)
         second = session.model(inputs)
         plain = make_model().to(session.process.device)(inputs)
     return {"first": first.tolist(), "second": second.tolist(), "plain": plain.tolist(), "dtype": str(first.dtype)}
@@ -135,12 +138,12 @@ def count_collectives(case: Case) -> Answer:
         session.strategy.backward(loss_of(session.model, inputs, targets))
 
     def held() -> None:
-        with session.strategy.no_sync(session.model):
+        with session.strategy.no_sync(session.made):
             backward()
 
     def nested() -> None:
-        with session.strategy.no_sync(session.model):
-            with session.strategy.no_sync(session.model):
+        with session.strategy.no_sync(session.made):
+            with session.strategy.no_sync(session.made):
                 backward()
             backward()
 
@@ -163,9 +166,9 @@ def gradients_of(case: Case, late: bool = False) -> Answer:
     batch = next(iter(batches(case)))
     if late:
         inputs, targets = session.slice(batch)
-        with session.strategy.no_sync(session.model):
+        with session.strategy.no_sync(session.made):
             loss = loss_of(session.model, inputs, targets)
-        with session.strategy.sync_in_next_backward(session.model):
+        with session.strategy.sync_in_next_backward(session.made):
             session.strategy.backward(loss)
     else:
         session.backward(batch)
@@ -185,7 +188,7 @@ def gradients_plain(case: Case) -> Answer:
 def join_uneven(case: Case) -> Answer:
     """The second process has three batches more than the first."""
     session = case.open()
-    with session.strategy.join([session.model]):
+    with session.strategy.join([session.made]):
         for _ in range(2 + 3 * session.process.rank):
             session.backward(next(iter(batches(case))))
             session.step()
@@ -198,7 +201,7 @@ def average(case: Case) -> Answer:
     with torch.no_grad():
         for parameter in session.model.parameters():
             parameter.fill_(float(session.process.rank))
-    session.strategy.average_parameters(session.model)
+    session.strategy.average_parameters(session.made)
     return {"weights": session.weights(), "mean": (session.process.world_size - 1) / 2}
 
 
@@ -289,10 +292,58 @@ def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
     return {"losses": losses}
 
 
+class Layer(nn.Module):
+    """Something around a model that the strategy does not know, such as what `torch.compile` makes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *args: Any) -> Any:
+        """What the model computes."""
+        return self.inner(*args)
+
+
+class Around(Transform):
+    """Puts a `Layer` around what the strategy made, unless the strategy compiles by itself."""
+
+    name: ClassVar[str] = "layer"
+    stage: ClassVar[Stage] = Stage.COMPILE
+    duty: ClassVar[Duty | None] = Duty.COMPILE
+
+    def phase(self, manifest: Manifest) -> Phase:
+        """Always after the strategy."""
+        return Phase.AFTER
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """The layer."""
+        return Layer(model)
+
+
+def behind_a_layer(case: Case, folder: str) -> Answer:
+    """Accumulate, save and load a model that has a layer around what the strategy made."""
+    session = case.but(transforms=(Around(),)).open()
+    losses, _ = session.train()
+    counted = count_collectives(case.but(transforms=(Around(),)))
+    weights = session.weights()
+    session.save(Path(folder))
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.zero_()
+    session.load(Path(folder))
+    return {
+        "losses": losses,
+        "is_users_class": isinstance(extract_model_from_parallel(session.model), Small),
+        "held": counted["held"],
+        "weights": weights,
+        "loaded": session.weights() == weights,
+    }
+
+
 def load_from_nothing(case: Case, folder: str) -> list[str]:
     """For each part, the name of the error when it is loaded from an empty folder."""
     session = case.open()
-    items = {Part.MODEL: session.model, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: _schedule(session)}
+    items = {Part.MODEL: session.made, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: _schedule(session)}
     return [_error_of(session, part, items[part], Path(folder)) for part in session.strategy.load_order]
 
 
@@ -310,11 +361,11 @@ def weights_out_and_in(case: Case) -> Answer:
     """Weights through `state_dict` and `load_weights`, and a plain model that was given them."""
     session = case.open()
     session.train()
-    state = {name: value.detach().clone() for name, value in session.strategy.state_dict(session.model).items()}
+    state = {name: value.detach().clone() for name, value in session.strategy.state_dict(session.made).items()}
     other = make_model(4)
     source = {name: value.detach().clone() for name, value in other.state_dict().items()}
     answer: Answer = {"writes": writes(session), "names": sorted(state)}
-    session.strategy.load_weights(session.model, source)
+    session.strategy.load_weights(session.made, source)
     answer["read_back"] = session.weights() == session_lists(source) or not writes(session)
     inputs = next(iter(batches(case)))[0].to(session.process.device)
     with torch.no_grad():
@@ -357,7 +408,7 @@ def compute_dtype(case: Case) -> Answer:
     """In which dtype the first layer computes, and which dtype comes out."""
     session = case.open()
     seen: list[str] = []
-    layer: nn.Module = session.strategy.unwrap(session.model)
+    layer: nn.Module = session.strategy.unwrap(session.made)
     for module in layer.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _m, _i, output: seen.append(str(output.dtype)))

@@ -20,6 +20,7 @@ from accel_plugins import order
 from accel_plugins.bundle import Bundle
 from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.context import Context
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty, Manifest
 from accel_plugins.precision.config import GradScalerKwargs
 from accel_plugins.precision.select import choose
@@ -198,6 +199,11 @@ class Session:
         self.optimizer: Any = prepared.optimizers[0]
         self.schedulers: list[Any] = []
 
+    @property
+    def made(self) -> nn.Module:
+        """What the strategy made of the model, inside the layers that transforms put around it."""
+        return strategy_model(self.model)
+
     def start(self) -> None:
         """Make the state of the process: on the CPU, unless a subclass works on another device."""
         PartialState(cpu=True)
@@ -258,7 +264,7 @@ class Session:
             if self.gradient.sync_gradients or not self.case.hold_back:
                 total += self._backward_once(inputs, targets, divisor)
             else:
-                with self.strategy.no_sync(self.model):
+                with self.strategy.no_sync(self.made):
                     total += self._backward_once(inputs, targets, divisor)
         return total / len(parts)
 
@@ -311,12 +317,12 @@ class Session:
 
     def weights(self) -> dict[str, list[Any]]:
         """Complete weights as plain lists; empty where this process has none to write."""
-        state = self.strategy.state_dict(self.model)
+        state = self.strategy.state_dict(self.made)
         return {name: value.tolist() for name, value in state.items()} if self.strategy.writes_weights() else {}
 
     def gradients(self) -> dict[str, list[Any]]:
         """Complete gradients as plain lists, by the user's names."""
-        return {name: gradient.tolist() for name, gradient in self.strategy.gradients(self.model).items()}
+        return {name: gradient.tolist() for name, gradient in self.strategy.gradients(self.made).items()}
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import singledispatch
 from typing import Any, Final
 
-import torch
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accel_plugins.layers import inside, is_compiled_module
 from accel_plugins.precision.autocast import restore_forward
 
 __all__ = ("COMPILED_IN_PLACE", "extract_model_from_parallel", "is_compiled_module", "wrapped_module")
@@ -20,9 +19,9 @@ COMPILED_IN_PLACE: Final = "_compiled_by_prepare"
 
 @singledispatch
 def wrapped_module(model: Module) -> Module | None:
-    """The module that a wrapper is around, or None when `model` is no wrapper.
+    """The module inside a wrapper that no strategy of this process made, or None when `model` is no wrapper.
 
-    A backend with a wrapper of its own registers it: `wrapped_module.register(Engine)(lambda engine: engine.module)`.
+    Of what a strategy made, `Strategy.unwrap` tells.
     """
     return None
 
@@ -32,12 +31,6 @@ def wrapped_module(model: Module) -> Module | None:
 def _inside_parallel(model: Any) -> Module | None:
     inner: Module = model.module
     return inner
-
-
-def is_compiled_module(module: Module) -> bool:
-    """Whether a module is the result of `torch.compile`."""
-    # Nothing is compiled before the compiler is imported, and importing it takes seconds.
-    return "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def extract_model_from_parallel(
@@ -82,6 +75,9 @@ def _peel(model: Module) -> Module | None:
         compiled: Any = model
         inner: Module = compiled._orig_mod
         return inner
+    known = inside(model)
+    if known is not None:
+        return known
     # A module with compiled regions shares everything with the one it was made from.
     origin: Module | None = vars(model).get("_orig_mod")
     return wrapped_module(model) if origin is None else origin
@@ -90,7 +86,7 @@ def _peel(model: Module) -> Module | None:
 def _peel_children(model: Module) -> None:
     for name, child in model.named_children():
         bare = child
-        while (inner := wrapped_module(bare)) is not None:
+        while (inner := inside(bare) or wrapped_module(bare)) is not None:
             bare = inner
         if bare is not child:
             setattr(model, name, bare)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
+from accel_state.settings.objects import given_value
 from accel_state.settings.schema import Setting, settings_of
 
 __all__ = (
@@ -137,7 +138,7 @@ def to_environment(settings: object) -> dict[str, str]:
     """Variables that carry an instance of a settings class to a child; settings that are None are left out."""
     variables = {}
     for name, known in settings_of(type(settings)).items():
-        value = getattr(settings, name)
+        value = given_value(settings, name)
         if known.variable is not None and value is not None:
             variables[known.variable] = known.kind.format(value)
     return variables

@@ -16,7 +16,6 @@ when it is first read.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -87,13 +86,18 @@ def shown(**fields: Shown) -> Callable[[type[T]], type[T]]:
 
 def plain_value(settings: Any, name: str) -> Any:
     """The plain data behind a field; its value where the field has no other form."""
-    field = inspect.getattr_static(type(settings), name, None)
-    return field.plain(settings) if isinstance(field, Shown) else getattr(settings, name)
+    field = _shown_field(settings, name)
+    return getattr(settings, name) if field is None else field.plain(settings)
 
 
 def given_value(settings: Any, name: str) -> Any:
-    """What a field keeps, None where nothing was given, whatever is read then."""
-    return vars(settings).get(name)
+    """What a field keeps: None where nothing was given, whatever is read then."""
+    return getattr(settings, name) if _shown_field(settings, name) is None else vars(settings).get(name)
+
+
+def _shown_field(settings: Any, name: str) -> Shown | None:
+    found = next((vars(cls)[name] for cls in type(settings).__mro__ if name in vars(cls)), None)
+    return found if isinstance(found, Shown) else None
 
 
 def member(path: str, spelled: Mapping[str, str | None] | None = None, **options: Any) -> Shown:

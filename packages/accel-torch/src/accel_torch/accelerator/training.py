@@ -207,10 +207,11 @@ class TrainingPage(Parts):
             ...     accelerator.backward(second)
             >>> optimizer.step()
         """
+        from accel_plugins.layers import strategy_model
         from accel_state import current
 
         engine: Engine = current.run().strategy
-        return engine.strategy.sync_in_next_backward(model)
+        return engine.strategy.sync_in_next_backward(strategy_model(model))
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
         """A block in which gradients are not synchronised between the processes.

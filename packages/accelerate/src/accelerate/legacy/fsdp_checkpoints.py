@@ -15,6 +15,7 @@ from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, 
 from accel_plugins.checkpoint.shards import read_into
 from accel_plugins.fsdp import loading, rank_files, weights
 from accel_plugins.fsdp.sharded import inner_optimizer
+from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
 from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state.errors import SettingError
@@ -51,6 +52,7 @@ def save_fsdp_model(
         CheckpointError: they cannot be written.
     """
     strategy = _strategy(accelerator, fsdp_plugin)
+    model = strategy_model(model)
     state = strategy.collect(Part.MODEL, model)
     if adapter_only:
         state = {saved: state[own] for saved, own in _adapter_names(model, state).items()}
@@ -87,6 +89,7 @@ def load_fsdp_model(
         CheckpointError: something is missing, damaged, of another model or of another number of processes.
     """
     strategy, folder = _strategy(accelerator, fsdp_plugin), _checkpoint(input_dir)
+    model = strategy_model(model)
     if adapter_only:
         _load_adapter(model, folder, model_index, _whole(fsdp_plugin), use_dcp)
     elif _whole(fsdp_plugin) or use_dcp:
@@ -110,6 +113,7 @@ def load_fsdp_optimizer(
     See `load_fsdp_model`.
     """
     strategy, folder = _strategy(accelerator, fsdp_plugin), _checkpoint(input_dir)
+    model = strategy_model(model)
     if _whole(fsdp_plugin) or use_dcp:
         strategy.load(Part.OPTIMIZER, optimizer, folder, optimizer_index)
     else:
