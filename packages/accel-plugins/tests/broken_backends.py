@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -241,6 +241,15 @@ class CannotBeClosed(DDPStrategy):
         raise RuntimeError("still busy")
 
 
+class KeepsWhatItMade(DDPStrategy):
+    made: ClassVar[list[Any]] = []
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        super().setup(bundle)
+        self.made.extend(bundle.models)
+        return bundle
+
+
 class Sound(DDPStrategy):
     """Nothing is wrong with the strategy; its manifest is."""
 
@@ -305,6 +314,7 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (StepsThroughAnOverflow, {}, "test_mixed_precision_stays_near_full_precision", ("fp16",)),
     (SaysItCastsAndDoesNot, {"owns": frozenset({Duty.PRECISION})}, "test_bf16_computes_narrow_and_answers_in_fp32", ()),
     (ReadsNoWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
+    (KeepsWhatItMade, {}, "test_nothing_keeps_a_model_that_was_released", ()),
     (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
     (Sound, {"protocol": 2}, "test_the_manifest_fits_this_version_of_the_interface", ()),
     (Sound, {"config": "accel_plugins.ddp.strategy:DDPStrategy"}, "test_manifest_and_settings_load_without_torch", ()),

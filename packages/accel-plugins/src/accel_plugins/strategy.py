@@ -269,8 +269,15 @@ class Strategy:
 
     # ------------------------------------------------------------------ the end
 
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        """Keep nothing of models and optimizers that `setup` returned, so that their memory can be given back.
+
+        Called by `free_memory` with what one Accelerator prepared; nothing is asked about these objects afterwards.
+        Others are still used, and further ones may be prepared.
+        """
+
     def close(self) -> None:
-        """Give back what the strategy opened. Called once, at the end of training; nothing is called afterwards."""
+        """Give back what the strategy opened. Called once, when the run ends; nothing is called afterwards."""
 
 
 def _complete(tensor: Tensor) -> Tensor:

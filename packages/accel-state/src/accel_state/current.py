@@ -19,8 +19,10 @@ __all__ = (
     "Process",
     "Run",
     "clear",
+    "end_run",
     "gradient",
     "on_clear",
+    "on_run_end",
     "process",
     "process_or_none",
     "process_or_start",
@@ -34,13 +36,14 @@ __all__ = (
 
 
 class _Slot:
-    __slots__ = ("clearing", "gradient", "process", "run")
+    __slots__ = ("clearing", "ending", "gradient", "process", "run")
 
     def __init__(self) -> None:
         self.process: Process | None = None
         self.run: Run | None = None
         self.gradient: Any = None
         self.clearing: list[Callable[[], None]] = []
+        self.ending: list[Callable[[], None]] = []
 
 
 _slot = _Slot()
@@ -150,6 +153,19 @@ def gradient() -> Any:
     return _slot.gradient
 
 
+def on_run_end(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the run ends; for what gives back what the run opened."""
+    _slot.ending.append(callback)
+
+
+def end_run() -> None:
+    """Take the run out of the slot, and let what it opened be given back."""
+    callbacks, _slot.ending = _slot.ending, []
+    for callback in callbacks:
+        callback()
+    _slot.run = None
+
+
 def set_gradient(gradient: Any) -> None:
     """Put a gradient state into the slot."""
     _slot.gradient = gradient
@@ -162,6 +178,7 @@ def on_clear(callback: Callable[[], None]) -> None:
 
 def clear() -> None:
     """Empty the slot: the next state is made from the environment again. The process group stays as it is."""
+    end_run()
     callbacks, _slot.clearing = _slot.clearing, []
     for callback in callbacks:
         callback()

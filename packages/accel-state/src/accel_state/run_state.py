@@ -179,4 +179,4 @@ class AcceleratorState(RunPlugins, PartialState):
         if reset_partial_state:
             current.clear()
         else:
-            current.set_run(None)
+            current.end_run()

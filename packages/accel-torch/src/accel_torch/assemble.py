@@ -110,6 +110,7 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
     mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
     config = options.backend_config or resolve.config_among(manifest, options.handlers)
     strategy = resolve.build(manifest, config, Context(process, gradient, precision, mesh, arranged))
+    current.on_run_end(strategy.close)
     if manifest.parameter:
         given[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type

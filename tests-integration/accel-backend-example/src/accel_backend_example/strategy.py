@@ -113,6 +113,11 @@ class TopKStrategy(Strategy):
             device = self.context.process.device
             self._compressors[item].unsent = {named[name]: kept.to(device) for name, kept in unsent.items()}
 
+    # ------------------------------------------------------------------ the end
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        self._compressors = {model: one for model, one in self._compressors.items() if model not in models}
+
     def close(self) -> None:
         self._compressors.clear()
 

@@ -7,6 +7,7 @@ gradients are reduced and clipped, the optimizer steps, and the schedule moves.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -60,7 +61,7 @@ class DeepSpeedStrategy(Strategy):
         self._plugins = tuple(config.values()) if isinstance(config, Mapping) else (config,)
         self._engines: list[DeepSpeedEngineWrapper] = []
         self._forwarded: set[int] = set()
-        self._loaders: list[Any] = []
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._division: Ulysses | None = None
         self.engine: DeepSpeedEngineWrapper | None = None
         self._tell_precision()
@@ -157,7 +158,7 @@ class DeepSpeedStrategy(Strategy):
         return model.to(device=self.context.process.device, dtype=engines.dtype_of(self.context.precision))
 
     def wrap_loader(self, loader: Any) -> Iterable[Any]:
-        self._loaders.append(loader)
+        self._loaders.add(loader)
         wrapped: Iterable[Any] = loader if self._division is None else self._division.loader(loader)
         return wrapped
 
@@ -275,14 +276,19 @@ class DeepSpeedStrategy(Strategy):
     def writes_weights(self) -> bool:
         return self.context.process.rank == 0
 
-    def close(self) -> None:
-        for wrapped in self._engines:
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        released = [wrapped for wrapped in self._engines if any(wrapped.engine is model for model in models)]
+        for wrapped in released:
             wrapped.engine.destroy()
-        self._engines.clear()
-        self._loaders.clear()
+            self._engines.remove(wrapped)
+            self._forwarded.discard(id(wrapped.engine))
+        if self.engine in released:
+            self.engine = None
+
+    def close(self) -> None:
+        self.release([wrapped.engine for wrapped in self._engines], [])
         if self._division is not None:
             self._division.close()
-        self.engine = None
 
 
 def _parameters_of(wrapped: DeepSpeedEngineWrapper) -> Iterator[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,7 +50,7 @@ class ShardedStrategy(Strategy):
                 f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or leave out the backend.",
             )
         config.compute_in(context.precision.dtype)
-        self._owners: dict[int, Module] = {}
+        self._owners: weakref.WeakKeyDictionary[Optimizer, Module] = weakref.WeakKeyDictionary()
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self._holding: dict[int, int] = {}
 
@@ -106,7 +107,7 @@ class ShardedStrategy(Strategy):
         bundle.models[:] = [self.shard(model) for model in bundle.models]
         self.follow(bundle, before)
         for optimizer in bundle.optimizers:
-            self._owners[id(optimizer)] = owner(optimizer, bundle.models)
+            self._owners[optimizer] = owner(optimizer, bundle.models)
         return bundle
 
     def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
@@ -174,7 +175,7 @@ class ShardedStrategy(Strategy):
             return weights.model_state(item, full=self._full, to_host=self.whole_to_host)
         if part is Part.OPTIMIZER:
             inner = inner_optimizer(item)
-            model = self._owners[id(inner)]
+            model = self._owners[inner]
             return weights.optimizer_state(model, inner, full=self._full, to_host=self.optimizer_to_host)
         return super().collect(part, item)
 
@@ -190,7 +191,7 @@ class ShardedStrategy(Strategy):
             weights.load_model(item, folder, index, strict=options.get("strict", True))
         elif part is Part.OPTIMIZER:
             inner = inner_optimizer(item)
-            weights.load_optimizer(self._owners[id(inner)], inner, folder, index)
+            weights.load_optimizer(self._owners[inner], inner, folder, index)
         else:
             super().load(part, item, folder, index, **options)
 
@@ -202,6 +203,20 @@ class ShardedStrategy(Strategy):
 
     def writes_weights(self) -> bool:
         return self.context.process.rank == 0
+
+    # ------------------------------------------------------------------ the end
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            self._owners.pop(inner_optimizer(optimizer), None)
+
+    def close(self) -> None:
+        self._owners.clear()
+        group, self._saving_group = self._saving_group, None
+        if group is not None and torch.distributed.is_initialized():
+            # Whoever ended all groups has ended this one, too.
+            with suppress(ValueError):
+                torch.distributed.destroy_process_group(group)
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:

@@ -212,6 +212,10 @@ class MegatronStrategy(Strategy):
     def writes_weights(self) -> bool:
         return self.context.process.rank == 0
 
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        if any(self.engine is model for model in models):
+            self.engine = None
+
     def close(self) -> None:
         self.engine = None
         parallel_state.destroy_model_parallel()

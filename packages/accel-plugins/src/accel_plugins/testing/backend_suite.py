@@ -357,6 +357,10 @@ class BackendSuite:
 
     # --------------------------------------------------------------------------- duties
 
+    def test_nothing_keeps_a_model_that_was_released(self, run: Run) -> None:
+        for answer in run(tasks.release, self.case()):
+            assert answer == {"model": False, "optimizer": False}
+
     def test_a_strategy_can_be_closed_and_another_follow(self, run: Run) -> None:
         expected = Plain(self.case()).run().losses
         for answer in run(tasks.close_at_the_end, self.case()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -385,6 +387,19 @@ def session_lists(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------- odds and duties
+
+
+def release(case: Case) -> Answer:
+    """Whether anything keeps a model and an optimizer that were released, and whether others can be prepared then."""
+    session = case.open()
+    session.train()
+    strategy = session.strategy
+    kept = {"model": weakref.ref(session.user_model), "optimizer": weakref.ref(session.optimizer.optimizer)}
+    strategy.release([session.made], [session.optimizer])
+    vars(session).clear()
+    gc.collect()
+    session = case.open()
+    return {name: seen() is not None for name, seen in kept.items()}
 
 
 def close_at_the_end(case: Case) -> Answer:

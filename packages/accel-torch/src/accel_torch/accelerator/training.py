@@ -308,8 +308,13 @@ class TrainingPage(Parts):
         """
         import gc
 
+        from accel_plugins.layers import strategy_model
+
         if self._saver is not None:
             self._saver.release()
+        models = [strategy_model(model) for model in self._registry.models]
+        self._engine.strategy.release(models, self._registry.optimizers)
+        del models
         self._registry.clear()
         self._accumulation.step = 0
         count = len(objects)
