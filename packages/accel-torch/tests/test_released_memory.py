@@ -1,0 +1,102 @@
+"""What `free_memory` leaves: nothing of the Accelerator it is called on, everything of others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.single.strategy import SingleStrategy
+from accel_state import AcceleratorState
+from accel_state.testing.fresh import fresh
+from accel_state.testing.processes import Processes
+from accel_torch import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def options(version: int) -> dict[str, Any]:
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(version)} if version else {}
+
+
+def prepared(accelerator: Accelerator) -> list[Any]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
+    return list(accelerator.prepare(model, optimizer, scheduler, loader))
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, loader: Any) -> None:
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def freed(version: int, folder: str, background: bool = False) -> dict[str, Any]:
+    accelerator, other = Accelerator(cpu=True, **options(version)), Accelerator(cpu=True)
+    kept = prepared(other)
+    objects = prepared(accelerator)
+    train(accelerator, *objects)
+    train(other, *kept)
+    accelerator.save_state(f"{folder}/first", async_save=background)
+    inner = accelerator.unwrap_model(objects[0])
+    watched = [weakref.ref(one) for one in (inner, objects[0], objects[1], objects[1].optimizer, objects[3])]
+    del inner
+    objects = accelerator.free_memory(*objects)
+    gc.collect()
+    other.save_state(f"{folder}/second")
+    train(other, *kept)
+    train(accelerator, *prepared(accelerator))
+    return {"returned": objects, "alive": [one() is not None for one in watched]}
+
+
+NOTHING = {"returned": [None] * 4, "alive": [False] * 5}
+
+
+def test_one_process(tmp_path: Path) -> None:
+    assert freed(0, str(tmp_path)) == NOTHING
+
+
+@pytest.mark.parametrize("version", [0, 1, 2], ids=["ddp", "fsdp1", "fsdp2"])
+def test_two_processes(two: Processes, tmp_path: Path, version: int) -> None:
+    assert two.run(freed, version, str(tmp_path)) == [NOTHING] * 2
+
+
+def test_a_checkpoint_that_is_being_saved_is_not_lost(tmp_path: Path) -> None:
+    assert freed(0, str(tmp_path), True) == NOTHING
+    assert (tmp_path / "first").is_dir()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_strategy_is_closed_once_when_the_run_ends(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(SingleStrategy, "close", closed.append)
+    accelerator = Accelerator(cpu=True)
+    Accelerator(cpu=True)
+    strategy = accelerator._engine.strategy
+    assert closed == []
+    AcceleratorState._reset_state(whole)
+    AcceleratorState._reset_state(True)
+    assert closed == [strategy]
