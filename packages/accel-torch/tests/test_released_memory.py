@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_being_saved_is_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_strategy_is_closed_once_when_the_run_ends(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     closed: list[Any] = []
-    monkeypatch.setattr(SingleStrategy, "close", closed.append)
+    monkeypatch.setattr(SingleStrategy, "close", lambda strategy: closed.append(strategy))
     accelerator = Accelerator(cpu=True)
     Accelerator(cpu=True)
     strategy = accelerator._engine.strategy
