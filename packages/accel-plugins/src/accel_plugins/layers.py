@@ -10,24 +10,29 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.nn import Module
 
-if TYPE_CHECKING:
-    from accel_plugins.strategy import Strategy
-
 __all__ = ("inside", "is_compiled_module", "note_layer", "note_made", "strategy_model")
 
-_makers: Final[weakref.WeakKeyDictionary[Module, weakref.ref[Strategy]]] = weakref.WeakKeyDictionary()
+
+class Unwraps(Protocol):
+    """What is asked of a strategy here."""
+
+    def unwrap(self, model: Module) -> Module:
+        """What its `setup` wrapped."""
+
+
+_makers: Final[weakref.WeakKeyDictionary[Module, weakref.ref[Unwraps]]] = weakref.WeakKeyDictionary()
 """By model that a strategy made: that strategy."""
 
 _layers: Final[weakref.WeakKeyDictionary[Module, Module]] = weakref.WeakKeyDictionary()
 """By layer that a transform put around a model: that model."""
 
 
-def note_made(strategy: Strategy, models: Iterable[Module]) -> None:
+def note_made(strategy: Unwraps, models: Iterable[Module]) -> None:
     """Note models that the `setup` of a strategy returned."""
     maker = weakref.ref(strategy)
     for model in models:
