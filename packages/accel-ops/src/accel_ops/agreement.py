@@ -50,6 +50,8 @@ _FAREWELL: Final = 10.0
 _MOST_NAMED: Final = 16
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
+_LOOKS_PER_SECOND: Final = 2000
+"""How often all ranks together look for a result at most, however many they are: one process serves the store."""
 _MOST_BREAKS: Final = 3
 
 
@@ -234,6 +236,8 @@ class StoreBarrier:
     ) -> dict[str, bytes]:
         """What is under the keys, as soon as all are there; raises where a rank failed or time is up."""
         pause, breaks = _FIRST_PAUSE, 0
+        # Rank 0 looks alone for the posts, all others for the result.
+        longest = max(_LONGEST_PAUSE, self._world_size / _LOOKS_PER_SECOND if self.rank else 0.0)
         while True:
             left = until - time.monotonic()
             try:
@@ -253,7 +257,7 @@ class StoreBarrier:
                 if left <= (_LATER if self.rank else 0.0) or breaks == _MOST_BREAKS:
                     raise
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, longest)
 
     def _look_for_failure(self, control: ControlStore) -> Mapping[str, Any] | None:
         text = control.get_many([self._failed], _ANSWER).get(self._failed)
@@ -274,6 +278,10 @@ class StoreBarrier:
             # Something is there under their keys that they did not sign.
             authentic = control.get_many(posts, _ANSWER)
             missing = [rank for rank, post in enumerate(posts) if post not in authentic][:_MOST_NAMED]
+        told = self._look_for_failure(control)
+        if told is not None:
+            # A rank that has told the others of a failure takes its post away afterwards.
+            self._raise(control, told)
         # Where all others have posted, rank 0 has stopped, or came later than this one.
         missing = missing or [0]
         failure = {"missing": missing, "phase": phase, "seconds": self._deadline, "more": len(missing) == _MOST_NAMED}
