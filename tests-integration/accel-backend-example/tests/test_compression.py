@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from accel_backend_example import ExampleConfig
@@ -92,11 +93,13 @@ def test_small_gradients_arrive_late_with_feedback_and_never_without(two: Proces
     assert late[1] < 0
 
 
-def test_what_is_late_survives_a_checkpoint(two: Processes, tmp_path: Path) -> None:
-    for answer in two.run(tasks.save_and_resume, case(0.2), str(tmp_path)):
+@pytest.mark.parametrize("transforms", [(), (tasks.Around(),)], ids=["bare", "behind a layer"])
+def test_what_is_late_survives_a_checkpoint(two: Processes, tmp_path: Path, transforms: Any) -> None:
+    for answer in two.run(tasks.save_and_resume, case(0.2, transforms=transforms), str(tmp_path)):
         assert answer["resumed"] == answer["expected"]
         assert answer["same_weights"]
-    assert len(list(tmp_path.glob("unsent_0_*.safetensors"))) == 2
+    kept = [load_file(path) for path in tmp_path.glob("unsent_0_*.safetensors")]
+    assert [bool(unsent) for unsent in kept] == [True, True]
 
 
 def load_from(folder: str) -> list[str]:
