@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from socket import socketpair
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.report import Failure
 
 __all__ = ("main",)
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_TICK = 1.0
+_OVER = b"\0"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,9 +56,14 @@ def main(arguments: Sequence[str]) -> int:
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")
             _pass_on_usr1()
+            hangs = _hang_watch(folder, arguments)
             try:
-                run(list(arguments))
+                with _looking(hangs):
+                    run(list(arguments))
             except SignalException:
+                if hangs.over:
+                    print(hangs.ended, file=sys.stderr, flush=True)
+                    return 1
                 # torch has waited for the processes, and keeps their exit codes to itself.
                 if not os.path.exists(notice):
                     raise
@@ -91,6 +103,53 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
     # Of an option that is given twice the last one counts; the program begins where the options end.
     end = next(index for index, argument in enumerate(own) if not argument.startswith("--"))
     return [*own[:end], *more, *own[end:]], seat.claim
+
+
+def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
+    from accel_cli.launch.arguments import SupervisionSettings
+    from accel_cli.launch.hangs import HangWatch
+    from accel_state.settings.environ import from_environment
+
+    settings = from_environment(SupervisionSettings)
+    given = _values(arguments)
+    alone = given.get("nnodes") == "1" and given.get("nproc-per-node", "").isdecimal()
+    size = int(given["nproc-per-node"]) if alone else None
+    hangs = HangWatch(folder, settings.hang_report_after, settings.hang_timeout, size)
+    os.environ.update(hangs.variables)
+    return hangs
+
+
+@contextmanager
+def _looking(hangs: HangWatch) -> Iterator[None]:
+    """Look after the processes while torch waits for them; a run that hangs for too long ends as after SIGTERM.
+
+    torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the processes are
+    told of as they were before torch ends them.
+    """
+    from accel_cli.launch.signals import ENDING
+
+    reader, writer = socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def look() -> None:
+        while not select.select([reader], [], [], _TICK)[0]:
+            if hangs.look():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        if any(number in ENDING for number in reader.recv(4096)):
+            hangs.tell()
+
+    thread = threading.Thread(target=look, name="accel-hangs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.send(_OVER)
+        thread.join()
+        reader.close()
+        writer.close()
 
 
 def _pass_on_usr1() -> None:

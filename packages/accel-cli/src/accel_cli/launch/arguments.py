@@ -172,6 +172,24 @@ class SupervisionSettings:
         help="Seconds between asking processes to end and killing them.",
         group=_SUPERVISION,
     )
+    hang_report_after: float = setting(
+        120.0,
+        kind=SECONDS,
+        variable="ACCEL_HANG_REPORT_AFTER",
+        flag="--hang_report_after",
+        key="hang_report_after",
+        help="Seconds in a collective after which the launcher prints where every process is; 0 for never.",
+        group=_SUPERVISION,
+    )
+    hang_timeout: float | None = setting(
+        None,
+        kind=SECONDS,
+        variable="ACCEL_HANG_TIMEOUT",
+        flag="--hang_timeout",
+        key="hang_timeout",
+        help="Seconds in a collective after which the launcher ends the run; never when not given.",
+        group=_SUPERVISION,
+    )
     preflight: bool = setting(
         False,
         kind=BOOLEAN,

@@ -60,6 +60,8 @@ class LaunchPlan(NamedTuple):
         grace_period: seconds between asking processes to end and killing them.
         prefix_output: whether each line that a process prints begins with its rank.
         environment_file: variable that is to name a file with the environment, or empty.
+        hang_report_after: seconds in a collective after which the launcher prints where the processes are, or 0.
+        hang_timeout: seconds in a collective after which it ends the run, or None.
     """
 
     environment: Mapping[str, str]
@@ -72,3 +74,5 @@ class LaunchPlan(NamedTuple):
     grace_period: float = 30.0
     prefix_output: bool = False
     environment_file: str = ""
+    hang_report_after: float = 0.0
+    hang_timeout: float | None = None

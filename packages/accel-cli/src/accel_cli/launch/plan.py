@@ -118,6 +118,8 @@ def _spawner(launch: _Launch) -> LaunchPlan:
         removed=PLACE_VARIABLES,
         grace_period=supervision.grace_period,
         prefix_output=supervision.prefix_output,
+        hang_report_after=supervision.hang_report_after,
+        hang_timeout=supervision.hang_timeout,
     )
 
 
@@ -128,6 +130,7 @@ def _torchrun(launch: _Launch) -> LaunchPlan:
     grace = launch.effective.instance(SupervisionSettings).grace_period
     inside = loopback_variables(launch.machine.environ) if launch.effective["num_machines"].value == 1 else {}
     agent = torchrun_environment(launch.effective, launch.machine.environ)
+    agent.update(launch.effective.variables(SupervisionSettings))
     environment = launch.environment(local, **agent, **inside)
     return LaunchPlan(environment, argv, "torchrun", local, grace_period=grace)
 

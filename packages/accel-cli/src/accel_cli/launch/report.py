@@ -11,7 +11,7 @@ from typing import Any, Final
 from accel_state.exit_codes import RESUME
 from accel_state.untrusted import parse_json, read_limited
 
-__all__ = ("Failure", "first_failure", "meaning", "read_record", "report", "shell_code")
+__all__ = ("Failure", "ending", "first_failure", "meaning", "read_record", "report", "shell_code")
 
 _MEANINGS: Final = {
     "SIGKILL": "likely the machine ran out of memory, or somebody killed it; `dmesg` may tell",
@@ -71,7 +71,7 @@ class Failure:
     def message(self) -> str:
         """The first part of the error in one line, or how the process ended."""
         text = self.record.get("message") if self.record is not None else None
-        return _first_part(str(text or "")) or _ending(self.code)
+        return _first_part(str(text or "")) or ending(self.code)
 
     @property
     def trace(self) -> str:
@@ -155,9 +155,9 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
 
 def _headline(first: Failure, processes: int) -> str:
     who = "The script" if processes == 1 else f"Process {first.rank} of {processes} {_part(first)} and"
-    ending = _ending(first.code if first.record is None else first.exit_code)
+    how = ending(first.code if first.record is None else first.exit_code)
     shown = f" Its traceback stands above:\n  {first.message}" if first.shown else ""
-    return f"accel launch: {who} {ending}.{shown}"
+    return f"accel launch: {who} {how}.{shown}"
 
 
 def _part(first: Failure) -> str:
@@ -168,7 +168,8 @@ def _part(first: Failure) -> str:
     return f"waited in vain for process {named}"
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
+    """How a process ended, such as "ended with exit code 1"."""
     if code is None:
         return "did not end"
     return f"was killed by {meaning(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from accel_cli.launch.deepspeed import environment_lines
+from accel_cli.launch.hangs import HangWatch
 from accel_cli.launch.output import Relay
 from accel_cli.launch.parts import LaunchPlan
 from accel_cli.launch.ports import Port
@@ -132,6 +133,10 @@ class _Spawner:
         self._deadline: float | None = None
         self._signalled: int | None = None
         self._first: Failure | None = None
+        self._hung = False
+        # Another starter has processes of its own, maybe on several machines.
+        known = (plan.processes, self._codes_of_ended) if plan.runner == _DIRECT else (None, dict)
+        self._watch_hangs = HangWatch(folder, plan.hang_report_after, plan.hang_timeout, *known)
 
     def run(self, store: Mapping[str, str]) -> int:
         """Start the processes and stay until the last has ended."""
@@ -148,7 +153,7 @@ class _Spawner:
     def _start(self, rank: int, store: Mapping[str, str]) -> _Process:
         plan = self._plan
         error_file = os.path.join(self._folder, f"{rank}.json")
-        place = {"TORCHELASTIC_ERROR_FILE": error_file, **store}
+        place = {"TORCHELASTIC_ERROR_FILE": error_file, **self._watch_hangs.variables, **store}
         if plan.runner == _DIRECT:
             place[PARENT_VARIABLE] = str(os.getpid())
         if plan.processes > 1:
@@ -179,8 +184,9 @@ class _Spawner:
             timeout = _TICK if self._deadline is None else min(_TICK, max(self._deadline - time.monotonic(), 0.0))
             for number in inbox.wait(timeout):
                 self._forward(number)
-            if self._first is None and self._signalled is None:
+            if self._first is None and self._signalled is None and not self._hung:
                 self._notice_failure()
+                self._notice_hang()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
                 self._deadline = None
@@ -193,6 +199,9 @@ class _Spawner:
             # Asked a second time: no more patience.
             self._kill()
             return
+        if self._first is None:
+            self._watch_hangs.look()
+            self._watch_hangs.tell()
         self._signalled = number
         self._deadline = time.monotonic() + self._plan.grace_period
         if self._first is None and not self._reaches_processes_itself(number):
@@ -226,6 +235,19 @@ class _Spawner:
                 process.told_to_end = True
                 process.signal(signal.SIGTERM)
 
+    def _notice_hang(self) -> None:
+        """Report processes that wait in a collective for long, and ask all to end when that is too long."""
+        if self._first is None and self._watch_hangs.look():
+            self._hung = True
+            self._deadline = time.monotonic() + self._plan.grace_period
+            for process in self._processes:
+                process.told_to_end = process.alive
+            self._signal_all(signal.SIGTERM)
+
+    def _codes_of_ended(self) -> dict[int, int]:
+        codes = {process.rank: process.popen.poll() for process in self._processes}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
     def _failures(self) -> list[Failure]:
         found = (process.failure() for process in self._processes)
         return [failure for failure in found if failure is not None]
@@ -252,6 +274,9 @@ class _Spawner:
 
     def _result(self) -> int:
         failures = self._failures()
+        if self._hung:
+            print(self._watch_hangs.ended, file=sys.stderr, flush=True)
+            return 1
         if not failures:
             return 0
         if self._signalled is not None and self._first is None:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal
 
@@ -119,7 +119,12 @@ def all_told(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[i
     )
 
 
-def describe(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[int, float] | None = None) -> str:
+def describe(
+    sightings: Mapping[int, Sighting],
+    world_size: int,
+    ages: Mapping[int, float] | None = None,
+    known: Iterable[int] | None = None,
+) -> str:
     """Where all processes are, those in the same place in one sentence, the smallest group first.
 
     Example: "rank 3 is in gather() at eval.py:88 (call 17); ranks 0-2 are in reduce() at train.py:41 (call 17)".
@@ -128,10 +133,11 @@ def describe(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[i
         sightings: by rank; ranks that are missing are unknown.
         world_size: number of processes.
         ages: seconds since something new was heard of each of them; by default since it looked at itself.
+        known: ranks to tell of; by default all of them.
     """
     now = time.time()
     groups: dict[str, list[int]] = {}
-    for rank in range(world_size):
+    for rank in range(world_size) if known is None else known:
         seen = sightings.get(rank)
         state = "unknown" if seen is None else _state(seen, now - seen.time if ages is None else ages[rank])
         groups.setdefault(state, []).append(rank)

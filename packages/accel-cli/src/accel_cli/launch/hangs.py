@@ -1,0 +1,121 @@
+"""Where every process of a launch is when a collective does not come to its end, from files that the processes write.
+
+The launcher looks once a second. A collective that takes longer than some seconds makes it ask the processes for the
+line of their main threads, so that a report has them, also one that a signal asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from accel_cli.launch.report import ending
+from accel_state.hang_report.sightings import Sighting, describe
+from accel_state.hang_report.status import STATUS_FOLDER, ask_for_status, read_status
+
+__all__ = ("HangWatch",)
+
+_STUCK: Final = 5.0
+"""Seconds in one collective after which the processes are asked where they are."""
+
+_IN_THE_SYSTEM: Final = "D"
+
+
+class HangWatch:
+    """Looks after the processes of one machine.
+
+    Args:
+        folder: a folder of the launch, in which the processes write where they are.
+        report_after: seconds in a collective until a report, and after each the double until the next; 0 for none.
+        timeout: seconds in a collective after which the run is to end, or None.
+        world_size: number of all processes; None to tell of those alone that have written, as of several machines.
+        codes: asked for the exit codes of the processes that have ended, by rank.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        report_after: float,
+        timeout: float | None,
+        world_size: int | None = None,
+        codes: Callable[[], Mapping[int, int]] = dict,
+    ) -> None:
+        self._folder = os.path.join(folder, "status")
+        os.makedirs(self._folder, exist_ok=True)
+        self._world_size = world_size
+        self._first_report = report_after
+        self._next_report = report_after
+        self._timeout = timeout
+        self._codes = codes
+        self._seen: Mapping[int, Sighting] = {}
+        self._text = ""
+        self._hang: tuple[int, int] | None = None
+        self.waited = 0.0
+        """Seconds for which the collective that began first is waited for; 0 where no process waits."""
+        self.over = False
+        """Whether the run has waited for longer than it may."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the processes are told."""
+        return {STATUS_FOLDER: self._folder}
+
+    @property
+    def ended(self) -> str:
+        """What is said at the end of a run that waited for too long."""
+        return f"accel launch: The run was ended after {self._timeout:g} s in one collective (hang_timeout)."
+
+    def look(self) -> bool:
+        """Look at the processes and report what is due; whether the run has waited for longer than it may."""
+        self._seen = read_status(self._folder)
+        waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
+        if self._hang not in waiting:
+            self._hang = min(waiting, key=lambda call: waiting[call], default=None)
+            self._next_report, self._text = self._first_report, ""
+        self.waited = 0.0 if self._hang is None else max(time.time() - waiting[self._hang], 0.0)
+        if self.waited < _STUCK:
+            return False
+        self._text = self._described()
+        ask_for_status(self._folder)
+        self.over = self._timeout is not None and self.waited >= self._timeout
+        if self.over or (self._next_report and self.waited >= self._next_report):
+            self.tell()
+            while self._next_report and self._next_report <= self.waited:
+                self._next_report *= 2
+        return self.over
+
+    def tell(self) -> None:
+        """Print where the processes are, when they wait."""
+        if self._text:
+            print(
+                f"accel launch: Processes have waited in a collective for {self.waited:.0f} s.\n  {self._text}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _described(self) -> str:
+        size = self._world_size if self._world_size is not None else max(self._seen, default=-1) + 1
+        known = range(size) if self._world_size is not None else sorted(self._seen)
+        sentences = [describe(self._seen, size, known=known) + "."]
+        sentences += [f"Process {rank} {ending(code)}." for rank, code in sorted(self._codes().items())]
+        return "\n  ".join((*sentences, *_in_the_system(self._seen.items())))
+
+
+def _in_the_system(seen: Iterable[tuple[int, Sighting]]) -> list[str]:
+    """Sentences on processes that no signal reaches, since they are inside of a call of the system."""
+    return [
+        f"Process {rank} (pid {sighting.pid}) is inside of a call of the system, as to a file system or a driver."
+        for rank, sighting in seen
+        if _kernel_state(sighting.pid) == _IN_THE_SYSTEM
+    ]
+
+
+def _kernel_state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,132 @@
+"""What a launch says of processes that wait in a collective for ever, and how it ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from accel_cli.launch.hangs import HangWatch
+from accel_state.hang_report.sightings import Sighting
+from accel_state.hang_report.status import STATUS_FOLDER, StatusFile
+
+WAITS = """
+    import os, time
+    from accel_state.process import PartialState
+    state = PartialState(cpu=True)
+    state.wait_for_everyone()
+    print("going", flush=True)
+    if state.process_index == 0:
+        state.wait_for_everyone()
+    {other}
+"""
+LOOPS = "else:\n        while True:\n            time.sleep(0.05)"
+
+
+def launched(launcher, *more):
+    words = ("launch", "--launcher", launcher, "--cpu", "--num_processes", "2", "--grace_period", "2")
+    return (*words, "--hang_report_after", "6", *more)
+
+
+@pytest.mark.parametrize("launcher", ["spawner", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_collective_that_is_waited_for_too_long_is_reported_and_ends_the_run(accel, script, launcher):
+    job = script(WAITS.format(other=LOOPS))
+    finished = accel(*launched(launcher, "--hang_timeout", "9"), job)
+    assert finished.returncode == 1
+    reports = finished.stderr.split("Processes have waited in a collective for ")[1:]
+    assert reports, finished.stderr
+    for report in reports:
+        assert "rank 0 is in wait_for_everyone() at job.py:8" in report
+        assert "rank 1 is at job.py:11, after wait_for_everyone() at job.py:5" in report
+    assert "The run was ended after 9 s in one collective (hang_timeout)." in finished.stderr
+
+
+def reported(background, timeout=80.0):
+    """What was printed to standard error until a report came."""
+    text, deadline = "", time.monotonic() + timeout
+    os.set_blocking(background.process.stderr.fileno(), False)
+    while "have waited in a collective" not in text or not text.endswith("\n"):
+        assert time.monotonic() < deadline, text
+        text += (background.process.stderr.read() or b"").decode()
+        time.sleep(0.1)
+    os.set_blocking(background.process.stderr.fileno(), True)
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawner", "torchrun"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_tells_where_the_processes_are(start, script, launcher, number):
+    background = start(*launched(launcher), script(WAITS.format(other=LOOPS)))
+    first = reported(background)
+    assert "rank 0 is in wait_for_everyone()" in first
+    background.process.send_signal(number)
+    finished = background.end()
+    assert finished.returncode == 128 + number
+    assert "rank 0 is in wait_for_everyone() at job.py:8" in finished.stderr
+    assert f"ended by {number.name}" in finished.stderr
+
+
+def sighting(number, active, since):
+    return Sighting(number, "gather", "job.py:3", active, "", "", since=since)
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A watch, and a function that writes where a process is."""
+
+    def make(report_after=10.0, timeout=None, codes=dict):
+        watch = HangWatch(str(tmp_path), report_after, timeout, 2, codes)
+        folder = watch.variables[STATUS_FOLDER]
+        return watch, lambda rank, seen: StatusFile(folder, rank).write(seen)
+
+    return make
+
+
+def test_a_hang_is_reported_once_in_each_period_and_the_next_one_anew(watched, capsys):
+    watch, write = watched()
+    total = 0
+    for waited, reports in ((9.0, 0), (11.0, 1), (15.0, 1), (21.0, 2), (30.0, 2), (41.0, 3)):
+        write(0, sighting(2, True, time.time() - waited))
+        assert not watch.look()
+        text = capsys.readouterr().err
+        total += text.count("have waited in a collective")
+        assert total == reports, (waited, text)
+    write(0, sighting(3, True, time.time() - 12.0))
+    watch.look()
+    assert "rank 0 is in gather() at job.py:3 (call 3)" in capsys.readouterr().err
+
+
+def test_processes_that_do_not_wait_are_not_reported(watched, capsys):
+    watch, write = watched(timeout=10.0)
+    write(0, sighting(2, False, 0.0))
+    assert not watch.look()
+    watch.tell()
+    assert (capsys.readouterr().err, watch.waited) == ("", 0.0)
+
+
+def test_zero_seconds_switch_the_report_off_and_a_signal_still_tells(watched, capsys):
+    watch, write = watched(report_after=0.0)
+    write(0, sighting(2, True, time.time() - 500.0))
+    assert not watch.look()
+    assert capsys.readouterr().err == ""
+    watch.tell()
+    assert "for 500 s" in capsys.readouterr().err
+
+
+def test_the_exit_codes_of_ended_processes_and_silent_ranks_are_told(watched, capsys):
+    watch, write = watched(codes=lambda: {1: 0})
+    write(0, sighting(2, True, time.time() - 11.0))
+    watch.look()
+    text = capsys.readouterr().err
+    assert "rank 1 is unknown" in text
+    assert "Process 1 ended with exit code 0." in text
+
+
+@pytest.mark.parametrize("words", [("--hang_report_after", "-1"), ("--hang_timeout", "soon")])
+def test_seconds_that_are_none_are_refused(accel, script, words):
+    finished = accel("launch", *words, script("print('ran')"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert f"({words[0]})" in finished.stderr
