@@ -33,9 +33,9 @@ class Training:
         self.accelerator = Accelerator(cpu=True, project_config=configuration)
         model = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 160), nn.Linear(160, 1))
         loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(
-            model, torch.optim.Adam(model.parameters(), lr=0.01), loader
-        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        prepared: Any = self.accelerator.prepare(model, optimizer, loader)
+        self.model, self.optimizer, self.loader = prepared
         self.moments: list[list[Tensor]] = []
 
     @property
@@ -122,10 +122,10 @@ def _writing(place: int, do: Callable[[], object], undo: Callable[[], object]) -
     """Let the next copy be hit before a place, by the thread that copies."""
     real = Snapshot.copy
 
-    def hit(taken: Snapshot) -> list[str]:
+    def hit(self: Snapshot) -> list[str]:
         Snapshot.copy = real  # type: ignore[method-assign]
-        taken._pending = _Places(taken._pending).hit(place, do, undo)
-        return real(taken)
+        self._pending = _Places(self._pending).hit(place, do, undo)
+        return real(self)
 
     Snapshot.copy = hit  # type: ignore[method-assign]
     try:

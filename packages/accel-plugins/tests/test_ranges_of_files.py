@@ -1,4 +1,4 @@
-"""Ranges cover a file without a gap, end where tensors end, and have the hashes of their bytes however they are read."""
+"""Ranges cover a file without a gap, end where tensors end, and have the hashes of their bytes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_hashes_are_those_of_the_bytes(weights: Path, monkeypatch: pytest.Monkey
 
 def test_pages_that_cannot_be_mapped_are_read(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_of(weights)
-    begin, end = list(pairwise(record.ranges or ()))[0]
+    begin, end = next(iter(pairwise(record.ranges or ())))
     monkeypatch.setattr(ranges, "_advise", lambda: lambda *_: -1)
     assert hash_of(weights, begin, end) == (record.ranges or {})[end]
     # Shorter than it was: the end of a mapping would end the process.
