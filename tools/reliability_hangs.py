@@ -16,12 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ("CALLS", "FAULTS", "absent", "cut", "has_namespaces", "leaves_early")
+from accel_plugins.testing.faults import Tally
+
+__all__ = ("absences", "cuts", "has_namespaces")
 
 DEADLINE: Final = 10.0
 """Seconds that a collective or a save may take."""
@@ -35,35 +36,38 @@ START: Final = 120.0
 CALLS: Final = ("gather", "barrier", "ddp", "fsdp2", "save")
 """What the others are in: two collectives, backward with two backends, and saving."""
 
-FAULTS: Final = ("loop", "stopped", "file", "native")
-"""What one process does in place of the call: a Python loop, nothing since it is stopped, file IO, a long C call."""
 
-
-@dataclass(frozen=True)
-class Seen:
-    """How one process of a run ended.
+def absences(folder: Path, fault: str, every: int) -> Tally:
+    """Let each of two processes meet a fault while the other one is in each of the calls.
 
     Args:
-        rank: which one.
-        seconds: from the fault to its end; None when it had to be killed.
-        output: what its machine printed.
+        folder: for what the runs write.
+        fault: "loop" in Python, "stopped" by a signal, in "file" IO, in "native" code, or one that "leaves" the run.
+        every: of so many places one is tried.
     """
+    tally = Tally("hang of the other process in gather, barrier, backward (ddp, fsdp2), save")
+    places = [(call, culprit) for call in CALLS for culprit in (0, 1)]
+    for call, culprit in places[::every]:
+        below = folder / f"{call}{culprit}"
+        below.mkdir()
+        tally.count(f"{call}, process {culprit}", absent(below, call, fault, culprit))
+    return tally
 
-    rank: int
-    seconds: float | None
-    output: str
+
+def cuts(folder: Path, processes: int, every: int) -> Tally:
+    """Cut the link between two machines of `processes` processes each, while they are in each of the calls."""
+    tally = Tally("hang of all processes in gather, barrier, backward (ddp, fsdp2), save")
+    for call in CALLS[::every]:
+        (folder / call).mkdir()
+        tally.count(call, cut(folder / call, call, processes))
+    return tally
 
 
 def absent(folder: Path, call: str, fault: str, culprit: int) -> str | None:
     """What is wrong when process `culprit` of two meets a fault in place of a call; None when all is well."""
     run = _Run(folder, [["--num_processes=2", "--grace_period=2"]], [0, 0], [call, fault, str(culprit)])
-    return run.wrong({1 - culprit: f"(rank|process) {culprit} (is|did)"}, begun=lambda: None)
-
-
-def leaves_early(folder: Path, call: str, culprit: int) -> str | None:
-    """What is wrong when process `culprit` of two ends with exit code 0 before a call; None when all is well."""
-    run = _Run(folder, [["--num_processes=2", "--grace_period=2"]], [0, 0], [call, "leaves", str(culprit)])
-    return run.wrong({1 - culprit: f"rank {culprit} is (no longer there|gone)"}, begun=lambda: None)
+    words = "is (no longer there|gone)" if fault == "leaves" and call != "save" else "(is|did)"
+    return run.wrong({1 - culprit: f"(rank|process) {culprit} {words}"}, begun=lambda: None)
 
 
 def cut(folder: Path, call: str, processes: int) -> str | None:
@@ -79,7 +83,8 @@ def cut(folder: Path, call: str, processes: int) -> str | None:
         ]
         places = [machine for machine in (0, 1) for _ in range(processes)]
         run = _Run(folder, arguments, places, [call, "cut", "-1"], prefixes)
-        others = ("rank 1 is", "rank 0 is") if processes == 1 else ("ranks 2-3 are", "ranks 0-1 are")
+        silent = "(is|are) silent"
+        others = (f"(rank {processes}|ranks 2-3) {silent}", f"(rank 0|ranks 0-1) {silent}")
         return run.wrong({rank: others[place] for rank, place in enumerate(places)}, begun=break_link)
 
 

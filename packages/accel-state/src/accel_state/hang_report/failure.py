@@ -19,7 +19,7 @@ from accel_state.hang_report.watch import TICK, Picture, Watch
 
 __all__ = ("MISSED", "amend", "everyone", "explain")
 
-_LONGEST_WAIT: Final = 3.0
+_LONGEST_WAIT: Final = 3.2
 """Seconds that the others are given to say where they are."""
 
 _GLANCE: Final = 0.05
@@ -116,17 +116,17 @@ def _call(seen: Sighting) -> tuple[int, str]:
 
 
 def _answers(watch: Watch, world_size: int, end: End) -> Picture:
-    """What is known when all have answered, the store is found not to, time is up, or this process is ended."""
-    picture = watch.picture()
-    if picture.store_failed is not None:
-        return picture
-    asked = watch.ask()
+    """What is known when all have answered or cannot, time is up, or this process is ended.
+
+    Where the store does not answer, one that was heard of just before may be about to end: it is given the time.
+    """
+    begun = time.monotonic()
+    if watch.picture().store_failed is None:
+        watch.ask()
     while True:
-        hurried = end.wait(TICK / 5)
-        picture, waited = watch.picture(), time.monotonic() - asked
+        picture, waited = watch.picture(), time.monotonic() - begun
         told = all_told(picture.sightings, world_size, picture.ages, waited)
-        failed = picture.store_failed is not None and picture.store_failed > asked
-        if hurried or told or failed or waited > _LONGEST_WAIT:
+        if told or waited > _LONGEST_WAIT or end.wait(TICK / 5):
             return picture
 
 

@@ -109,11 +109,18 @@ def look(log: CallLog, closely: bool = False, pinned: Place | None = None) -> Si
 
 
 def all_told(sightings: Mapping[int, Sighting], world_size: int, ages: Mapping[int, float], within: float) -> bool:
-    """Whether each process has looked closely within so many seconds, or does not answer."""
+    """Whether each process has looked closely within so many seconds, or is known not to answer.
+
+    Args:
+        sightings: by rank.
+        world_size: number of processes.
+        ages: seconds since something new was heard of each of them.
+        within: seconds since they were asked.
+    """
     return len(sightings) == world_size and all(
         (seen.closely and ages[rank] < within)
         or seen.left
-        or ages[rank] > within + _SILENT
+        or ages[rank] > _SILENT + within
         or _state_here(seen) in _HELPLESS
         for rank, seen in sightings.items()
     )

@@ -7,11 +7,14 @@ dead, or on the other side of a broken link. What a launcher reads is written to
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import threading
 import time
 from dataclasses import replace
 from typing import Final, NamedTuple
+from weakref import WeakSet
 
 from accel_state.errors import StoreUnreachable
 from accel_state.hang_report.call_log import CallLog
@@ -37,6 +40,9 @@ _CLOSELY: Final = 5.0
 
 _LAST_PATIENCE: Final = 3.0
 """Seconds that the thread is given to end."""
+
+_GLANCES: Final = 5
+"""How often in a tick the thread looks whether it was asked."""
 
 _RANKS_READ_PER_TICK: Final = 16
 _ASKED: Final = "hang_report/asked"
@@ -93,13 +99,15 @@ class Watch:
         if world_size > 1 and (control is not None or self._status is not None):
             self._thread = threading.Thread(target=self._run, name="accel_state.watch", daemon=True)
             self._thread.start()
+            # Before the groups end, whose end is what the others notice first.
+            _watches_of(self._pid).add(self)
 
     def stop(self) -> None:
         """End the thread; called when the transport goes, and before the interpreter does.
 
         In a forked child there is no thread to end, and its lock may never be let go.
         """
-        if os.getpid() != self._pid or self._thread is None:
+        if os.getpid() != self._pid or self._thread is None or self._end.is_set():
             return
         self._end.set()
         if self._thread is not threading.current_thread():
@@ -143,8 +151,12 @@ class Watch:
                 failures = 0 if self._failed is None else failures + 1
                 try_again = now + min(TICK * 2**failures, _LONGEST_PAUSE) if failures else 0.0
                 ticks += 1
-            if self._end.wait(TICK / 2 if closely else TICK):
-                return
+            # `ask` takes no lock, so nothing wakes this thread.
+            for _ in range(_GLANCES):
+                if self._end.wait(TICK / _GLANCES):
+                    return
+                if self._ask:
+                    break
 
     def _tell(self, closely: bool, asks: bool) -> bool:
         """Publish a sighting, and hear whether somebody asked for closer ones; whether the store answered."""
@@ -193,3 +205,16 @@ class Watch:
         # Others read these while this thread goes on, so they are replaced as a whole.
         self._heard, self._sightings = heard, sightings
         self._taken = now
+
+
+@functools.cache
+def _watches_of(_pid: int) -> WeakSet[Watch]:
+    """The watches of this process, which are stopped when the interpreter ends, before the groups that exist by now."""
+    watches: WeakSet[Watch] = WeakSet()
+
+    def stop() -> None:
+        for watch in list(watches):
+            watch.stop()
+
+    atexit.register(stop)
+    return watches

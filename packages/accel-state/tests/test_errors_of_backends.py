@@ -1,0 +1,128 @@
+"""Errors that gloo raises outside of our calls: they end with where every process was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_state import PartialState
+from accel_state.process import wait_for_everyone
+from accel_state.testing.ports import ReservedPort
+from accel_state.testing.processes import Processes
+from accel_state.uncaught import explain_foreign, explained
+
+HERE = Path(__file__).name
+TIMEOUT = 8.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def has_met() -> None:
+    PartialState(cpu=True)
+    wait_for_everyone()
+
+
+def one_reduces(folder: Path) -> str:
+    state = PartialState(cpu=True, timeout=TIMEOUT)
+    wait_for_everyone()
+    if state.process_index == 1:
+        while not (folder / "failed").exists():  # busy with something else
+            time.sleep(0.05)
+        return ""
+    try:
+        with pytest.raises(RuntimeError) as caught, explained():
+            dist.all_reduce(torch.ones(1))
+    finally:
+        (folder / "failed").touch()
+    before = str(caught.value)
+    explain_foreign(caught.value)
+    assert str(caught.value) == before
+    return before
+
+
+def test_an_error_in_a_call_of_torch_says_where_every_process_was(two: Processes, tmp_path: Path) -> None:
+    two.run(has_met)
+    message, _ = two.run(one_reduces, tmp_path)
+    assert "Timed out waiting" in message
+    assert "rank 0 is in all_reduce() at " in message.lower(), message
+    assert "rank 1 is at " in message.lower(), message
+    assert message.count(HERE) >= 2, message
+
+
+def other_errors() -> list[str]:
+    PartialState(cpu=True)
+    found = []
+    for error in (ValueError("gloo/ is not it"), RuntimeError("shapes differ"), KeyboardInterrupt()):
+        before = str(error)
+        explain_foreign(error)
+        found.append(str(error).replace(before, "", 1))
+    return found
+
+
+def test_other_errors_stay_as_they_are(two: Processes) -> None:
+    assert two.run(other_errors) == [["", "", ""]] * 2
+
+
+SCRIPT = """
+import os, sys, time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accel_state import PartialState
+from accel_state.process import wait_for_everyone
+
+state = PartialState(cpu=True, timeout=60.0)
+wait_for_everyone()
+if state.process_index == 1:
+    sys.exit(0)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_an_error_that_nobody_catches_names_the_process_that_has_left(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+    port = ReservedPort()
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.another()),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "RES_OPTIONS": "attempts:0",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=100)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+        port.give_back()
+    assert [process.returncode for process in started] == [1, 0], said
+    assert "train.py" in said[0]
+    assert "rank 0 is in all_reduce() at " in said[0].lower(), said[0]
+    assert "rank 1 is no longer there: it has left the run without an exception" in said[0].lower() or (
+        "rank 1 is gone (process " in said[0].lower()
+    ), said[0]
