@@ -24,6 +24,7 @@ from typing import Final
 import torch
 
 import reliability_containers as containers
+import reliability_damaged_files as damaged
 import reliability_gadgets as gadgets
 import reliability_runs as runs
 from accel_plugins.testing import faults
@@ -123,6 +124,7 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "two processes, one past the deadline": _told("slow process", lambda run: run.slow()),
     "two processes, one with other keys": _told("other keys", lambda run: run.other_keys()),
     "damage afterwards": lambda folder, every: runs.harm(runs.Run(folder / "project")),
+    "files of every kind that is read, damaged": lambda folder, every: damaged.sweep(folder, damaged.COUNT // every),
     "folders left behind by dead processes": lambda folder, every: runs.stale_folders(runs.Run(folder / "project")),
     "two writers of one name": lambda folder, every: runs.two_writers(runs.Run(folder / "project"), 10 // every + 1),
     "two writers of one name, no rename-exchange": lambda folder, every: runs.two_writers(

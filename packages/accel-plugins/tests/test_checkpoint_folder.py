@@ -282,7 +282,7 @@ def test_no_file_can_run_code(tmp_path: Path, owner: Strategy, name: str, plain:
         load(tmp_path, owner, what)
     assert not trace.exists()
     if name == "custom_checkpoint_0.pkl" and not plain:
-        with pytest.raises(TypeError):
+        with pytest.raises(CheckpointError, match="TypeError"):
             load(tmp_path, owner, what, trusted=True)
         assert trace.read_text() == "executed"
 

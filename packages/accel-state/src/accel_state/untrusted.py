@@ -40,6 +40,7 @@ Shape = Callable[[Any], str]
 LIMIT: Final = 64 * 2**20
 DEPTH: Final = 64
 _DIGITS: Final = 20
+_OF_SHELLS: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _FOLDED: Final = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
@@ -71,13 +72,17 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
         raise
 
 
-def read_limited(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
+def read_limited(path: str | os.PathLike[str], limit: int = LIMIT, *, from_shell: bool = False) -> bytes:
     """The content of a regular file of at most `limit` bytes.
+
+    Args:
+        from_shell: what a shell gives for `<(command)` is read as well, for a path that the user types.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
-    with open_regular(path) as file:
+    given = from_shell and os.fspath(path).startswith(_OF_SHELLS)
+    with FileIO(os.fspath(path)) if given else open_regular(path) as file:
         found = bytearray()
         while chunk := file.read(min(limit + 1 - len(found), 2**20)):
             found += chunk

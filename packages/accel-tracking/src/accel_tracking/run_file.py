@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import SettingError
+from accel_state.untrusted import open_regular
 from accel_tracking.values import flat, is_number, plain
 
 __all__ = ("FORMAT", "Record", "RunFile", "RunRecord", "encode", "read_run")
@@ -153,7 +154,8 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
     """
     file = _newest(Path(path))
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(file) as opened:
+            lines = opened.readall().decode(errors="replace").splitlines()
     except OSError as error:
         raise SettingError(
             f"Read the run {str(file)!r}.", f"It cannot be read: {error}.", "Name a .jsonl file, or a folder with some."

@@ -6,6 +6,7 @@ import re
 from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
+from accel_state.untrusted import read_limited
 
 __all__ = ("Host", "read_hostfile")
 
@@ -33,8 +34,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
     """
     asked = f"The hostfile {path} was to be read ({origin})."
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        lines = read_limited(path, from_shell=True).decode().splitlines()
     except (OSError, ValueError) as error:
         raise SettingError(asked, f"It cannot be read: {error}.", "Give a text file with one machine a line.") from None
     hosts: dict[str, Host] = {}

@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+import torch
 
 from accel_ops import rng
 from accel_plugins.checkpoint import pickled
@@ -27,7 +30,7 @@ from accel_plugins.checkpoint.files import (
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
 from accel_state.current import Process
-from accel_state.errors import CheckpointError
+from accel_state.errors import AccelError, CheckpointError
 
 __all__ = ("Contents", "load_folder", "save_folder")
 
@@ -118,11 +121,29 @@ def load_folder(
             options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
         items = [strategy_model(model) for model in models] if part is Part.MODEL else contents.of_kind(part)
         for index, item in enumerate(items):
-            strategy.load(part, item, source, index, map_location=map_location, **options)
+            with _fitting(source, item):
+                strategy.load(part, item, source, index, map_location=map_location, **options)
     _load_loaders(source, contents.loaders, process, "loaders" in waive)
     _load_scaler(source, contents.scaler, "scaler" in waive)
     _load_custom(source, contents.custom, trusted, "custom" in waive)
-    return _load_random_states(source, process, "random_states" in waive)
+    with _fitting(source, "the random generators"):
+        return _load_random_states(source, process, "random_states" in waive)
+
+
+@contextmanager
+def _fitting(folder: Path, item: object) -> Iterator[None]:
+    """Say of what an object could not be restored, where its state was read and is not one of such an object."""
+    try:
+        yield
+    except (AccelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = item if isinstance(item, str) else f"the state of {type(item).__name__}"
+        raise CheckpointError(
+            f"Cannot restore {what} from {folder}.",
+            f"What was saved does not fit: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            "Load an older checkpoint, or build the objects as they were when it was saved.",
+        ) from error
 
 
 def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, waived: bool) -> None:
@@ -133,7 +154,8 @@ def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, waived
         ranks_saved = 1 + len(list(folder.glob(loader_name(index, 1).replace("_rank1", "_rank*"))))
         same_world = ranks_saved == process.world_size
         own = folder / loader_name(index, process.rank if same_world else 0)
-        loader.load_state_dict(pickled.read(own))
+        with _fitting(folder, loader):
+            loader.load_state_dict(pickled.read(own))
 
 
 def _never_saved(folder: Path, loader: Any) -> bool:
@@ -150,7 +172,8 @@ def _load_scaler(folder: Path, scaler: Stateful | None, waived: bool) -> None:
         return
     path = folder / SCALER_NAME
     if not (waived and not path.is_file()):
-        scaler.load_state_dict(pickled.read(path))
+        with _fitting(folder, scaler):
+            scaler.load_state_dict(pickled.read(path))
 
 
 def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, waived: bool) -> None:
@@ -162,7 +185,8 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, waived: boo
             "Register the same objects in the same order as when it was saved, or waive 'custom'.",
         )
     for index, item in enumerate(custom[:saved]):
-        item.load_state_dict(pickled.read(folder / custom_name(index), trusted=trusted))
+        with _fitting(folder, item):
+            item.load_state_dict(pickled.read(folder / custom_name(index), trusted=trusted))
 
 
 def _load_random_states(folder: Path, process: Process, waived: bool) -> int:

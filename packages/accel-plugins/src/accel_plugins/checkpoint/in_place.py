@@ -14,6 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from torch.nn import Parameter
 from accel_bigmodel.weight_files.reading import WeightFile
 from accel_plugins.checkpoint import pickled
 from accel_state.errors import CheckpointError
+from accel_state.untrusted import open_regular
 
 __all__ = ("MappedState", "read_weights")
 
@@ -85,7 +87,7 @@ class _Filling:
                 torch.autograd.graph.increment_version(target)
 
     def _read(self, pieces: list[tuple[int, int, int]]) -> None:
-        with open(self._path, "rb", buffering=0) as file:
+        with open_regular(self._path) as file:
             for address, size, offset in pieces:
                 memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
                 file.seek(offset)
@@ -230,7 +232,7 @@ def _records(path: Path) -> dict[int, int]:
     has fields of other lengths than that in the directory at its end.
     """
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        with open_regular(path) as opened, BufferedReader(opened) as file, zipfile.ZipFile(file) as archive:
             members = [one for one in archive.infolist() if "/data/" in one.filename and one.file_size]
             if any(one.compress_type != zipfile.ZIP_STORED for one in members):
                 return {}
@@ -240,5 +242,5 @@ def _records(path: Path) -> dict[int, int]:
                 name, extra = struct.unpack_from("<HH", file.read(_LOCAL_HEADER), 26)
                 found[one.header_offset + _LOCAL_HEADER + name + extra] = one.file_size
             return found
-    except (OSError, zipfile.BadZipFile, struct.error):
+    except Exception:  # a damaged archive can make its reader raise anything; who reads it next says what is wrong
         return {}

@@ -21,6 +21,7 @@ from typing import Final
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify, walk
 from accel_plugins.checkpoint.ownership import RECORD, age, taken_over
+from accel_state.untrusted import read_limited
 
 __all__ = ("discard", "fingerprint", "is_left_behind", "located", "missing", "recover", "unfinished")
 
@@ -120,8 +121,8 @@ def fingerprint(folder: Path) -> tuple[int, bytes | None]:
     """What differs when another checkpoint has taken the name of a folder, or its entries have changed."""
     changed = folder.stat().st_mtime_ns
     try:
-        return changed, (folder / MANIFEST_NAME).read_bytes()
-    except FileNotFoundError:
+        return changed, read_limited(folder / MANIFEST_NAME)
+    except OSError:
         return changed, None
 
 

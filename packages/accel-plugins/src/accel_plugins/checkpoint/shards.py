@@ -24,6 +24,7 @@ from accel_bigmodel.weight_files.torch_files import check_torch_file
 from accel_ops.pickle_rules import demand
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.allowed import read_metadata
+from accel_plugins.checkpoint.manifest import walk
 from accel_state.errors import AccelError, CheckpointError
 
 __all__ = ("PortableWriter", "check_objects", "names_in", "read_into", "read_whole")
@@ -111,6 +112,7 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
     Raises:
         CheckpointError: the shards are incomplete or damaged, belong to something else, or hold more than plain data.
     """
+    _demand_regular(source)
     reader = _PlainReader(source)
     try:
         with warnings.catch_warnings():
@@ -136,6 +138,7 @@ def check_objects(source: Path) -> None:
     Raises:
         CheckpointError: the description or a value is damaged or more than plain data, or its file is not there.
     """
+    _demand_regular(source)
     metadata = read_metadata(source / ".metadata")
     values = {name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)}
     for index, place in (metadata.storage_data or {}).items():
@@ -172,6 +175,7 @@ def read_whole(source: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: as `read_into`.
     """
+    _demand_regular(source)
     described = read_metadata(source / ".metadata")
     _demand_room(source, described)
     flat: dict[str, Any] = {
@@ -185,6 +189,15 @@ def read_whole(source: Path) -> dict[str, Any]:
         _put(whole, paths.get(name, (name,)), value)
     found: dict[str, Any] = _with_lists(whole)
     return found
+
+
+def _demand_regular(source: Path) -> None:
+    """Refuse a folder with pipes or devices, which would keep torch's reader waiting."""
+    for path in walk(source):
+        if path.exists() and not path.is_file():
+            raise CheckpointError(
+                f"Load the shards in {source}.", f"{path.name} is not a regular file.", "Load an older checkpoint."
+            )
 
 
 def _demand_room(source: Path, described: Metadata) -> None:
