@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accel_state import current
 from accel_state.console import install_tracebacks
 from accel_state.devices.select import best_family, family_of
-from accel_state.errors import Conflict
+from accel_state.errors import Conflict, NoState
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
 from accel_state.protocol.call import exchange_of, meet
@@ -104,6 +104,22 @@ class PartialState:
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what a property cannot be read from, once the state was reset."""
+            known = getattr(type(self), name, None)
+            kind = type(self).__name__
+            if not isinstance(known, property):
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
+            if self.initialized:
+                return known.fget(self)
+            raise NoState(
+                f"`{kind}` object has no attribute {name!r}.",
+                f"This happens if `{kind}._reset_state()` was called, and nothing has made the state again.",
+                f"Create a {kind}() or an Accelerator() first.",
+            )
 
     @property
     def _process(self) -> Process:
