@@ -26,6 +26,7 @@ import torch
 import reliability_containers as containers
 import reliability_damaged_files as damaged
 import reliability_gadgets as gadgets
+import reliability_hangs as hangs
 import reliability_runs as runs
 from accel_plugins.testing import faults
 from reliability_data_writes import data_writes
@@ -35,7 +36,7 @@ DOCUMENT = ROOT / "docs" / "reliability.md"
 
 Sweep = Callable[[Path, int], faults.Tally]
 
-HEAD: Final = """# What saving survives
+HEAD: Final = """# What saving and waiting survive
 
 Written by `python tools/reliability.py`. Each row is one kind of fault, injected at every place where it can happen
 while a checkpoint is saved. *Survived* means that afterwards the newest good checkpoint was found (that of the save
@@ -53,6 +54,11 @@ memory beyond its bound. The harness is `accel_plugins.testing.faults`;
 
 Writes through `.data` hit an asynchronous save before each tensor that it copies behind training, for good or taken
 back before the copy is complete. What was saved must then be of a single moment.
+
+Rows that begin with "hang" are of processes that wait for another one in `gather`, `wait_for_everyone`, a backward
+under ddp and fsdp2, and `save_state`. There *survived* means that each of them ended within its deadline of 10 seconds
+and 5 more (in proportion more on a busy machine), that its output named the process that it waited for, and that no
+process and no launcher was left. Links are those of network namespaces, over a bridge that then loses all packets.
 
 """
 
@@ -97,6 +103,10 @@ def _told(kind: str, ask: Callable[[runs.Together], str | None]) -> Sweep:
     return sweep
 
 
+def _absent(fault: str) -> Sweep:
+    return lambda folder, every: hangs.absences(folder, fault, every)
+
+
 SWEEPS: Final[Mapping[str, Sweep]] = {
     "a new checkpoint, the oldest removed: SIGKILL": _job(_kill),
     "a new checkpoint, the oldest removed: disk full": _job(_full),
@@ -138,6 +148,13 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     ),
     "while training goes on: written through `.data`": data_writes,
     "SIGTERM during a save": lambda folder, every: runs.signals(runs.Run(folder / "project"), 20 // every + 1),
+    "hang: one process in a Python loop": _absent("loop"),
+    "hang: one process stopped, the host of the store too": _absent("stopped"),
+    "hang: one process in file IO": _absent("file"),
+    "hang: one process in a long C call": _absent("native"),
+    "hang: one process ended with exit code 0": _absent("leaves"),
+    "hang: link between machines cut, 2 x 1 processes": lambda folder, every: hangs.cuts(folder, 1, every),
+    "hang: link between machines cut, 2 x 2 processes": lambda folder, every: hangs.cuts(folder, 2, every),
     "read: gadgets in a `.metadata`": lambda folder, every: gadgets.sweep("metadata", every),
     "read: gadgets in an archive of torch": lambda folder, every: gadgets.sweep("torch", every),
     "read: gadgets in a file of torch before 1.6": lambda folder, every: gadgets.sweep("old torch", every),

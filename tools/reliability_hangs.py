@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_plugins.testing.faults import Tally
+from accel_state.errors import NotOffered
 
-__all__ = ("absences", "cuts", "has_namespaces")
+__all__ = ("absences", "cuts")
 
 DEADLINE: Final = 10.0
 """Seconds that a collective or a save may take."""
@@ -45,7 +46,7 @@ def absences(folder: Path, fault: str, every: int) -> Tally:
         fault: "loop" in Python, "stopped" by a signal, in "file" IO, in "native" code, or one that "leaves" the run.
         every: of so many places one is tried.
     """
-    tally = Tally("hang of the other process in gather, barrier, backward (ddp, fsdp2), save")
+    tally = Tally("one of two processes does not come")
     places = [(call, culprit) for call in CALLS for culprit in (0, 1)]
     for call, culprit in places[::every]:
         below = folder / f"{call}{culprit}"
@@ -55,8 +56,18 @@ def absences(folder: Path, fault: str, every: int) -> Tally:
 
 
 def cuts(folder: Path, processes: int, every: int) -> Tally:
-    """Cut the link between two machines of `processes` processes each, while they are in each of the calls."""
-    tally = Tally("hang of all processes in gather, barrier, backward (ddp, fsdp2), save")
+    """Cut the link between two machines of `processes` processes each, while they are in each of the calls.
+
+    Raises:
+        NotOffered: no links between network namespaces can be made here.
+    """
+    if not _has_namespaces():
+        raise NotOffered(
+            "The link between two machines was to be cut.",
+            "Network namespaces cannot be made here: that needs root on Linux, and `ip`.",
+            "Run this sweep elsewhere.",
+        )
+    tally = Tally("packets are lost")
     for call in CALLS[::every]:
         (folder / call).mkdir()
         tally.count(call, cut(folder / call, call, processes))
@@ -212,7 +223,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def has_namespaces() -> bool:
+def _has_namespaces() -> bool:
     """Whether links between network namespaces can be made and cut here."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
