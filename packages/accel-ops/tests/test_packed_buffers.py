@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ops.packing import ALIGNMENT, Packing, as_bytes, gathered_shape
-from accel_state.protocol.slot import HEADER, slot_size
+from accel_ops.packing import Packing, as_bytes, gathered_shape
+from accel_state.protocol.slot import ALIGNMENT, HEADER, slot_size
 
 DTYPES = [
     torch.float32,
