@@ -149,8 +149,7 @@ def test_what_rank_0_makes_of_the_values_may_fail_on_all() -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
-def test_the_missing_is_named_and_later_operations_meet(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_ops.agreement._LATER", 0.5)
+def test_the_missing_is_named_and_later_operations_meet(absent: int) -> None:
     ranks = world(3)
     present = [rank for rank in ranks if rank.rank != absent]
     for _ in range(2):
@@ -160,6 +159,18 @@ def test_the_missing_is_named_and_later_operations_meet(absent: int, monkeypatch
             assert f"Process {absent} did not come within 1 s" in str(outcome)
     # The absent one has taken part in two operations less.
     assert on_all(ranks, works) == ["0,1,2"] * 3
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_past_the_deadline_meets_nobody(late: int) -> None:
+    def save(rank: Any) -> None:
+        if rank.rank == late:
+            time.sleep(3.0)
+        barrier(rank, deadline=0.5).wait("done", last=True)
+
+    for outcome in on_all(world(2), save):
+        assert isinstance(outcome, CheckpointError)
+        assert "did not come within 0.5 s" in str(outcome)
 
 
 def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:

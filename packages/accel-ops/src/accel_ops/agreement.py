@@ -42,7 +42,7 @@ _ANSWER: Final = 10.0
 """Seconds for a request that does not wait for other processes."""
 
 _LATER: Final = 5.0
-"""Seconds by which the other ranks outwait rank 0, whose deadline began when it came."""
+"""Seconds by which the other ranks outwait rank 0, whose deadline began when it came; at most half a deadline."""
 
 _FAREWELL: Final = 10.0
 """Seconds that rank 0 stays after the end of an operation: often its process hosts the store that the others read."""
@@ -110,6 +110,7 @@ class StoreBarrier:
         self.rank, self._world_size = process.rank, process.world_size
         self._topic, self._asked, self._deadline = topic, asked, deadline
         self._error, self._remedy = error, remedy
+        self._later = min(_LATER, deadline / 2)
         self._process = process
         self._connection = _connection_of(process) if process.world_size > 1 else None
         self._number: int | None = None
@@ -212,7 +213,7 @@ class StoreBarrier:
                 raise
             control.set(key, answer.encode(), _ANSWER)
         else:
-            answer = self._until(control, [key], began + self._deadline + _LATER, phase, posts)[key].decode()
+            answer = self._until(control, [key], began + self._deadline + self._later, phase, posts)[key].decode()
         if last:
             self.leave()
         return answer
@@ -241,7 +242,7 @@ class StoreBarrier:
         while True:
             left = until - time.monotonic()
             try:
-                found = control.get_all(keys, min(max(left - _LATER, 1.0), _ANSWER))
+                found = control.get_all(keys, min(max(left - self._later, 1.0), _ANSWER))
                 if len(found) == len(keys):
                     return found
                 failure = self._look_for_failure(control)
@@ -254,7 +255,7 @@ class StoreBarrier:
                 # A connection that broke is a host that is gone; one that is silent may come back.
                 breaks += error.__cause__ is not None
                 # Nobody else can tell this rank of a failure, so it does not outwait rank 0.
-                if left <= (_LATER if self.rank else 0.0) or breaks == _MOST_BREAKS:
+                if left <= (self._later if self.rank else 0.0) or breaks == _MOST_BREAKS:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, longest)
