@@ -4,6 +4,8 @@ import contextlib
 import gc
 import json
 import signal
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -225,3 +227,28 @@ def test_a_layer_does_not_keep_converted_weights_between_its_forwards(tmp_path: 
     gc.collect()
     assert given
     assert [reference() for reference in given] == [None] * len(given)
+
+
+GROWTH = """
+import re, sys
+import torch
+from accel_bigmodel import OffloadedWeightsLoader, save_weights
+
+def resident():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+
+names = [f"w{number}" for number in range(64)]
+save_weights({name: torch.zeros(512, 1024) for name in names}, sys.argv[1])
+place = {"safetensors_file": sys.argv[1] + "/model.safetensors", "dtype": "float16"}
+loader, before = OffloadedWeightsLoader(index=dict.fromkeys(names, place)), resident()
+for name in loader:
+    loader[name].sum()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_converted_weights_do_not_fill_the_memory(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path)], capture_output=True, text=True, check=True)
+    # All of them take 64 MiB, and one takes 1.
+    assert int(run.stdout) < 32

@@ -12,19 +12,21 @@ import sys
 import threading
 import time
 import uuid
+from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from accel_cli.commands.doctor import Doctor
 from accel_cli.doctor.compare import Member, compare
 from accel_cli.doctor.examine import EXAMINATIONS
 from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, lines_of
 from accel_cli.doctor.nodes import Meeting, meet
 from accel_cli.doctor.wire import Line, Unreachable, connect, listen
 from accel_cli.launch.meeting_place import is_own_address
-from accel_state.errors import LaunchError
+from accel_state.errors import LaunchError, SettingError
 from accel_state.testing.ports import ReservedPort
 
 MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
@@ -195,6 +197,12 @@ def test_a_broken_machine(accel, tmp_path):
     assert "libcudart.so.99 is missing" in finished.stdout
     assert f"(pid {os.getpid()})" in finished.stdout
     assert "-> Give another port" in finished.stdout
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e300"])
+def test_a_wait_that_no_clock_has_is_refused(timeout):
+    with pytest.raises(SettingError, match="0 to 1000000 seconds"):
+        Doctor().run(Namespace(timeout=float(timeout)))
 
 
 def test_nodes_need_a_launch_on_several_machines(accel):

@@ -171,14 +171,18 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
-        if key not in self._mapped:
-            with self._lock:
-                self._mapped[key] = self._map(key, entry)
-        weight, place = self._mapped[key], entry.get("safetensors_file")
-        if place is None:
-            return weight
-        dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
-        return weight.to(device=self.device, dtype=dtype)
+        if key in self._mapped:
+            return self._mapped[key]
+        with self._lock:
+            weight = self._map(key, entry)
+        given = weight
+        if (place := entry.get("safetensors_file")) is not None:
+            dtype = _dtype_of(Path(place), entry["dtype"]) if entry.get("dtype") else weight.dtype
+            given = weight.to(device=self.device, dtype=dtype)
+        if given is weight:
+            # Only then: what is kept beside memory that was freed keeps the allocator from using all of that again.
+            return self._mapped.setdefault(key, weight)
+        return given
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
+from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from accel_cli.launch.request import Request
 
 __all__ = ("COMMAND", "Doctor")
+
+_LONGEST_WAIT: Final = 1_000_000
 
 
 class Doctor:
@@ -35,6 +38,12 @@ class Doctor:
         """Print the findings; the exit code is 1 when a run would not work."""
         from accel_cli.launch.request import request_of
 
+        if not 0 <= arguments.timeout <= _LONGEST_WAIT:
+            raise SettingError(
+                f"Wait {arguments.timeout} seconds for the other machines.",
+                f"A wait has 0 to {_LONGEST_WAIT} seconds.",
+                "Give another --timeout.",
+            )
         request = request_of(arguments.launch[arguments.launch[:1] == ["--"] :], os.environ)
         findings = _nodes(request, arguments) if arguments.nodes else _here(request)
         if arguments.json:
