@@ -144,11 +144,7 @@ STATE: Final = {"a.weight": torch.randn(8, 4), "a.bias": torch.randn(8).half(), 
 
 
 def _make_weights(safe: bool) -> Callable[[Path], None]:
-    return lambda folder: _sharded(folder, safe)
-
-
-def _sharded(folder: Path, safe: bool) -> None:
-    save_weights(STATE, folder, 100, safe_serialization=safe)
+    return lambda folder: save_weights(STATE, folder, 100, safe_serialization=safe)
 
 
 def _read_offloaded(folder: Path) -> object:
