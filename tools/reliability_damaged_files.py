@@ -143,7 +143,7 @@ def _look(folder: Path) -> object:
 STATE: Final = {"a.weight": torch.randn(8, 4), "a.bias": torch.randn(8).half(), "step": torch.tensor(3)}
 
 
-def _make_weights(safe: bool) -> Callable[[Path], None]:
+def _make_weights(safe: bool) -> Callable[[Path], object]:
     return lambda folder: save_weights(STATE, folder, 100, safe_serialization=safe)
 
 
@@ -229,7 +229,7 @@ def _read_run(folder: Path) -> object:
 class Subject:
     """A kind of file: what makes a folder with some, which of them are damaged, and what reads them."""
 
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     files: str
     read: Callable[[Path], object]
 
