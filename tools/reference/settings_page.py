@@ -17,6 +17,7 @@ from typing import Any
 import griffe
 
 from accel_cli.launch.options import launch_classes
+from accel_state.settings.objects import plain_value
 from accel_state.settings.schema import Setting, settings_of
 from reference.api import published_in
 from reference.described import first_sentence
@@ -126,7 +127,8 @@ def _usual(cls: type) -> dict[str, Any]:
         return {}
     with _no_variables():
         made = cls()
-    return {name: getattr(made, name, None) for name in settings_of(cls)}
+    # The names of objects of torch, and not the objects, which only torch could make.
+    return {name: plain_value(made, name) for name in settings_of(cls)}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from accel_state.errors import AccelError as AccelError
     from accel_state.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel_state.gradient import GradientState as GradientState
+    from accel_state.hang_report.call_log import Call as Call
     from accel_state.kwargs import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel_state.kwargs import KwargsHandler as KwargsHandler
     from accel_state.labels import ComputeEnvironment as ComputeEnvironment
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = (
     "AccelError",
     "AcceleratorState",
+    "Call",
     "ComputeEnvironment",
     "CustomDtype",
     "DeepSpeedSequenceParallelConfig",
@@ -67,6 +69,7 @@ __getattr__, __dir__ = lazy_names(
         "accel_state.console": ("tqdm",),
         "accel_state.errors": ("AccelError",),
         "accel_state.gradient": ("GradientAccumulationPlugin", "GradientState"),
+        "accel_state.hang_report.call_log": ("Call",),
         "accel_state.kwargs": ("InitProcessGroupKwargs", "KwargsHandler"),
         "accel_state.labels": (
             "ComputeEnvironment",
