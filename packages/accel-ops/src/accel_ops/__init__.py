@@ -48,12 +48,10 @@ if TYPE_CHECKING:
     from accel_ops.tree import is_tensor_information as is_tensor_information
     from accel_ops.tree import is_torch_tensor as is_torch_tensor
     from accel_ops.tree import recursively_apply as recursively_apply
-    from accel_state.hang_report.call_log import Call as Call
 
 __all__ = (
     "TENSOR_INT_TO_DTYPE",
     "TENSOR_TYPE_TO_INT",
-    "Call",
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
     "DistributedOperationException",
@@ -100,7 +98,6 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "accel_state.hang_report.call_log": ("Call",),
         "accel_ops.checked": ("DistributedOperationException", "chained_operation", "verify_operation"),
         "accel_ops.collectives": ("broadcast", "gather", "reduce"),
         "accel_ops.dtype": ("ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"),
