@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from accel_cli.launch import hangs
 from accel_cli.launch.hangs import HangWatch
 from accel_state.hang_report.sightings import Sighting
 from accel_state.hang_report.status import STATUS_FOLDER, StatusFile
@@ -67,6 +68,62 @@ def test_a_signal_to_the_launcher_tells_where_the_processes_are(start, script, l
     assert finished.returncode == 128 + number
     assert "rank 0 is in wait_for_everyone() at job.py:8" in finished.stderr
     assert f"ended by {number.name}" in finished.stderr
+
+
+BACKWARD = """
+    import time
+    import torch
+    from accel_torch import Accelerator
+    accelerator = Accelerator(cpu=True, check_replicas_every=0)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    if accelerator.process_index == 1:
+        while True:
+            time.sleep(0.2)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+"""
+
+
+@pytest.mark.slow
+def test_a_backward_that_waits_for_another_process_is_reported_and_ends_the_run(accel, script):
+    finished = accel(*launched("spawner", "--hang_timeout", "25"), script(BACKWARD))
+    assert finished.returncode == 1
+    assert "rank 0 is in backward() at job.py:12, before any collective" in finished.stderr
+    assert "rank 1 is at job.py:11, before any collective" in finished.stderr
+    assert "The run was ended after 25 s in one collective (hang_timeout)." in finished.stderr
+
+
+def stay(watch, write, seen, monkeypatch, used, seconds):
+    """Look once a second at a process that has used so much processor time by then."""
+    clock = time.time()
+    for second in range(seconds):
+        monkeypatch.setattr(hangs, "_processor_seconds", lambda pid, second=second: used(second))
+        monkeypatch.setattr(time, "time", lambda second=second: clock + second)
+        write(0, seen(second))
+        watch.look()
+    monkeypatch.undo()
+
+
+def in_place(line, inside):
+    return Sighting(2, "gather", "job.py:3", False, line, inside, closely=True)
+
+
+@pytest.mark.parametrize(
+    ("seen", "used", "reports"),
+    [
+        (lambda second: in_place("job.py:7", "backward"), lambda second: 1.0, True),
+        (lambda second: in_place("job.py:7", "backward"), lambda second: 0.5 * second, False),
+        (lambda second: in_place(f"job.py:{second}", "backward"), lambda second: 1.0, False),
+        (lambda second: in_place("job.py:7", ""), lambda second: 1.0, False),
+        (lambda second: in_place("job.py:7", "__next__"), lambda second: 1.0, False),
+    ],
+    ids=["waits in backward", "computes in backward", "goes on", "sleeps by itself", "waits for its data"],
+)
+def test_a_process_without_processor_time_in_a_library_waits(watched, capsys, monkeypatch, seen, used, reports):
+    watch, write = watched()
+    stay(watch, write, seen, monkeypatch, used, 20)
+    assert ("have waited in a collective" in capsys.readouterr().err) == reports
 
 
 def sighting(number, active, since):

@@ -2,6 +2,9 @@
 
 The launcher looks once a second. A collective that takes longer than some seconds makes it ask the processes for the
 line of their main threads, so that a report has them, also one that a signal asks for.
+
+Collectives of torch, as those of a backward under DDP or FSDP, are no calls of ours. A process that has used almost no
+processor time for as long, and whose main thread stays in one function of a library, waits in one of them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,15 @@ _STUCK: Final = 5.0
 """Seconds in one collective after which the processes are asked where they are."""
 
 _IN_THE_SYSTEM: Final = "D"
+
+_BUSY: Final = 0.05
+"""Part of a processor that a process which waits does not use; its threads that report where it is take about 0.01."""
+
+_SPARE: Final = 0.3
+"""Seconds of a processor that a process may use in addition, to answer where it is."""
+
+_OF_DATA: Final = frozenset({"__next__", "__iter__"})
+"""Functions in which a process waits for its own data and not for other processes."""
 
 
 class HangWatch:
@@ -53,6 +65,7 @@ class HangWatch:
         self._seen: Mapping[int, Sighting] = {}
         self._text = ""
         self._hang: tuple[int, int] | None = None
+        self._idle: dict[int, _Idle] = {}
         self.waited = 0.0
         """Seconds for which the collective that began first is waited for; 0 where no process waits."""
         self.over = False
@@ -72,6 +85,7 @@ class HangWatch:
         """Look at the processes and report what is due; whether the run has waited for longer than it may."""
         self._seen = read_status(self._folder)
         waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
+        waiting |= self._waiting_in_torch()
         if self._hang not in waiting:
             self._hang = min(waiting, key=lambda call: waiting[call], default=None)
             self._next_report, self._text = self._first_report, ""
@@ -86,6 +100,23 @@ class HangWatch:
             while self._next_report and self._next_report <= self.waited:
                 self._next_report *= 2
         return self.over
+
+    def _waiting_in_torch(self) -> dict[tuple[int, int], float]:
+        """Since when processes wait in a function of a library, by rank and number of their last call of ours."""
+        if self._world_size == 1:
+            return {}
+        found = {}
+        for rank, seen in self._seen.items():
+            idle = self._idle.setdefault(rank, _Idle())
+            if seen.active or seen.left:
+                idle.begin(time.time(), 0.0)
+                continue
+            since = idle.since(seen)
+            if since is not None and time.time() - since >= _STUCK:
+                ask_for_status(self._folder)
+                if idle.waits_in:
+                    found[rank, seen.number] = since
+        return found
 
     def tell(self) -> None:
         """Print where the processes are, when they wait."""
@@ -102,6 +133,47 @@ class HangWatch:
         sentences = [describe(self._seen, size, known=known) + "."]
         sentences += [f"Process {rank} {ending(code)}." for rank, code in sorted(self._codes().items())]
         return "\n  ".join((*sentences, *_in_the_system(self._seen.items())))
+
+
+class _Idle:
+    """Since when a process has used almost no processor time in one place.
+
+    Attributes:
+        waits_in: the function of a library in which its main thread is; empty when it is in none, or not known.
+    """
+
+    def __init__(self) -> None:
+        self.waits_in = ""
+        self._place = ("", "", 0)
+        self._began = self._used = 0.0
+
+    def begin(self, now: float, used: float) -> None:
+        """The process moves."""
+        self._began, self._used, self.waits_in = now, used, ""
+
+    def since(self, seen: Sighting) -> float | None:
+        """Seconds since the epoch when it began to wait; None where its processor time cannot be read."""
+        now, used = time.time(), _processor_seconds(seen.pid)
+        if used is None:
+            return None
+        place = (seen.now_at, seen.now_in, seen.number)
+        moved = seen.closely and self.waits_in != "" and place != self._place
+        if not self._began or moved or used - self._used > _SPARE + _BUSY * (now - self._began):
+            self.begin(now, used)
+        if seen.closely:
+            self._place = place
+            self.waits_in = "" if seen.now_in in _OF_DATA else seen.now_in
+        return self._began
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """What a process has used of the processors, with all its threads; None where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _in_the_system(seen: Iterable[tuple[int, Sighting]]) -> list[str]:
