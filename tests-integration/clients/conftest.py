@@ -22,6 +22,7 @@ LAUNCHERS = {
     "accel": ("{bin}/accel", "launch", "--cpu", "--num_processes=2"),
     "accelerate": ("{bin}/accelerate", "launch", "--cpu", "--num_processes=2"),
 }
+MISUSE = ("MisuseWarning", "Replicas differ after", "All processes train on the same samples")
 
 
 class Both(NamedTuple):
@@ -49,6 +50,8 @@ def _run(script: str, launcher: str = "python", original: bool = False, **told: 
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(lines) == 1, done.stdout + done.stderr
+    # Libraries use the interface rightly, so nothing may be reported as misuse.
+    assert not [sentence for sentence in MISUSE if sentence in done.stderr], done.stderr
     return dict(json.loads(lines[0].removeprefix("RESULT ")))
 
 
