@@ -8,6 +8,7 @@ from accel_cli.launch.backends import backend_settings
 from accel_cli.launch.options import carried_classes
 from accel_cli.launch.plan import Machine, Script, make_plan
 from accel_cli.launch.request import request_of
+from accel_state.settings.objects import plain_value
 from accel_state.settings.schema import BOOLEAN, SWITCH, settings_of
 
 CANDIDATES = ("3", "true", "false", "text")
@@ -79,7 +80,7 @@ def called_with(cls, texts):
 
 
 def values(settings):
-    found = {name: getattr(settings, name) for name in settings_of(type(settings))}
+    found = {name: plain_value(settings, name) for name in settings_of(type(settings))}
     return {name: getattr(value, "config", value) for name, value in found.items()}
 
 

@@ -67,6 +67,8 @@ def load_copies(folder: Path, automatic: bool, damaged: int) -> tuple[str, str]:
     one, _model = accelerator()
     good = folder / "checkpoints" / "checkpoint_0"
     one.save_state(str(good))
+    # The record of the save's owner, beside it, goes when the main process has left save_state().
+    one.wait_for_everyone()
     mine = folder / f"disk-{one.process_index}"
     shutil.copytree(folder / "checkpoints", mine / "checkpoints")
     if one.process_index == damaged:
