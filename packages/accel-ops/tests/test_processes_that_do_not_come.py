@@ -189,11 +189,15 @@ def host_is_stopped(folder: Path) -> tuple[str, float, str]:
     while "unknown" in where_is_everyone():
         time.sleep(0.05)
     wait_for_everyone()
+    (folder / f"passed{state.process_index}").touch()
     if state.is_main_process:
         while not (folder / "reported1").exists():  # it is stopped meanwhile
             time.sleep(0.05)
         return "", 0.0, ""
     if state.process_index == 1:
+        # Whoever has passed a barrier may have done so before others, to which the stopped one would still send.
+        while not ((folder / "passed0").exists() and (folder / "passed2").exists()):
+            time.sleep(0.05)
         os.kill(pids[0], signal.SIGSTOP)
     try:
         message, seconds = failed(gather_one)
