@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
@@ -17,22 +16,12 @@ from accel_state.hang_report.failure import amend
 from accel_state.protocol.call import exchange_of
 from accel_state.transport.leaving import note_failure
 
-__all__ = ("explained", "install_hook")
+__all__ = ("explain_foreign", "install_hook")
 
 _TEXTS: Final = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ms"
 )
 """What messages of backends contain where they raise a plain RuntimeError."""
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Let errors of the backend that leave this block end with where every process was."""
-    try:
-        yield
-    except RuntimeError as error:
-        explain_foreign(error)
-        raise
 
 
 def explain_foreign(error: BaseException) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from accel_state.uncaught import explained
+from accel_state.uncaught import explain_foreign
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
 from accel_torch.parts import Parts
 from accel_torch.step import clip_grad_norm, clip_grad_value, fused_backward, unscale_gradients
@@ -170,8 +170,11 @@ class TrainingPage(Parts):
         if "learning_rate" in kwargs or self.has_lomo_optimizer:
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             return
-        with explained():
+        try:
             self._engine.strategy.backward(self._accumulation.share(loss), **kwargs)
+        except RuntimeError as error:
+            explain_foreign(error)
+            raise
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
         """Compute gradients and let prepared LOMO optimizers step with each of them at once, which saves their memory.
