@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+
+os.environ["ACCELERATE_USE_CPU"] = "true"  # before the original is imported
 
 import torch
 from pytorch_accelerated import Trainer
