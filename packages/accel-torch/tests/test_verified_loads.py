@@ -1,4 +1,4 @@
-"""Contents are compared with their hashes before anything is loaded, unless sizes alone were asked for."""
+"""Contents are compared with their hashes before anything is loaded, unless the setting says sizes alone."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _as_told(error: BaseException) -> AccelError:
 def _read(
     model: nn.Module, find: Callable[[], Iterable[WeightSource]], strict: bool
 ) -> tuple[dict[str, Tensor], Any, BaseException | None]:
-    """The weights; what the other processes are told: report and names, or an error; and the failure itself."""
+    """The weights; what the other processes receive: report and names, or an error; and the failure itself."""
     try:
         weights: dict[str, Tensor] = {}
         shapes: dict[str, tuple[Path, tuple[int, ...]]] = {}

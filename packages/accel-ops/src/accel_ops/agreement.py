@@ -336,7 +336,7 @@ class StoreBarrier:
                 f"Process {ranks} did not come within {failure['seconds']:g} s. {self._everyone()}",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
-        # What the values of all led to is no failure of rank 0, which compared them.
+        # Rank 0 compared the values of all; the result is not a failure of rank 0.
         who = "" if failure["rank"] is None else f"Process {failure['rank']} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
@@ -400,7 +400,7 @@ def raise_on_any_rank(
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An error as the other ranks are told of it."""
+    """An error in the form in which the other ranks receive it."""
     parts = [error.asked, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
     return {"type": type(error).__name__, "text": str(error), "parts": parts}
 

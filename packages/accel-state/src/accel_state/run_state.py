@@ -145,7 +145,7 @@ class AcceleratorState(RunPlugins, PartialState):
         """Kind of the run: the label of its strategy, else that of the process; or what was assigned to any state.
 
         Raises:
-            SettingError: what is assigned is no kind of run.
+            SettingError: the value is not a kind of run.
         """
         return current.run().distributed_type
 

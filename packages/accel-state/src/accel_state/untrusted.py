@@ -79,7 +79,7 @@ def read_limited(path: str | os.PathLike[str], limit: int = LIMIT, *, from_shell
         from_shell: what a shell gives for `<(command)` is read as well, for a path that the user types.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, or is larger.
     """
     given = from_shell and os.fspath(path).startswith(_OF_SHELLS)
     with FileIO(os.fspath(path)) if given else open_regular(path) as file:
@@ -279,7 +279,7 @@ def inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False
         links_out: whether a link may lead out of the folder, as the download cache of the Hub has them.
 
     Raises:
-        ValueError: the name is empty or absolute, leads out of the folder, or is no possible name of a file.
+        ValueError: the name is empty or absolute, leads out of the folder, or is not a possible name of a file.
     """
     if not _is_relative(name):
         raise ValueError(f"{shown(name)} is not the name of a file in or below the folder")

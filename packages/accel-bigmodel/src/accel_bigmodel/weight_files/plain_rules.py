@@ -293,7 +293,7 @@ _TENSOR_RULES: Final[Rules] = {
 
 
 _DTYPE: Final = re.compile(r"b1|[iu][1248]|f(?:2|4|8|12|16)|c(?:8|16|24|32)")
-"""Numbers and truth values. A dtype that holds objects makes numpy take bytes of the file for addresses."""
+"""Numbers and bools. A dtype that holds objects makes numpy take bytes of the file for addresses."""
 
 
 def _dtype(name: Global, arguments: list[Any], budget: Budget) -> Made:

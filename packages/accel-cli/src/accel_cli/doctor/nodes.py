@@ -141,7 +141,7 @@ def _welcome(hall: socket.socket, meeting: Meeting) -> list[_Guest]:
                         guests.append(_guest(line))
                         del waiting[line]
                 except Unreachable:
-                    # Somebody who looks at open ports is no machine of the run.
+                    # A port scanner is not a machine of the run.
                     del waiting[line]
                     line.close()
             if hall in heard:

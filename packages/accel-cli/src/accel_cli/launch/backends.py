@@ -101,7 +101,7 @@ def backend_for(label: str, origin: str) -> str | None:
 def check_requirements(settings: Effective) -> None:
     """Refuse a backend that cannot start: what it needs is not installed, or it cannot be loaded.
 
-    Where several backends train in the way that was asked for, one that can start is enough.
+    Where several backends train in the requested way, one that can start is enough.
 
     Raises:
         Missing: a package that it requires is absent or too old.

@@ -73,7 +73,7 @@ class HangWatch:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the processes are told."""
+        """Variables for the processes."""
         return {STATUS_FOLDER: self._folder}
 
     @property

@@ -2,7 +2,7 @@
 
 torch.distributed.run compares the host name of this machine with the place where the machines meet. Where the name
 resolves to a loopback address, as Debian sets it up, no machine finds itself there and nobody serves the store, or the
-others are told to reach 127.0.1.1. Here the machine's own addresses decide.
+others receive the address 127.0.1.1. Here the machine's own addresses decide.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _headline(first: Failure, processes: int) -> str:
 
 
 def _part(first: Failure) -> str:
-    """What the process that is told first did: it failed, or waited for others that did not come."""
+    """What the process that the summary names first did: it failed, or waited for others that did not come."""
     if not first.missed:
         return "failed first"
     named = ", ".join(map(str, first.missed[:_MOST_NAMED])) + (" and others" if len(first.missed) > _MOST_NAMED else "")

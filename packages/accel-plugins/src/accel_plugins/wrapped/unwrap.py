@@ -19,7 +19,7 @@ COMPILED_IN_PLACE: Final = "_compiled_by_prepare"
 
 @singledispatch
 def wrapped_module(model: Module) -> Module | None:
-    """The module inside a wrapper that no strategy of this process made, or None when `model` is no wrapper.
+    """The module inside a wrapper that no strategy of this process made, or None when `model` is not a wrapper.
 
     Of what a strategy made, `Strategy.unwrap` tells.
     """

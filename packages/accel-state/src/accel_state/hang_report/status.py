@@ -50,7 +50,7 @@ class StatusFile:
         return cls(folder, rank) if folder else None
 
     def write(self, sighting: Sighting) -> None:
-        """Replace what the file says; a folder that has gone is no concern of the run."""
+        """Replace what the file says; a folder that has gone does not disturb the run."""
         partial = f"{self._path}.{os.getpid()}"
         with contextlib.suppress(OSError):
             with open(partial, "w", encoding="utf-8") as file:

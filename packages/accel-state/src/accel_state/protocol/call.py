@@ -7,7 +7,7 @@
     everyones = posted.wait()
 
 Every process sends a header of one size first, whatever it calls. So processes that call different things see so, and
-all of them raise the same error. What fails before that is told to the others in place of the header, so that they
+all of them raise the same error. A failure before that is sent to the others in place of the header, so that they
 raise too instead of waiting.
 """
 
