@@ -6,6 +6,7 @@ each package, to prove what that package needs, and `bench` one for the original
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -306,6 +307,33 @@ def parity(session: nox.Session) -> None:
     session.install("-q", "-c", str(CONSTRAINTS), ORIGINAL, "torch", "numpy")
     os.environ["ACCEL_ORIGINAL_PYTHON"] = str(Path(session.bin) / "python")
     run(session, "python", "-m", "pytest", "-n", "0", "tests-integration/parity", *session.posargs)
+
+
+@nox.session(name="peer-suite", default=False, venv_backend="virtualenv", reuse_venv=True)
+def peer_suite(session: nox.Session) -> None:
+    """Run tests of the original library on this one; `$ACCEL_PEER_SUITE` names their folder, which has a `run.py`."""
+    folder = Path(os.environ.get("ACCEL_PEER_SUITE", ""))
+    if not (folder / "run.py").is_file():
+        session.skip("set ACCEL_PEER_SUITE to a folder with run.py, requirements.txt, tests/ and baseline-open.json")
+    own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), "torch")
+    session.install("-q", "-r", str(folder / "requirements.txt"), *own)
+    out = Path(session.create_tmp())
+    # What the tests import from the original is its `test_utils` alone.
+    session.install("-q", "--no-deps", "--upgrade", "--target", str(out / "original"), ORIGINAL)
+    expected = json.loads((folder / "baseline-open.json").read_text(encoding="utf-8"))
+    waived = tuple((folder / "waived.txt").read_text(encoding="utf-8").split())
+    for file in expected["files"].values():
+        names = [name for name in file["tests"] if not name.endswith(waived)]
+        file["tests"] = {name: file["tests"][name] for name in names}
+    (out / "baseline.json").write_text(json.dumps(expected), encoding="utf-8")
+    session.run(
+        *("python", str(folder / "run.py"), "--suite", str(folder), "--python", str(Path(session.bin) / "python")),
+        *("--test-utils", str(out / "original/accelerate/test_utils"), "--pytest-arg=--assert=plain", "--strict"),
+        *("--baseline", str(out / "baseline.json"), "--out", str(out / "outcomes.json")),
+        *("--details", str(out / "details.json"), "--jobs", "2", *session.posargs),
+        external=True,
+    )
 
 
 @nox.session(name="engines-deepspeed", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
