@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -11,9 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from accel_data import prepare_data_loader, skip_first_batches
+from accel_data import (
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipDataLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from accel_data.seeding import SampleSeed, SeededSamples, SeededStream
 from accel_state import PartialState
 from accel_state.errors import Conflict
@@ -290,3 +298,120 @@ def test_streams_that_each_process_reads_for_itself_go_on_from_their_states(two:
     assert second[2][1] == [[], []]
     for rest, resumed in first + second:
         assert resumed == rest
+
+
+DIRECT = (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
+
+
+def torchdatas_own(workers: int, shuffle: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    return {"batch_size": 4, "num_workers": workers, "shuffle": shuffle, "generator": generator}
+
+
+@pytest.mark.parametrize("kind", DIRECT)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_made_directly_has_the_states_of_torchdatas_own(kind: Any, workers: int, shuffle: bool) -> None:
+    data = list(range(14))
+    theirs = stateful_dataloader.StatefulDataLoader(data, **torchdatas_own(workers, shuffle))
+    ours = kind(data, use_stateful_dataloader=True, **torchdatas_own(workers, shuffle))
+    for expected, batch, steps_left in zip(theirs, ours, (3, 2, 1), strict=False):
+        assert batch.tolist() == expected.tolist()
+        state, reference = copy.deepcopy(ours.state_dict()), copy.deepcopy(theirs.state_dict())
+        torch.testing.assert_close(state, reference)
+        rest = kind(data, use_stateful_dataloader=True, **torchdatas_own(workers, shuffle))
+        rest.load_state_dict(reference)
+        torch.testing.assert_close(rest.state_dict(), reference)
+        continued = stateful_dataloader.StatefulDataLoader(data, **torchdatas_own(workers, shuffle))
+        continued.load_state_dict(state)
+        expected_rest = [left.tolist() for left in continued]
+        assert [left.tolist() for left in rest] == expected_rest
+        assert len(expected_rest) == steps_left
+
+
+@pytest.mark.parametrize("kind", DIRECT)
+def test_a_state_from_the_end_of_an_epoch_begins_the_next_one(kind: Any) -> None:
+    loader = kind(list(range(6)), batch_size=2, use_stateful_dataloader=True)
+    assert loader.state_dict()["_num_yielded"] == 0
+    list(loader)
+    state = loader.state_dict()
+    assert state["_iterator_finished"]
+    other = kind(list(range(6)), batch_size=2, use_stateful_dataloader=True)
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("kind", DIRECT)
+@pytest.mark.parametrize("skip", [0, 1])
+def test_batches_that_a_loader_made_directly_leaves_out(kind: Any, skip: int) -> None:
+    loader = kind(list(range(8)), batch_size=2, use_stateful_dataloader=True, skip_batches=skip)
+    assert len(loader) == 4 - skip
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]][skip:]
+    later = skip_first_batches(loader, 1)
+    assert [batch.tolist() for batch in later] == [[2, 3], [4, 5], [6, 7]][skip:]
+
+
+class Scripts(DataLoader[Any]):
+    """A loader class of a script."""
+
+
+@pytest.mark.parametrize("kind", [*DIRECT, DataLoaderAdapter])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_loader_is_an_instance_of_what_it_holds(kind: Any, stateful: bool) -> None:
+    loader = kind(list(range(8)), batch_size=2, use_stateful_dataloader=stateful)
+    assert isinstance(loader, stateful_dataloader.StatefulDataLoader) == stateful
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, kind)
+    assert type(loader) is kind
+    for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert type(other) is kind
+        assert isinstance(other, stateful_dataloader.StatefulDataLoader) == stateful
+
+
+def test_a_prepared_loader_is_an_instance_of_the_class_that_the_script_made() -> None:
+    assert isinstance(prepare_data_loader(Scripts(range(4), batch_size=2)), Scripts)
+    assert isinstance(prepared(Scripts(range(4), batch_size=2)), stateful_dataloader.StatefulDataLoader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_torchdatas_loader_continues_from_the_state_of_a_prepared_one(workers: int, dispatch: bool) -> None:
+    plain = DataLoader(range(10), batch_size=2, num_workers=workers)
+    rest, saved = rest_and_state(prepared(plain, dispatch_batches=dispatch), 2)
+    theirs = stateful_dataloader.StatefulDataLoader(
+        range(10), batch_sampler=BatchSampler(SequentialSampler(range(10)), 2, False), num_workers=workers
+    )
+    theirs.load_state_dict(saved)
+    assert [batch.tolist() for batch in theirs] == rest
+    assert len(rest) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loader_of_torchdata_that_the_script_made_is_restored(shuffle: bool, processes: int) -> None:
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(5)
+        options = {"batch_size": 2, "shuffle": shuffle, "generator": generator}
+        return prepared(stateful_dataloader.StatefulDataLoader(range(12), **options), processes)
+
+    loader = make()
+    list(loader)
+    rest, saved = rest_and_state(loader, 2)
+    assert saved["samples"] == 4 * processes
+    other = make()
+    other.load_state_dict(saved)
+    assert [batch.tolist() for batch in other] == rest
+    assert len(rest) == 6 // processes - 2
+
+
+def test_a_sampler_without_a_state_is_restored_by_what_its_order_was_drawn_from() -> None:
+    def make() -> Any:
+        return DataLoaderShard(
+            list(range(9)), batch_size=2, sampler=RandomSampler(range(9)), use_stateful_dataloader=True
+        )
+
+    rest, saved = rest_and_state(make(), 2)
+    other = make()
+    other.load_state_dict(saved)
+    assert [batch.tolist() for batch in other] == rest

@@ -46,6 +46,15 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Take the loader that this one is around."""
         self.__dict__.update(base_dataloader=base, use_stateful_dataloader=use_stateful_dataloader)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the loader that is held, so that `isinstance` answers for both."""
+        return type(self.__dict__.get("base_dataloader", self))
+
+    def __reduce__(self) -> Any:
+        # Pickle refuses to make an object of a class other than the one that `__class__` names.
+        return _unpickled, (type(self), self.__dict__)
+
     def __getattr__(self, name: str) -> Any:
         # While a copy or a pickle is being put together nothing is held yet.
         if name.startswith("__") or "base_dataloader" not in self.__dict__:
@@ -99,6 +108,12 @@ class DataLoaderAdapter(DataLoader[Any]):
                 "Give use_stateful_dataloader=True, or prepare the loader.",
             )
         return base
+
+
+def _unpickled(kind: type[DataLoaderAdapter], attributes: dict[str, Any]) -> DataLoaderAdapter:
+    loader = kind.__new__(kind)
+    loader.__dict__.update(attributes)
+    return loader
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

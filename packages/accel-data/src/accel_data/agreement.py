@@ -186,6 +186,11 @@ class AgreedSource:
         """See `Source`."""
         return self.inner.base_state() if self._asking is None else self._asking.base_given
 
+    @property
+    def self_contained(self) -> bool:
+        """See `Source`."""
+        return False
+
     def identity(self) -> str:
         """See `Source`."""
         return self.inner.identity()

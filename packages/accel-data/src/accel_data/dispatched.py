@@ -167,8 +167,13 @@ class DispatchedSource:
         return self.inner.continues_from_base
 
     def base_state(self) -> dict[str, Any] | None:
-        """None: the steps carry it, since more is read ahead here."""
-        return None
+        """See `Source`; the steps carry it too, since more is read ahead here."""
+        return self.inner.base_state()
+
+    @property
+    def self_contained(self) -> bool:
+        """See `Source`."""
+        return self.inner.self_contained and self.processes == 1
 
     def identity(self) -> str:
         """See `Source`."""

@@ -145,6 +145,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 progress.remainder = padding.total % (self.source.step_size or padding.total + 1)
             elif arrival.last:
                 self._count_last(part)
+            if arrival.last and arrival.base is not None:
+                progress.final_base = self.source.base_state()
             yield part if device is None else send_to_device(part, device, self._non_blocking)
             arrival = END if arrival.last else self._next(batches)
         return number

@@ -16,7 +16,7 @@ from accel_data.progress import Position
 from accel_data.samplers import BatchSamplerShard
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sources import READS_NAMES, length_of
-from accel_data.stateful import has_state, steps_in
+from accel_data.stateful import has_state, is_stateful, steps_in
 
 __all__ = ("MapSource", "OneByOne")
 
@@ -218,10 +218,12 @@ class MapSource:
 
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""
-        if not self.continues_from_base:
-            return None
-        state: dict[str, Any] = self.base.state_dict()  # type: ignore[attr-defined]
-        return state
+        return self.base.state_dict() if is_stateful(self.base) else None  # type: ignore[attr-defined]
+
+    @property
+    def self_contained(self) -> bool:
+        """See `Source`."""
+        return False
 
     def identity(self) -> str:
         """See `Source`."""

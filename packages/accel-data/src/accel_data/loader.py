@@ -14,7 +14,9 @@ from accel_data.padding import Marked
 from accel_data.prepared import END, PreparedLoader
 from accel_data.progress import Position, Progress
 from accel_data.samplers import BatchSamplerShard
+from accel_data.self_contained import SelfContained
 from accel_data.sources import Source
+from accel_data.stateful import is_stateful, knows_its_order
 from accel_data.streamed import StreamSource
 from accel_ops.move import send_to_device
 from accel_state.gradient import GradientState
@@ -80,25 +82,26 @@ class DataLoaderShard(PreparedLoader):
 
     def _open(self, at: Position | None) -> Iterator[Any]:
         batches, feed = super()._open(at), self.feed
+        if is_stateful(self.base_dataloader):
+            batches = _with_states(batches, self.source)
         if feed is None:
             return batches
-        # What another thread reads ahead must not draw from this process's generators, nor tell torchdata's position.
-        ahead = self.base_dataloader.num_workers > 0 and self.source.base_state() is None
-        return fed(batches, feed, ahead, _batch_of, _replaced)
+        # What another thread reads ahead must not draw from this process's generators.
+        return fed(batches, feed, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
         progress, source = self.progress, self.source
-        padded, has_state = source.padded, source.base_state() is not None
+        padded = source.padded
         device, non_blocking, fetch = self.device, self._non_blocking, self._next
         current, number = first, 0
         while current is not END:
-            padding = source.padding(number) if padded else None
+            padding, base = source.padding(number) if padded else None, None
             if type(current) is Marked:
-                current, padding = current.batch, current.padding
+                padding, base = current.padding or padding, current.base
+                current = current.batch
             # Moved before the next one is read, so that a copy to the device overlaps with reading.
             stays = device is None or lies_on(current, device)
             batch = current if stays else send_to_device(current, device, non_blocking)
-            base = source.base_state() if has_state else None
             current = fetch(batches)
             number += 1
             progress.steps += 1
@@ -106,6 +109,7 @@ class DataLoaderShard(PreparedLoader):
             progress.padding = padding
             if current is END:
                 progress.end_of_dataloader = True
+                progress.final_base = source.base_state()
                 if padding is not None and padding.total >= 0:
                     progress.remainder = padding.total
                 elif progress.remainder < 0:
@@ -114,12 +118,20 @@ class DataLoaderShard(PreparedLoader):
         return number
 
 
+def _with_states(batches: Iterator[Any], source: Source) -> Iterator[Marked]:
+    """The batches, each with torchdata's state after it, which the next one changes."""
+    for batch in batches:
+        marked = batch if type(batch) is Marked else Marked(batch, None)
+        marked.base = source.base_state()
+        yield marked
+
+
 def _batch_of(item: Any) -> Any:
     return item.batch if type(item) is Marked else item
 
 
 def _replaced(item: Any, batch: Any) -> Any:
-    return Marked(batch, item.padding) if type(item) is Marked else batch
+    return Marked(batch, item.padding, item.base) if type(item) is Marked else batch
 
 
 def lies_on(batch: Any, device: torch.device) -> bool:
@@ -137,8 +149,11 @@ def lies_on(batch: Any, device: torch.device) -> bool:
 
 def source_of(loader: DataLoader[Any]) -> Source:
     """The source of a loader whose samplers are this process's own already."""
+    contained = knows_its_order(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return StreamSource(loader, 1, loader.batch_size)
+        return StreamSource(loader, 1, loader.batch_size, self_contained=contained)
+    if contained:
+        return SelfContained(loader)
     if isinstance(loader.batch_sampler, BatchSamplerShard):
         return MapSource(loader, loader.batch_sampler)
     if loader.batch_sampler is None:

@@ -7,13 +7,14 @@ classes are sliced: a subclass may do anything in its `__iter__`.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 __all__ = (
     "Draw",
@@ -24,10 +25,12 @@ __all__ = (
     "begin_walk",
     "decided_by_epoch",
     "has_own_state",
+    "is_stock_batching",
     "permutation",
     "register",
     "repeatable",
     "restore_generator",
+    "torchdata_sampler",
     "upcoming",
 )
 
@@ -293,6 +296,16 @@ def _generator(sampler: object) -> object:
 def has_own_state(part: object) -> bool:
     """Whether a sampler or a data set tells its state and goes back to it."""
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def is_stock_batching(batch_sampler: object) -> bool:
+    """Whether a batch sampler is torch's, or torchdata's of the same behaviour: batches are slices of the order."""
+    return type(batch_sampler) in (BatchSampler, torchdata_sampler("BatchSampler"))
+
+
+def torchdata_sampler(name: str) -> type | None:
+    """A class of torchdata's samplers; None where no loader of torchdata has been made."""
+    return getattr(sys.modules.get("torchdata.stateful_dataloader.sampler"), name, None)
 
 
 _STOCK: dict[type, Callable[[Any, Draw | None], tuple[Order | Iterator[int], Draw]]] = {

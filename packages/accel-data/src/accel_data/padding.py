@@ -107,13 +107,20 @@ class LastOfStep:
 
 
 class Marked:
-    """A batch together with the padding of its step, on its way from a loading process to the loop."""
+    """A batch with what belongs to it, on its way to the loop.
 
-    __slots__ = ("batch", "padding")
+    Args:
+        batch: the batch.
+        padding: of its step.
+        base: torchdata's state after it.
+    """
 
-    def __init__(self, batch: Any, padding: Padding) -> None:
+    __slots__ = ("base", "batch", "padding")
+
+    def __init__(self, batch: Any, padding: Padding | None, base: dict[str, Any] | None = None) -> None:
         self.batch = batch
         self.padding = padding
+        self.base = base
 
     def pin_memory(self, *device: Any) -> Marked:
         """The same with its tensors in pinned memory; torch's loader calls this."""

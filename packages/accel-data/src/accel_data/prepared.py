@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -340,10 +341,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return type(self).around(self.source.named(), **options | own)
 
     def _standing(self) -> dict[str, Any]:
-        """Plain values and tensors, equal on all processes but for the states of data sets ("base")."""
+        """Plain values and tensors, equal on all processes but for torchdata's.
+
+        torchdata's own state is part of it, so that its loader and the original library can continue from there; where
+        it says all, it is all there is.
+        """
         source, progress = self.source, self.progress
+        theirs = progress.final_base or progress.base if progress.resume is None else progress.resume.base
+        if source.self_contained and (theirs or progress.resume is None):
+            return dict(theirs or source.base_state() or {})
         begun = source.draws.last if progress.steps else source.upcoming()
         position = progress.resume or progress.position(source.draws.again or begun)
+        if not source.continues_from_base:
+            position = replace(position, base=None)
         obstacle = source.obstacle() if self.restores and position.steps else None
         if obstacle is not None:
             raise CheckpointError(
@@ -354,6 +364,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # After its last batch an epoch has drawn everything, so that the next one begins with what there is now.
         following = source.upcoming() if progress.steps and progress.end_of_dataloader else progress.following
         return {
+            **(theirs or {}),
             "version": _VERSION,
             **position.state_dict(),
             "sampler": source.identity(),

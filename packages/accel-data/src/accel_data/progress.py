@@ -68,7 +68,8 @@ class Progress:
         remainder: real samples of an incomplete last step of all processes; 0 when it is complete, -1 when unknown.
         padding: of the step given out last; None when nothing was added to it.
         steps: batches received in this epoch, with those skipped.
-        base: what torchdata needs to continue after the batch given out last.
+        base: torchdata's state after the batch given out last.
+        final_base: torchdata's state at the end of the epoch, once it is known that no batch follows.
         resume: where the next iteration continues, or None when it begins at the beginning.
         following: what the epoch after this one is drawn from, where this one was restored after its last batch.
     """
@@ -81,6 +82,7 @@ class Progress:
         "base",
         "end_of_dataloader",
         "epoch",
+        "final_base",
         "following",
         "padding",
         "remainder",
@@ -96,6 +98,7 @@ class Progress:
         self.resume: Position | None = None
         self.following: Draw | None = None
         self.base: dict[str, Any] | None = None
+        self.final_base: dict[str, Any] | None = None
         self.steps = 0
         self._base_steps = 0
         self._base_samples: int | None = 0
@@ -113,7 +116,7 @@ class Progress:
             remainder: see `Progress`.
         """
         self.end_of_dataloader = False
-        self.following = None
+        self.following = self.base = self.final_base = None
         self.remainder = remainder
         self.padding = None
         self.steps = self._base_steps = steps

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from accel_data.order import Draw, Draws, Order, Permuted, begin, begin_walk, permutation, register
+from accel_data.order import (
+    Draw,
+    Draws,
+    Order,
+    Permuted,
+    begin,
+    begin_walk,
+    is_stock_batching,
+    permutation,
+    register,
+)
 from accel_data.padding import Padding
 from accel_data.plan import ShardPlan
 from accel_data.walk import Step, walk_batches, walk_samples, walk_split_batches
@@ -122,7 +132,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def walked(self) -> bool:
         """Whether a custom batch sampler gives whole batches, whose samples have no position of their own."""
-        return type(self.batch_sampler) is not BatchSampler
+        return not is_stock_batching(self.batch_sampler)
 
     @property
     def pads(self) -> bool:
@@ -228,7 +238,7 @@ class SkipBatchSampler(BatchSampler):
         self._jumping: BatchSamplerShard | None = None
         if isinstance(batch_sampler, BatchSamplerShard):
             self._jumping = batch_sampler.skipping(skip_batches)
-        elif type(batch_sampler) is BatchSampler:
+        elif is_stock_batching(batch_sampler):
             self._jumping = BatchSamplerShard(batch_sampler).skipping(skip_batches)
 
     @property

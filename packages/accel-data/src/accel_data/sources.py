@@ -116,7 +116,11 @@ class Source(Protocol):
         """Whether torchdata continues an epoch by itself, because the data set has a state of its own."""
 
     def base_state(self) -> dict[str, Any] | None:
-        """What torchdata needs to continue after the batch given out last; None where a position is enough."""
+        """torchdata's state after the batch given out last; None of a loader that is not torchdata's."""
+
+    @property
+    def self_contained(self) -> bool:
+        """Whether that state says all there is to say of a position."""
 
     def identity(self) -> str:
         """Which samplers, or which stream, give the order."""

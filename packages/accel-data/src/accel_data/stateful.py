@@ -6,12 +6,20 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from accel_data.config import TORCHDATA
-from accel_data.order import has_own_state
+from accel_data.order import has_own_state, is_stock_batching, torchdata_sampler
 
-__all__ = ("has_state", "is_finished", "stateful_loader_class", "stateful_twin", "steps_in")
+__all__ = (
+    "has_state",
+    "is_finished",
+    "is_stateful",
+    "knows_its_order",
+    "stateful_loader_class",
+    "stateful_twin",
+    "steps_in",
+)
 
 _CARRIED: Final = (
     "num_workers",
@@ -40,10 +48,28 @@ def stateful_loader_class() -> type[DataLoader[Any]]:
     return loader_class
 
 
+def is_stateful(loader: DataLoader[Any]) -> bool:
+    """Whether a loader is torchdata's."""
+    return hasattr(loader, "load_state_dict")
+
+
+def knows_its_order(loader: DataLoader[Any]) -> bool:
+    """Whether the state of torchdata's loader says all that an epoch depends on: it reads the same samples again."""
+    if not is_stateful(loader):
+        return False
+    if isinstance(loader.dataset, IterableDataset):
+        return has_state(loader)
+    above, sampler = loader.batch_sampler, loader.sampler
+    if above is not None and not is_stock_batching(above):
+        return has_own_state(above)
+    stock = type(sampler) is SequentialSampler or type(sampler) is torchdata_sampler("RandomSampler")
+    return stock or has_own_state(sampler)
+
+
 def has_state(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads through torchdata from a data set that goes back exactly to a state of its own."""
     dataset = loader.dataset
-    if not hasattr(loader, "load_state_dict"):
+    if not is_stateful(loader):
         return False
     return has_own_state(dataset) and not _loses_samples(dataset)
 

@@ -19,7 +19,7 @@ from accel_data.plan import ShardPlan, shortage
 from accel_data.progress import Position
 from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.sources import READS_NAMES, length_of
-from accel_data.stateful import has_state
+from accel_data.stateful import has_state, is_stateful
 
 __all__ = ("SkippedStream", "StreamSource")
 
@@ -70,13 +70,17 @@ class StreamSource:
         base: reads them.
         processes: number of processes that share the stream.
         step_size: samples of all processes in one step; None when unknown.
+        self_contained: whether torchdata's state says all there is to say of a position.
     """
 
-    def __init__(self, base: DataLoader[Any], processes: int, step_size: int | None, skipped_steps: int = 0) -> None:
+    def __init__(
+        self, base: DataLoader[Any], processes: int, step_size: int | None, *, self_contained: bool = False
+    ) -> None:
         self.base = base
         self.processes = processes
         self.step_size = step_size
-        self.skipped_steps = skipped_steps
+        self.skipped_steps = 0
+        self.self_contained = self_contained
         self.draws = Draws()
         self._reading = base
         self._continues = has_state(base)
@@ -234,10 +238,7 @@ class StreamSource:
 
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""
-        if not self.continues_from_base:
-            return None
-        state: dict[str, Any] = self._reading.state_dict()  # type: ignore[attr-defined]
-        return state
+        return self._reading.state_dict() if is_stateful(self._reading) else None  # type: ignore[attr-defined]
 
     def identity(self) -> str:
         """See `Source`."""
