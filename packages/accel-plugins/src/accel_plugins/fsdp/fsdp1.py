@@ -127,7 +127,7 @@ class FSDP1Strategy(ShardedStrategy):
         if self.config.use_orig_params:
             bundle.rebind_by_name(before)
             return
-        for optimizer in bundle.optimizers:
+        for optimizer in bundle.optimizers if bundle.models else ():
             optimizer.param_groups[0]["params"] = list(bundle.models[0].parameters())
 
     def _use_sharded_scaler(self) -> None:

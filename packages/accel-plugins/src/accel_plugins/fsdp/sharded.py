@@ -51,6 +51,7 @@ class ShardedStrategy(Strategy):
             )
         config.compute_in(context.precision.dtype)
         self._owners: weakref.WeakKeyDictionary[Optimizer, Module] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakSet[Module] = weakref.WeakSet()
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self._holding: dict[int, int] = {}
 
@@ -79,7 +80,7 @@ class ShardedStrategy(Strategy):
                     "Train in bf16, or freeze the ignored modules.",
                 )
         for optimizer in bundle.optimizers:
-            owner(optimizer, bundle.models)
+            owner(optimizer, [*bundle.models, *self._sharded])
             if optimizer.state:
                 raise Conflict(
                     f"{type(optimizer).__name__} was given to prepare().",
@@ -105,9 +106,10 @@ class ShardedStrategy(Strategy):
                 hook = self._averaging_hook(model)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         bundle.models[:] = [self.shard(model) for model in bundle.models]
+        self._sharded.update(bundle.models)
         self.follow(bundle, before)
         for optimizer in bundle.optimizers:
-            self._owners[optimizer] = owner(optimizer, bundle.models)
+            self._owners[optimizer] = owner(optimizer, list(self._sharded))
         return bundle
 
     def follow(self, bundle: Bundle, before: Mapping[Parameter, str]) -> None:
@@ -207,6 +209,7 @@ class ShardedStrategy(Strategy):
     # ------------------------------------------------------------------ the end
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        self._sharded.difference_update(models)
         for optimizer in optimizers:
             self._owners.pop(inner_optimizer(optimizer), None)
 
@@ -229,7 +232,7 @@ def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
     """The model whose parameters an optimizer holds.
 
     Raises:
-        Conflict: it holds parameters of several models, or of none that are prepared with it.
+        Conflict: it holds parameters of several of the models, or of none.
     """
     held: set[Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
@@ -237,6 +240,6 @@ def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:
             return model
     raise Conflict(
         f"{type(optimizer).__name__} was given to prepare().",
-        "Its parameters are not those of one model of the same call, and sharding replaces parameters.",
-        "Give each optimizer together with its model, and make one optimizer for each model.",
+        "Its parameters are not those of one sharded model or of one model of this call; sharding replaces parameters.",
+        "Give each optimizer together with its model, or make it from what prepare() returned; one for each model.",
     )
