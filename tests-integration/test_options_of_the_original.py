@@ -12,9 +12,11 @@ from accel_cli.command import find_command
 from accel_cli.launch.flags import flag_values
 from accel_cli.launch.options import launch_classes
 from accel_cli.parser import Parser
+from accelerate.commands.launch import launch_command_parser
 
 FACTS = Path(__file__).parent / "reference" / "cli.json"
 COMMANDS = json.loads(FACTS.read_text(encoding="utf-8"))["accelerate"]["subcommands"]
+TAKEN = ("store", "store_true", "append")
 ALONE = ("store_true", "store_const", "help")
 
 
@@ -34,6 +36,14 @@ def test_options_of_launch(option: dict[str, Any]) -> None:
     for flag in option["flags"]:
         assert flag in known
         assert (known[flag].nargs == 0) == (option["action"] in ALONE), flag
+
+
+@pytest.mark.parametrize("option", [case for case in cases("launch") if case.values[0]["action"] in TAKEN])
+def test_namespace_of_launch_holds_the_default_of_the_original(option: dict[str, Any]) -> None:
+    parsed = vars(launch_command_parser().parse_args(["job.py"]))
+    default = 1 if option["type"] == "str_to_bool" else option["default"]
+    assert parsed[option["dest"]] == (tuple(default) if isinstance(default, list) else default)
+    assert option["dest"] not in parsed["nondefault"]
 
 
 @pytest.mark.parametrize("command", ["config", "env"])

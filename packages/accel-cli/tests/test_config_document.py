@@ -35,6 +35,10 @@ def test_nested_tables_are_joined_by_dots_and_keep_their_lines(document):
     )
 
 
+def test_a_key_may_repeat_its_value(document):
+    assert document("a: 1\nb: 2\na: 1\n") == (Entry("a", "1", 1), Entry("b", "2", 2))
+
+
 def test_lists_of_scalars(document):
     assert document("vm:\n  - one\n  - 2\n  - null\nnone: []\n") == (
         Entry("vm", ["one", "2", None], 1),

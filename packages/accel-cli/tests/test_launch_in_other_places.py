@@ -17,7 +17,7 @@ from accel_cli.launch.mpi import find_mpi
 from accel_cli.launch.plan import RUNNER, Machine, Script, make_plan
 from accel_cli.launch.sagemaker import describe_job, hyperparameters
 from accel_cli.launch.tpu import RUNNER_OF_TPU
-from accel_state.errors import Conflict, Missing, NotOffered, SettingError
+from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
 
@@ -134,7 +134,7 @@ def test_as_many_processes_as_the_hostfile_says(hosts):
 
 def test_mpi_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Missing, match="no mpirun"):
+    with pytest.raises(NotFound, match="no mpirun"):
         find_mpi()
 
 

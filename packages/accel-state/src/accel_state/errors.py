@@ -15,6 +15,7 @@ __all__ = (
     "LaunchError",
     "Missing",
     "NoState",
+    "NotFound",
     "NotOffered",
     "NotReady",
     "OutOfMemory",
@@ -51,6 +52,10 @@ class SettingError(AccelError, ValueError):
 
 class Conflict(SettingError):
     """Met when two settings, each fine by itself, contradict each other; the message names both."""
+
+
+class NotFound(SettingError, FileNotFoundError):
+    """Met when a setting names a file, a repository or a program that does not exist."""
 
 
 class UnknownKind(AccelError, TypeError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from accel_cli.config.plain import Entry, plain_entries
-from accel_state.errors import SettingError
+from accel_state.errors import NotFound, SettingError
 
 __all__ = ("Entry", "read_document", "read_tables")
 
@@ -25,14 +25,16 @@ def read_document(path: str) -> tuple[Entry, ...]:
     """Entries of a config file in the order in which they stand.
 
     Raises:
-        SettingError: the file cannot be read, is not valid YAML or JSON, holds a key twice, or is no table of keys.
+        NotFound: there is no such file.
+        SettingError: the file cannot be read, is not valid YAML or JSON, has two values for a key, or is no
+            table of keys.
     """
     asked = f"The config file {path} was to be read."
     try:
         text = _text(path)
     except FileNotFoundError:
         remedy = "Check the path, or write a file with `accel config`."
-        raise SettingError(asked, "There is no such file.", remedy) from None
+        raise NotFound(asked, "There is no such file.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         remedy = f"Give a text file of at most {_LARGEST} bytes."
         raise SettingError(asked, f"It cannot be read: {error}.", remedy) from None
@@ -125,16 +127,18 @@ def _compose(text: str, asked: str, path: str) -> Any:
 
 
 def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[Entry]:
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[int, Any]] = {}
     for key_node, value_node in table.value:
         line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
             raise SettingError(asked, f"{path}:{line} has a key that is no text.", "Write one `key: value` a line.")
         key = prefix + key_node.value
-        if key in seen:
-            obstacle = f"The key {key!r} stands in line {seen[key]} and again in line {line}."
+        first = seen.setdefault(key, (line, value_node))
+        if first[1] is not value_node:
+            if value_node.id == "scalar" == first[1].id and value_node.value == first[1].value:
+                continue
+            obstacle = f"The key {key!r} stands in line {first[0]} and again in line {line}."
             raise SettingError(asked, obstacle, "Remove one of the two lines.")
-        seen[key] = line
         yield from _entry(key, value_node, line, asked, path)
 
 

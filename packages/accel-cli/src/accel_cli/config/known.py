@@ -55,8 +55,8 @@ _FSDP: Final = _table(
     "fsdp_config",
     """
     activation_checkpointing activation_checkpointing_offload auto_wrap_policy backward_prefetch
-    cpu_ram_efficient_loading forward_prefetch min_num_params offload_params reshard_after_forward sharding_strategy
-    state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version
+    cpu_ram_efficient_loading forward_prefetch ignored_modules min_num_params offload_params reshard_after_forward
+    sharding_strategy state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version
     """,
     "fsdp_",
 )

@@ -20,7 +20,15 @@ from accel_state.settings.schema import BOOLEAN, SWITCH, TEXT, Setting, settings
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("add_settings", "flag_rows", "flag_values", "setting_of")
+__all__ = (
+    "add_settings",
+    "destination",
+    "flag_rows",
+    "flag_values",
+    "is_switch",
+    "setting_of",
+    "settings_by_flag",
+)
 
 _SHORT: Final = {"--tee": ("-t",)}
 _PREFIX: Final = "setting:"
@@ -28,22 +36,22 @@ _PREFIX: Final = "setting:"
 
 def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
     """Add the flags of every setting of some classes."""
-    for flag, known in _by_flag(classes).items():
+    for flag, known in settings_by_flag(classes).items():
         names = _names(known)
-        destination = _PREFIX + flag
-        if not _is_switch(known):
-            parser.add_argument(*names, dest=destination, action=_action(known))
+        to = destination(flag)
+        if not is_switch(known):
+            parser.add_argument(*names, dest=to, action=_action(known))
             continue
-        parser.add_argument(*names, dest=destination, action="store_const", const="true")
+        parser.add_argument(*names, dest=to, action="store_const", const="true")
         opposites = spelled(f"--no_{flag.removeprefix('--')}")
-        parser.add_argument(*opposites, dest=destination, action="store_const", const="false")
+        parser.add_argument(*opposites, dest=to, action="store_const", const="false")
 
 
 def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
     """What a help text says about each flag, under the headings the settings name."""
     rows: dict[str, list[tuple[str, str]]] = {}
-    for flag, known in _by_flag(classes).items():
-        value = "" if _is_switch(known) else f" {_metavar(known)}"
+    for flag, known in settings_by_flag(classes).items():
+        value = "" if is_switch(known) else f" {_metavar(known)}"
         names = ", ".join((*_SHORT.get(flag, ()), flag))
         rows.setdefault(known.group or "General", []).append((names + value, _meaning(known)))
     return rows
@@ -57,19 +65,19 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
     """
     values = {}
     for known in _flagged(classes):
-        said = getattr(parsed, f"{_PREFIX}{known.flag}", None)
+        said = getattr(parsed, destination(str(known.flag)), None)
         if said is not None:
             value = tuple(said) if known.kind is REPEATED else known.parse(said, str(known.flag))
             values[label(known)] = Given(value, str(known.flag))
     return values
 
 
-def setting_of(destination: str, classes: Iterable[type]) -> Setting | None:
-    """The setting that a parser's destination belongs to."""
-    return _by_flag(classes).get(destination.removeprefix(_PREFIX))
+def setting_of(dest: str, classes: Iterable[type]) -> Setting | None:
+    """The setting whose flag is parsed to `dest`."""
+    return settings_by_flag(classes).get(dest.removeprefix(_PREFIX))
 
 
-def _by_flag(classes: Iterable[type]) -> dict[str, Setting]:
+def settings_by_flag(classes: Iterable[type]) -> dict[str, Setting]:
     """The first setting of each flag."""
     found: dict[str, Setting] = {}
     for known in _flagged(classes):
@@ -77,11 +85,17 @@ def _by_flag(classes: Iterable[type]) -> dict[str, Setting]:
     return found
 
 
+def destination(flag: str) -> str:
+    """Name under which a namespace of `accel launch` has the text given for a flag."""
+    return _PREFIX + flag
+
+
 def _action(known: Setting) -> str:
     return "append" if known.kind is REPEATED else "store"
 
 
-def _is_switch(known: Setting) -> bool:
+def is_switch(known: Setting) -> bool:
+    """Whether the flag of a setting takes no value."""
     return known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
 
 

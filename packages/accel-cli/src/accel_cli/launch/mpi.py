@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
+import subprocess as subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from shutil import which
 from typing import Final
 
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
 from accel_cli.launch.torchrun import PORT_OF_MACHINES
-from accel_state.errors import Conflict, Missing, SettingError
+from accel_state.errors import Conflict, NotFound, SettingError
 
-__all__ = ("find_mpi", "mpi_argv", "mpi_hosts")
+__all__ = ("find_mpi", "mpi_argv", "mpi_hosts", "placement")
 
 _ASKED: Final = "Processes were to be started by MPI."
 _OPEN: Final = "Open MPI"
@@ -23,19 +24,19 @@ def find_mpi() -> str:
     """Which family the installed mpirun is of: "Open MPI", or "Hydra" for MPICH, MVAPICH and Intel MPI.
 
     Raises:
-        Missing: there is no mpirun.
+        NotFound: there is no mpirun.
         SettingError: it does not say what it is.
     """
-    try:
-        answer = subprocess.run(
-            ["mpirun", "--version"], capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL
-        )
-    except FileNotFoundError:
+    if which("mpirun") is None:
         remedy = "Install one, for example with: conda install -c conda-forge openmpi"
-        raise Missing(_ASKED, "There is no mpirun on the path.", remedy) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotFound(_ASKED, "There is no mpirun on the path.", remedy)
+    try:
+        answer = subprocess.check_output(
+            ["mpirun", "--version"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_PATIENCE
+        )
+    except (OSError, subprocess.SubprocessError) as error:
         raise SettingError(_ASKED, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI.") from None
-    return _OPEN if _OPEN in answer.stdout or "OpenRTE" in answer.stdout else "Hydra"
+    return _OPEN if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
 
 
 def mpi_hosts(effective: Effective) -> tuple[Host, ...]:
@@ -79,10 +80,21 @@ def mpi_argv(
         "MASTER_PORT": str(machines.main_process_port or PORT_OF_MACHINES),
     }
     total = str(processes * len(hosts))
-    placed = _OPEN_MPI if family == _OPEN else _HYDRA
-    place = (part.format(file=effective["mpirun_config.mpirun_hostfile"].value, each=processes) for part in placed)
+    place = placement(family, effective["mpirun_config.mpirun_hostfile"].value, processes)
     variables = _exported({**environment, **store}, family)
     return ("mpirun", *place, "-n", total, *variables, *program)
+
+
+def placement(family: str, hostfile: str, processes: int) -> tuple[str, ...]:
+    """Options of mpirun that put `processes` processes on each machine of a hostfile.
+
+    Args:
+        family: as `find_mpi` answers.
+        hostfile: path of the file that names the machines.
+        processes: processes on each machine.
+    """
+    parts = _OPEN_MPI if family == _OPEN else _HYDRA
+    return tuple(part.format(file=hostfile, each=processes) for part in parts)
 
 
 _OPEN_MPI: Final = ("--hostfile", "{file}", "--map-by", "ppr:{each}:node")

@@ -23,14 +23,22 @@ from accel_state.devices.rows import ROWS
 from accel_state.network import loopback_variables
 from accel_state.settings.environ import ORIGINS, origins_text
 
-__all__ = ("RUNNER", "LaunchPlan", "Machine", "Script", "common_environment", "make_plan")
+__all__ = ("RUNNER", "Launch", "LaunchPlan", "Machine", "Script", "common_environment", "make_plan")
 
 # torch's C++ side prints every frame of an error of the store; the traceback says the same in one line.
 _USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-class _Launch(NamedTuple):
-    """What the ways to start processes are given."""
+class Launch(NamedTuple):
+    """What the ways to start processes are given.
+
+    Args:
+        effective: every setting of the launch.
+        script: what to run.
+        machine: where to run it.
+        carried: settings classes that the processes read back from their environment.
+        backend: the backend that follows from the kind of run, or None.
+    """
 
     effective: Effective
     script: Script
@@ -88,7 +96,7 @@ def make_plan(
         NotOffered: the way to start the processes does not take what is to run.
     """
     check_launch(effective)
-    return _WAYS[_runner(effective)](_Launch(effective, script, machine, carried, backend))
+    return _WAYS[_runner(effective)](Launch(effective, script, machine, carried, backend))
 
 
 def _runner(effective: Effective) -> str:
@@ -103,7 +111,7 @@ def _runner(effective: Effective) -> str:
     return "torchrun" if through_torchrun else "spawner"
 
 
-def _spawner(launch: _Launch) -> LaunchPlan:
+def _spawner(launch: Launch) -> LaunchPlan:
     check_own_launcher(launch.effective)
     machines = launch.effective.instance(MachineSettings)
     supervision = launch.effective.instance(SupervisionSettings)
@@ -123,7 +131,7 @@ def _spawner(launch: _Launch) -> LaunchPlan:
     )
 
 
-def _torchrun(launch: _Launch) -> LaunchPlan:
+def _torchrun(launch: Launch) -> LaunchPlan:
     check_own_launcher(launch.effective)
     local = _local_processes(launch.effective, launch.effective.instance(MachineSettings), launch.machine)
     argv = (launch.machine.python, *torchrun_argv(launch.effective, local, launch.program))
@@ -135,14 +143,14 @@ def _torchrun(launch: _Launch) -> LaunchPlan:
     return LaunchPlan(environment, argv, "torchrun", local, grace_period=grace)
 
 
-def _deepspeed(launch: _Launch) -> LaunchPlan:
+def _deepspeed(launch: Launch) -> LaunchPlan:
     check_deepspeed(launch.effective)
     processes = _each(launch.effective, launch.effective["num_machines"].value)
     argv = deepspeed_argv(launch.effective, processes, launch.program)
     return _one_process(launch, argv, "deepspeed", processes or 1)._replace(environment_file=ENVIRONMENT_FILE)
 
 
-def _mpirun(launch: _Launch) -> LaunchPlan:
+def _mpirun(launch: Launch) -> LaunchPlan:
     hosts = mpi_hosts(launch.effective)
     processes = _each(launch.effective, len(hosts)) or hosts[0].slots or 1
     program = (launch.machine.python, *launch.program)
@@ -151,7 +159,7 @@ def _mpirun(launch: _Launch) -> LaunchPlan:
     return _one_process(launch, argv, "mpirun", processes)
 
 
-def _tpu(launch: _Launch) -> LaunchPlan:
+def _tpu(launch: Launch) -> LaunchPlan:
     script = launch.script
     if launch.effective["tpu_use_cluster"].value:
         how = {"script": (), "module": ("--module",), "program": ("--no_python",)}[script.how]
@@ -162,13 +170,13 @@ def _tpu(launch: _Launch) -> LaunchPlan:
     return plan._replace(environment={**plan.environment, **tpu_variables(launch.effective)})
 
 
-def _one_process(launch: _Launch, argv: tuple[str, ...], runner: str, processes: int) -> LaunchPlan:
+def _one_process(launch: Launch, argv: tuple[str, ...], runner: str, processes: int) -> LaunchPlan:
     """A plan for a program that starts the processes by itself."""
     grace = launch.effective.instance(SupervisionSettings).grace_period
     return LaunchPlan(launch.environment(processes), argv, runner, removed=PLACE_VARIABLES, grace_period=grace)
 
 
-_WAYS: Final[Mapping[str, Callable[[_Launch], LaunchPlan]]] = {
+_WAYS: Final[Mapping[str, Callable[[Launch], LaunchPlan]]] = {
     "spawner": _spawner,
     "torchrun": _torchrun,
     "deepspeed": _deepspeed,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from importlib.machinery import ModuleSpec
 
-__all__ = ("find_script", "script_of")
+__all__ = ("find_script", "how_to_run", "script_of")
 
 _ZIPPED: Final = (".zip", ".pyz")
 
@@ -40,15 +40,24 @@ def find_script(target: str, arguments: Sequence[str], module: bool, no_python: 
     Raises:
         SettingError: it cannot be found.
     """
+    how = how_to_run(module, no_python)
+    _CHECKS[how](target)
+    return Script(how, target, tuple(arguments))
+
+
+def how_to_run(module: bool, no_python: bool) -> str:
+    """The way in which a target is run, as `Script.how` names it.
+
+    Raises:
+        Conflict: a module is to be run, and no Python.
+    """
     if module and no_python:
         raise Conflict(
             "--module and --no_python were asked for.",
             "A module is run by Python, --no_python runs something else.",
             "Remove one of the two.",
         )
-    how = "module" if module else "program" if no_python else "script"
-    _CHECKS[how](target)
-    return Script(how, target, tuple(arguments))
+    return "module" if module else "program" if no_python else "script"
 
 
 def _check_script(target: str) -> None:

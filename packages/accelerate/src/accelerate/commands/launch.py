@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from accelerate.legacy.command_parts import launch_one as tpu_pod_launcher
     from accelerate.legacy.commands import launch_command, launch_command_parser
     from accelerate.legacy.commands import launch_main as main
+    from accelerate.legacy.launch_defaults import validate_launch_command as _validate_launch_command
 
 __all__ = (
     "CustomHelpFormatter",
+    "_validate_launch_command",
     "clean_option",
     "deepspeed_launcher",
     "launch_command",

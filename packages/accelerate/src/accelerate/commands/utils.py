@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
-    from accelerate.legacy.command_parts import CustomArgumentGroup, CustomArgumentParser
+    from accelerate.legacy.command_parts import CustomArgumentGroup
+    from accelerate.legacy.parsing import CustomArgumentParser
 
 __all__ = ("CustomArgumentGroup", "CustomArgumentParser")
 

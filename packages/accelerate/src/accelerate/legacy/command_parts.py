@@ -21,7 +21,6 @@ from accel_cli.launch.arguments import ASKED
 from accel_cli.launch.backends import backends
 from accel_cli.launch.devices import best_devices
 from accel_cli.launch.options import launch_classes
-from accel_cli.parser import Parser
 from accel_state.labels import ComputeEnvironment, DynamoBackend
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
@@ -35,7 +34,6 @@ __all__ = (
     "DYNAMO_BACKENDS",
     "ConversionStatus",
     "CustomArgumentGroup",
-    "CustomArgumentParser",
     "CustomHelpFormatter",
     "SubcommandHelpFormatter",
     "clean_option",
@@ -74,9 +72,6 @@ options_to_group: Final = {
     "use_fsdp": "FSDP Arguments",
     "use_megatron_lm": "Megatron-LM Arguments",
 }
-
-CustomArgumentParser: Final = Parser
-"""The parser that takes every option with dashes as well; ours adds both spellings where options are declared."""
 
 CustomArgumentGroup: Final = argparse._ArgumentGroup
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from accel_cli import main as command_line
 from accel_cli.command import find_command
-from accel_cli.parser import Parser
+from accelerate.legacy.parsing import CustomArgumentParser, add_launch_arguments, own_arguments
 
 __all__ = (
     "config_command",
@@ -41,6 +41,8 @@ __all__ = (
     "tpu_main",
 )
 
+_SPELLING: Final = "Options may be written with dashes as well, such as --num-processes."
+
 
 def main() -> int:
     """What the console script `accelerate` runs; returns the exit code."""
@@ -53,7 +55,7 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, for a parser inside another one.
     """
-    return _parser("launch", subparsers, launch_command)
+    return _parser("launch", subparsers, launch_command, add_launch_arguments)
 
 
 def launch_command(args: Namespace) -> None:
@@ -62,7 +64,7 @@ def launch_command(args: Namespace) -> None:
     Raises:
         SystemExit: the run failed; it has the exit code.
     """
-    _run("launch", args)
+    _run("launch", own_arguments(args))
 
 
 def launch_main() -> int:
@@ -170,14 +172,19 @@ def tpu_main() -> int:
     return _main("tpu-config")
 
 
-def _parser(name: str, subparsers: Any, function: Callable[[Namespace], None]) -> ArgumentParser:
+def _parser(
+    name: str,
+    subparsers: Any,
+    function: Callable[[Namespace], None],
+    add_arguments: Callable[[ArgumentParser], None] | None = None,
+) -> ArgumentParser:
     command = find_command(name)
     parser: ArgumentParser = (
-        Parser(f"accelerate {name}", command.help)
+        CustomArgumentParser(f"accelerate {name}", description=command.help, epilog=_SPELLING, allow_abbrev=False)
         if subparsers is None
         else subparsers.add_parser(name, help=command.help)
     )
-    command.add_arguments(parser)
+    (add_arguments or command.add_arguments)(parser)
     if subparsers is not None:
         parser.set_defaults(func=function)
     return parser

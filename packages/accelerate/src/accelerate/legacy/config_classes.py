@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from accel_cli.config.document import read_document, read_tables
 from accel_cli.config.file import modern
@@ -20,6 +20,9 @@ from accel_state.settings.schema import closest
 __all__ = ("BaseConfig", "ClusterConfig", "SageMakerConfig", "load_config_from_file")
 
 C = TypeVar("C", bound="BaseConfig")
+
+_WORDS_OF_FALSE: Final = {"distributed_type": "NO", "mixed_precision": "no"}
+"""What YAML reads as false where these keys say it without quotes."""
 
 
 @dataclass
@@ -49,11 +52,16 @@ class BaseConfig:
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         """The fields that a file's table stands for: keys of today, and values for what old files leave out."""
         values = dict(config_dict)
-        values.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
+        for key, word in _WORDS_OF_FALSE.items():
+            if values.get(key) is False:
+                values[key] = word
+        values.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
+        if values["compute_environment"] == ComputeEnvironment.LOCAL_MACHINE and values.get("distributed_type") == "NO":
+            values.setdefault("num_processes", 1)
         half = values.pop("fp16", False)
         values.setdefault("mixed_precision", "fp16" if half else None)
-        values.setdefault("use_cpu", False)
-        values.setdefault("debug", False)
+        for key in ("use_cpu", "debug", "enable_cpu_affinity"):
+            values.setdefault(key, False)
         backend = values.pop("dynamo_backend", None)
         if backend is not None:
             values["dynamo_config"] = {} if str(backend).upper() == "NO" else {"dynamo_backend": backend}

@@ -8,18 +8,26 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from accel_cli.commands.launch import this_machine
+from accel_cli.launch.arguments import MachineSettings
+from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv, own_launcher
+from accel_cli.launch.flags import flag_values
+from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.notebook import debug_launcher, notebook_launcher
 from accel_cli.launch.options import carried_classes
-from accel_cli.launch.plan import LaunchPlan, common_environment, make_plan
-from accel_cli.launch.request import Request, read_request
+from accel_cli.launch.parts import Script
+from accel_cli.launch.plan import Launch, common_environment
+from accel_cli.launch.request import read_request
 from accel_cli.launch.sagemaker import describe_job
-from accel_cli.launch.script import find_script
+from accel_cli.launch.script import how_to_run
+from accel_cli.launch.torchrun import PORT_OF_MACHINES
 from accel_cli.launch.tpu import tpu_variables
 from accel_state.labels import DistributedType
+from accel_state.network import get_free_port
 from accel_state.settings.environ import publish
+from accelerate.legacy.parsing import own_arguments
 
 __all__ = (
     "PrepareForLaunch",
@@ -35,6 +43,10 @@ __all__ = (
     "prepare_tpu",
     "setup_fp8_env",
 )
+
+_OF_PYTHON: Final = {"script": ("python",), "module": ("python", "-m"), "program": ()}
+_OF_DEEPSPEED: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
+"""What a command line says before the target, by the way in which it is run."""
 
 
 class PrepareForLaunch:
@@ -60,27 +72,65 @@ class PrepareForLaunch:
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Command line and variables of a launch of one process, or through mpirun."""
-    plan, request = _plan(args)
-    return list(plan.argv), {**request.environ, **plan.environment}
+    """Command line and variables of a launch of one process, or through mpirun.
+
+    Raises:
+        SettingError: mpirun is to start the processes, and there is none.
+        Conflict: a module is to be run, and no Python.
+    """
+    launch = _launch(args)
+    how, target, arguments = launch.script
+    command = [*(launch.machine.python if word == "python" else word for word in _OF_PYTHON[how]), target, *arguments]
+    hosts = launch.effective["mpirun_config.mpirun_hostfile"].value
+    if hosts:
+        processes, machines = _sizes(launch)
+        place = placement(find_mpi(), hosts, max(processes // machines, 1))
+        command = ["mpirun", *place, "-n", str(processes), *command]
+    own = launch.effective.instance(MachineSettings)
+    store = {"MASTER_ADDR": own.main_process_ip, "MASTER_PORT": own.main_process_port}
+    return command, {
+        **launch.machine.environ,
+        **launch.environment(1),
+        **{name: str(value) for name, value in store.items() if value is not None},
+    }
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """Variables of a launch of several processes."""
-    plan, request = _plan(args)
-    return {**request.environ, **plan.environment}
+    """Variables of a launch of several processes; arguments of torch.distributed.run are set in `args`."""
+    launch = _launch(args)
+    processes, machines = _sizes(launch)
+    own = launch.effective.instance(MachineSettings)
+    args.nproc_per_node = str(processes // machines)
+    if machines > 1:
+        args.nnodes, args.node_rank = str(machines), own.machine_rank
+        args.rdzv_endpoint = f"{own.main_process_ip}:{own.main_process_port or PORT_OF_MACHINES}"
+    else:
+        wanted = PORT_OF_MACHINES if own.main_process_port is None else own.main_process_port
+        args.master_port = str(wanted or get_free_port())
+    return {**launch.machine.environ, **launch.environment(processes // machines)}
 
 
 def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Variables of a launch with DeepSpeed, and the command line of DeepSpeed's launcher where that one starts it."""
-    plan, request = _plan(args)
-    command = list(plan.argv) if plan.environment_file else None
-    return command, {**request.environ, **plan.environment}
+    """Variables of a launch with DeepSpeed, and the command line of DeepSpeed's launcher where that one starts it.
+
+    Raises:
+        SettingError: DeepSpeed's launcher cannot do what the arguments say.
+    """
+    path = {"PYTHONPATH": env_var_path_add("PYTHONPATH", os.getcwd())}
+    launch = _launch(args)
+    if not own_launcher(launch.effective):
+        return None, {**prepare_multi_gpu_env(args), **path}
+    check_deepspeed(launch.effective)
+    processes, machines = _sizes(launch)
+    each = processes // machines
+    how, target, arguments = launch.script
+    command = deepspeed_argv(launch.effective, each, (*_OF_DEEPSPEED[how], target, *arguments))
+    return list(command), {**launch.machine.environ, **launch.environment(each), **path}
 
 
 def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False) -> tuple[Namespace, dict[str, str]]:
     """Arguments and variables of a launch on a TPU."""
-    request = read_request(args, os.environ)
+    request = read_request(own_arguments(args), os.environ)
     current_env.update(tpu_variables(request.settings))
     if pod:
         current_env["ACCELERATE_IN_TPU_POD"] = "1"
@@ -96,11 +146,12 @@ def prepare_sagemager_args_inputs(
     from accel_state.settings.environ import Given
     from accel_state.settings.schema import settings_of
 
-    request = read_request(args, os.environ)
+    own = own_arguments(args)
+    request = read_request(own, os.environ)
     known = {str(one.key): label(one) for settings in launch_classes() for one in settings_of(settings).values()}
     file = {known[key]: Given(value, key) for key, value in sagemaker_config.to_dict().items() if key in known}
-    settings = effective(launch_classes(), {}, request.environ, file)
-    target, *arguments = args.script
+    settings = effective(launch_classes(), flag_values(own, launch_classes()), request.environ, file)
+    target, *arguments = own.script
     environment = common_environment(settings, carried_classes())
     job = describe_job(settings, target, arguments, environment, sagemaker_config.additional_args)
     return dict(job.estimator), None if job.inputs is None else dict(job.inputs)
@@ -129,15 +180,21 @@ def check_place() -> None:
     PartialState()
 
 
-def _plan(args: Namespace) -> tuple[LaunchPlan, Request]:
-    request = read_request(args, os.environ)
-    target, *arguments = args.script or [""]
-    script = find_script(target, arguments, args.module, args.no_python)
-    machine = this_machine(request.environ)
-    return make_plan(request.settings, script, machine, carried_classes(), request.backend), request
+def _launch(args: Namespace) -> Launch:
+    own = own_arguments(args)
+    request = read_request(own, os.environ)
+    target, *arguments = own.script or [""]
+    script = Script(how_to_run(own.module, own.no_python), target, tuple(arguments))
+    return Launch(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
+
+
+def _sizes(launch: Launch) -> tuple[int, int]:
+    """Processes in total, and machines."""
+    processes = launch.effective["num_processes"].value
+    return launch.machine.devices() if processes is None else processes, launch.effective["num_machines"].value
 
 
 def _extended(args: Namespace, current_env: dict[str, str], *prefixes: str) -> dict[str, str]:
-    variables = common_environment(read_request(args, os.environ).settings, carried_classes())
+    variables = common_environment(read_request(own_arguments(args), os.environ).settings, carried_classes())
     current_env.update({name: value for name, value in variables.items() if name.startswith(prefixes)})
     return current_env

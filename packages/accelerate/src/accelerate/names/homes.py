@@ -88,6 +88,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             tpu_pod_launcher=launch_one
         """,
         "accelerate.legacy.commands": "launch_command launch_command_parser main=launch_main",
+        "accelerate.legacy.launch_defaults": "_validate_launch_command=validate_launch_command",
     },
     "accelerate.commands.menu": {"accelerate.legacy.menus": "BulletMenu"},
     "accelerate.commands.menu.cursor": {"accelerate.legacy.menus": "hide hide_cursor show_cursor"},
@@ -119,7 +120,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.commands.tpu": {
         "accelerate.legacy.commands": "main=tpu_main tpu_command_launcher tpu_command_parser",
     },
-    "accelerate.commands.utils": {"accelerate.legacy.command_parts": "CustomArgumentGroup CustomArgumentParser"},
+    "accelerate.commands.utils": {
+        "accelerate.legacy.command_parts": "CustomArgumentGroup",
+        "accelerate.legacy.parsing": "CustomArgumentParser",
+    },
     "accelerate.data_loader": {
         "accel_data.adapter": "DataLoaderAdapter",
         "accel_data.dispatcher": "DataLoaderDispatcher",
@@ -336,6 +340,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.launch": {
+        "accel_cli.launch.sagemaker": "_convert_nargs_to_dict=hyperparameters",
         "accelerate.legacy.launching": """
             PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
             prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu

@@ -131,6 +131,7 @@ BORROWED: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils.imports": {
         "accelerate.utils": "compare_versions is_torch_version parse_flag_from_env patch_environment str_to_bool",
     },
+    "accelerate.utils.launch": {"accel_cli.launch.mpi": "subprocess", "shutil": "which"},
     "accelerate.utils.memory": {
         "accelerate.utils": """
             is_cuda_available is_hpu_available is_mlu_available is_mps_available is_musa_available is_neuron_available

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
+    from shutil import which as which
+
+    from accel_cli.launch.mpi import subprocess as subprocess
+    from accel_cli.launch.sagemaker import hyperparameters as _convert_nargs_to_dict
     from accelerate.legacy.launching import (
         PrepareForLaunch,
         env_var_path_add,
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "PrepareForLaunch",
+    "_convert_nargs_to_dict",
     "env_var_path_add",
     "prepare_deepspeed_cmd_env",
     "prepare_extend_env_parallelism_config",
