@@ -1,8 +1,9 @@
-"""What `free_memory` leaves: nothing of the Accelerator it is called on, everything of others."""
+"""What is left of an Accelerator and of what it prepared, once a script has freed or dropped them."""
 
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.single.strategy import SingleStrategy
 from accel_state import AcceleratorState
+from accel_state.gradient import GradientState
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
@@ -100,3 +102,71 @@ def test_a_strategy_is_closed_once_when_the_run_ends(monkeypatch: pytest.MonkeyP
     AcceleratorState._reset_state(whole)
     AcceleratorState._reset_state(True)
     assert closed == [strategy]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def everything(accelerator: Accelerator) -> list[Any]:
+    return [*prepared(accelerator), accelerator, accelerator.gradient_state]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("options", [{}, {"check_replicas_every": 1}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.usefixtures("no_collector")
+def test_what_a_script_drops_is_gone_at_once(steps: int, options: dict[str, Any]) -> None:
+    objects = everything(Accelerator(cpu=True, **options))
+    inner = [objects[1].optimizer, objects[2].scheduler]
+    if steps:
+        train(objects[4], *objects[:3], list(objects[3])[:steps])
+    watched = [weakref.ref(one) for one in (*objects, *inner)]
+    objects.clear()
+    inner.clear()
+    assert [one() is not None for one in watched] == [False] * 8
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_iteration_that_is_dropped_takes_its_loader_with_it() -> None:
+    objects = everything(Accelerator(cpu=True))
+    batches = iter(objects[3])
+    next(batches)
+    watched = [weakref.ref(one) for one in objects]
+    objects.clear()
+    del batches
+    assert [one() is not None for one in watched] == [False] * 6
+    assert not GradientState().in_dataloader
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_loader_that_was_left_at_its_last_batch_is_not_kept() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3))
+    (inputs,) = next(iter(loader))
+    assert accelerator.gradient_state.left is loader
+    watched = weakref.ref(loader)
+    accelerator.free_memory()
+    del loader
+    assert watched() is None
+    assert torch.equal(accelerator.gather_for_metrics(inputs), inputs)
+
+
+def test_what_is_unpickled_works_without_the_run_it_came_from() -> None:
+    _, optimizer, scheduler, loader = prepared(Accelerator(cpu=True))
+    train(Accelerator(cpu=True), *prepared(Accelerator(cpu=True)))
+    other, later, batches = pickle.loads(pickle.dumps((optimizer, scheduler, loader)))
+    weight = other.param_groups[0]["params"][0]
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    GradientState().sync_gradients = False
+    other.step()
+    assert torch.equal(weight, before)
+    GradientState().sync_gradients = True
+    other.step()
+    assert not torch.equal(weight, before)
+    assert later.get_last_lr() == scheduler.get_last_lr()
+    assert len(list(batches)) == len(list(loader)) == 4

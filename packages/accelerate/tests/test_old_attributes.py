@@ -43,5 +43,6 @@ def test_another_precision_after_a_reset() -> None:
 def test_the_states_of_an_accelerator() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert isinstance(accelerator.state, AcceleratorState)
-    assert accelerator.gradient_state is GradientState()
+    accelerator.gradient_state.sync_gradients = False
+    assert not GradientState().sync_gradients
     assert GradientState().plugin_kwargs == {"num_steps": 2}

@@ -51,9 +51,16 @@ class DataLoaderAdapter(DataLoader[Any]):
         """The class of the loader that is held, so that `isinstance` answers for both."""
         return type(self.__dict__.get("base_dataloader", self))
 
+    def __copy__(self) -> DataLoaderAdapter:
+        return _made_of(type(self), self.__dict__)
+
     def __reduce__(self) -> Any:
         # Pickle refuses to make an object of a class other than the one that `__class__` names.
-        return _unpickled, (type(self), self.__dict__)
+        return _made_of, (type(self), self._kept())
+
+    def _kept(self) -> dict[str, Any]:
+        """The attributes that a pickle holds."""
+        return self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         # While a copy or a pickle is being put together nothing is held yet.
@@ -110,7 +117,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return base
 
 
-def _unpickled(kind: type[DataLoaderAdapter], attributes: dict[str, Any]) -> DataLoaderAdapter:
+def _made_of(kind: type[DataLoaderAdapter], attributes: dict[str, Any]) -> DataLoaderAdapter:
     loader = kind.__new__(kind)
     loader.__dict__.update(attributes)
     return loader

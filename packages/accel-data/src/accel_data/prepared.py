@@ -340,6 +340,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         own = {"progress": progress, "gradient_state": gradient, "device": None, "between_batches": None, "feed": None}
         return type(self).around(self.source.named(), **options | own)
 
+    def _kept(self) -> dict[str, Any]:
+        # What ties a loader to its run stays there.
+        return {name: value for name, value in vars(self).items() if name not in ("between_batches", "feed")}
+
     def _standing(self) -> dict[str, Any]:
         """Plain values and tensors, equal on all processes but for torchdata's.
 

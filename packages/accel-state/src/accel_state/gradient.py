@@ -1,11 +1,13 @@
 """Gradient accumulation: its configuration, and the one object that says whether gradients are synchronised now.
 
 Each Accelerator has a `GradientState` of its own and hands it to the loaders, optimizers and schedulers it prepares;
-`GradientState()` is the one made last, for code that has no Accelerator at hand.
+`GradientState()` shows the one made last, for code that has no Accelerator at hand.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,38 +63,68 @@ class Iterating(Protocol):
 class GradientState:
     """Whether gradients are synchronised at this step, and which loaders are in iteration.
 
-    Attributes:
-        left: the loader whose iteration was left at its last batch, as `next(iter(loader))` may do, until the next one
-            begins: results of that batch can still be collected.
+    Objects that share one state do not keep each other alive.
     """
-
-    __slots__ = ("__weakref__", "is_xla_gradients_synced", "left", "loaders", "plugin", "sync_gradients")
 
     sync_gradients: bool
     plugin: GradientAccumulationPlugin
     loaders: list[Iterating]
-    left: Iterating | None
     is_xla_gradients_synced: bool
+    _left: Callable[[], Iterating | None]
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         existing: GradientState | None = current.gradient()
         if existing is None:
-            return cls.of(gradient_accumulation_plugin or GradientAccumulationPlugin())
-        if gradient_accumulation_plugin is not None:
+            existing = cls._made(gradient_accumulation_plugin or GradientAccumulationPlugin())
+            current.set_gradient(existing)
+        elif gradient_accumulation_plugin is not None:
             existing.plugin = gradient_accumulation_plugin
-        return existing
+        return existing.shared()
 
     @classmethod
     def of(cls, plugin: GradientAccumulationPlugin) -> GradientState:
-        """A state of its own for one Accelerator; it becomes what `GradientState()` returns."""
+        """A state of its own for one Accelerator; it becomes what `GradientState()` shows."""
+        state = cls._made(plugin)
+        current.set_gradient(state)
+        return state.shared()
+
+    @classmethod
+    def _made(cls, plugin: GradientAccumulationPlugin) -> GradientState:
         state = object.__new__(cls)
         state.sync_gradients = True
         state.plugin = plugin
         state.loaders = []
         state.left = None
         state.is_xla_gradients_synced = False
-        current.set_gradient(state)
         return state
+
+    def shared(self) -> GradientState:
+        """Another object with this very state, for what outlives the Accelerator."""
+        other = object.__new__(type(self))
+        other.__dict__ = self.__dict__
+        return other
+
+    def __copy__(self) -> GradientState:
+        return self.shared()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientState:
+        return self.shared()
+
+    def __reduce__(self) -> Any:
+        # What was pickled belongs to no Accelerator any more and follows the one at hand.
+        return GradientState, ()
+
+    @property
+    def left(self) -> Iterating | None:
+        """The loader whose iteration was left at its last batch, as `next(iter(loader))` may do.
+
+        Results of that batch can still be collected, until the next iteration begins or the loader is gone.
+        """
+        return self._left()
+
+    @left.setter
+    def left(self, loader: Iterating | None) -> None:
+        self._left = _nothing if loader is None else weakref.ref(loader)
 
     @property
     def initialized(self) -> bool:
@@ -191,3 +223,7 @@ class GradientState:
     @staticmethod
     def _reset_state() -> None:
         current.set_gradient(None)
+
+
+def _nothing() -> None:
+    return None

@@ -96,7 +96,7 @@ def _gradient(options: Options, engine: Engine) -> GradientState:
             "Give the same to every Accelerator, or give it to the first one only.",
         )
     current.set_gradient(shared)
-    return shared
+    return shared.shared()
 
 
 def _run(options: Options, process: Process, gradient: GradientState, given: dict[str, Any]) -> Run:
@@ -109,7 +109,7 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
         check_precision(precision.name, precision.excludes, arranged)
     mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
     config = options.backend_config or resolve.config_among(manifest, options.handlers)
-    strategy = resolve.build(manifest, config, Context(process, gradient, precision, mesh, arranged))
+    strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, arranged))
     current.on_run_end(strategy.close)
     if manifest.parameter:
         given[manifest.parameter] = strategy.config

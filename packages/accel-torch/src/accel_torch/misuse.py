@@ -85,7 +85,7 @@ class MisuseGuard:
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._step_hooks: list[Any] = []
-        self._guarded: list[tuple[weakref.ref[Any], Stepping]] = []
+        self._guarded: list[weakref.ref[Any]] = []
         self.active = True
 
     # ------------------------------------------------------------------ called by the Accelerator
@@ -122,10 +122,10 @@ class MisuseGuard:
         """The same way to step, by which the guard knows that it was the prepared optimizer that stepped."""
         return _Guarded(stepping, self) if self.active else stepping
 
-    def guards(self, optimizer: Any, stepping: Stepping) -> None:
-        """Take note of a prepared optimizer, to let it step without the guard later."""
+    def guards(self, optimizer: Any) -> None:
+        """Take note of a prepared optimizer that is watched, to let it step without the guard later."""
         if self.active:
-            self._guarded.append((weakref.ref(optimizer), stepping))
+            self._guarded.append(weakref.ref(optimizer))
 
     def micro_batch_begins(self) -> None:
         """Look for a scheduler that moved between two micro-batches of one accumulation window."""
@@ -204,10 +204,10 @@ class MisuseGuard:
             handle.remove()
         self._handles.clear()
         _spent.extend(self._step_hooks)
-        for reference, stepping in self._guarded:
+        for reference in self._guarded:
             optimizer = reference()
             if optimizer is not None:
-                optimizer._step = stepping.step
+                optimizer._step = optimizer._step.__self__.stepping.step
         self._guarded.clear()
         self._models.clear()
 
@@ -367,10 +367,10 @@ class _Nothing:
 class _Guarded:
     """Steps, and lets the guard know that the prepared optimizer does."""
 
-    __slots__ = ("_guard", "_stepping")
+    __slots__ = ("_guard", "stepping")
 
     def __init__(self, stepping: Stepping, guard: MisuseGuard) -> None:
-        self._stepping, self._guard = stepping, guard
+        self.stepping, self._guard = stepping, guard
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; False when the step was skipped."""
@@ -379,7 +379,7 @@ class _Guarded:
             guard.check_scaler(optimizer)
         guard._stepping = optimizer
         try:
-            return self._stepping.step(optimizer, closure)
+            return self.stepping.step(optimizer, closure)
         finally:
             guard._stepping = None
             if not guard.active:

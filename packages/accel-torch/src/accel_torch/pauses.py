@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +28,18 @@ class Pause:
     __slots__ = ("_ending", "_parts", "_seen", "_steps")
 
     def __init__(self, parts: Parts, ending: Callable[[], None] | None) -> None:
-        self._parts, self._ending = parts, ending
+        # The Accelerator keeps the loader, which keeps this.
+        self._parts, self._ending = weakref.ref(parts), ending
         self._seen: StepBoundaries | None = None
         self._steps = 0
 
     def __call__(self, first: bool) -> None:
-        saver = self._parts._saver
-        if saver is not None:
+        parts = self._parts()
+        saver = None if parts is None else parts._saver
+        if parts is not None and saver is not None:
             seen = saver.boundaries
             trained = not first and seen is not None and seen is self._seen and seen.steps > self._steps
-            if trained and self._parts.gradient_state.sync_gradients:
+            if trained and parts.gradient_state.sync_gradients:
                 saver.between_steps()
                 seen = saver.boundaries
             self._seen, self._steps = seen, 0 if seen is None else seen.steps

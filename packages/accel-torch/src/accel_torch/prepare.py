@@ -134,7 +134,7 @@ def _wrapped_optimizer(parts: Parts, optimizer: Any) -> AcceleratedOptimizer:
         precision=parts._engine.precision,
     )
     if guard is not None and not wrapped.steps_in_backward:
-        guard.guards(wrapped, stepping)
+        guard.guards(wrapped)
     return wrapped
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,17 +47,21 @@ _PATIENCE: Final = 600.0
 _REQUEST: Final = 10.0
 
 
+def _nameless(tensor: Tensor) -> None:
+    """The name of a parameter where nobody knows it any more."""
+
+
 class ReplicaComparison:
     """Compares the replicas of each prepared optimizer's parameters once.
 
     Args:
         strategy: knows which part of the parameters, and of the data, this process has.
-        registry: knows the names of parameters.
+        registry: knows the names of parameters; not kept alive.
     """
 
     def __init__(self, strategy: Strategy, registry: Registry) -> None:
         self._strategy = strategy
-        self._names = registry.parameter_name
+        self._names = weakref.WeakMethod(registry.parameter_name)
 
     def after_step(self, optimizer: Optimizer, number: int | None, inputs: Sequence[str]) -> None:
         """Post what this process has, and begin to compare.
@@ -72,10 +77,11 @@ class ReplicaComparison:
             return
         tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         chosen = tensors[:: -(-len(tensors) // _TENSORS) or 1]
+        name_of = self._names() or _nameless
         message = {
             "holds": digest([self._strategy.part_held(), *(part_of(tensor) for tensor in chosen)]).hex(),
             "sums": bit_sums([_sample(tensor) for tensor in chosen]),
-            "names": [self._names(tensor) or f"parameter {index}" for index, tensor in enumerate(chosen)],
+            "names": [name_of(tensor) or f"parameter {index}" for index, tensor in enumerate(chosen)],
             "data": self._strategy.shards().index,
             "inputs": list(inputs),
         }

@@ -6,6 +6,7 @@ quietly means less and less; the sentinel stops it and names the first tensor th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -58,13 +59,14 @@ class Sentinel:
 
     Args:
         every: steps between two checks.
-        registry: knows names of parameters and positions of loaders.
+        registry: knows names of parameters and positions of loaders; not kept alive.
         strategy: knows which part of them this process has.
     """
 
     def __init__(self, every: int, registry: Registry, strategy: Strategy) -> None:
         self.every = every
-        self._registry, self._strategy = registry, strategy
+        # The optimizers that it holds hold this.
+        self._registry, self._strategy = weakref.ref(registry), strategy
         self._steps: dict[int, int] = {}
         self._shared_generators: set[str] | None = None
 
@@ -100,7 +102,8 @@ class Sentinel:
 
     def _facts(self) -> dict[str, Hashable]:
         loaders: dict[str, Hashable] = {}
-        for index, loader in enumerate(self._registry.loaders):
+        registry = self._registry()
+        for index, loader in enumerate([] if registry is None else registry.loaders):
             progress = getattr(loader, "progress", None)
             if progress is not None:
                 loaders[f"the position of loader {index}"] = (progress.epoch, progress.steps)
@@ -120,7 +123,9 @@ class Sentinel:
                 raise _differ(name, _sides(None, [witness.facts.get(name) for witness in witnesses]), steps)
 
     def _name(self, tensor: Tensor, index: int) -> str:
-        return self._registry.parameter_name(tensor) or f"parameter {index} of the optimizer"
+        registry = self._registry()
+        name = None if registry is None else registry.parameter_name(tensor)
+        return name or f"parameter {index} of the optimizer"
 
 
 class Watched:

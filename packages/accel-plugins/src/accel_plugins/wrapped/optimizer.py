@@ -65,10 +65,8 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler if scaler is not None or precision is None else precision.scaler
         self.gradient_state = gradient
         stepping = strategy or precision
-        self._step: Step = stepping.step if stepping is not None else _step_alone(scaler)
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
-        if self.steps_in_backward:
-            self._step = _nothing_left_to_do
+        self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepping, scaler)
         self._skipped = False
 
     @property
@@ -167,11 +165,18 @@ class AcceleratedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
+    def __copy__(self) -> AcceleratedOptimizer:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        # The run stays where it is: what is unpickled steps alone.
+        return {name: value for name, value in self.__dict__.items() if name != "_step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, self.scaler)
 
 
 def _recording(closure: Closure, losses: list[Any]) -> Closure:
@@ -188,8 +193,10 @@ def _nothing_left_to_do(optimizer: Optimizer, closure: Closure | None = None) ->
     return True
 
 
-def _step_alone(scaler: torch.amp.GradScaler | None) -> Step:
-    """How to step without a strategy: plainly, or with a scaler that is updated at once."""
+def _step_of(stepping: Stepping | Precision | None, scaler: torch.amp.GradScaler | None) -> Step:
+    """How to step: the given way, else plainly, or with a scaler that is updated at once."""
+    if stepping is not None:
+        return stepping.step
     if scaler is None:
         return Precision().step
     given = scaler
