@@ -212,6 +212,11 @@ def test_what_version_2_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
         Plugin(2, sharding_strategy="SHARD_GRAD_OP")
     with pytest.raises(Conflict, match="SHARDED_STATE_DICT"):
         Plugin(2, state_dict_type="LOCAL_STATE_DICT")
+    with pytest.raises(Conflict, match="SHARDED_STATE_DICT"):
+        Plugin(2).set_state_dict_type("LOCAL_STATE_DICT")
+    for given in (fsdp.ShardingStrategy.NO_SHARD, 2):
+        with pytest.raises(Conflict, match="takes True or False"):
+            Plugin(2, reshard_after_forward=given)
     with caplog.at_level(logging.WARNING):
         plugin = Plugin(2, backward_prefetch="BACKWARD_PRE", use_orig_params=True)
     assert "backward_prefetch, use_orig_params" in caplog.text

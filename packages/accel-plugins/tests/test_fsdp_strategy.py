@@ -133,6 +133,38 @@ def test_no_sync_of_a_model_that_is_compiled_as_a_whole_reduces_nothing(two: Gro
         assert answer["sync"][1] == answer["again"][1] > 0
 
 
+def train_in_two_dtypes(given: Case, dtype: torch.dtype) -> dict[str, Any]:
+    PartialState(cpu=True)
+    model = make_model()
+    model.body.to(dtype)
+    if given.manifest is FSDP2:  # the first version joins what trains and what is frozen, of one dtype
+        model.body[0].bias.requires_grad_(False)  # type: ignore[union-attr]
+    session = Session(given, model)
+    dtypes = {parameter.dtype for parameter in session.model.parameters() if parameter.requires_grad}
+    losses, _ = session.train()
+    states = {value.dtype for state in session.optimizer.state.values() for value in state.values()}
+    return {"dtypes": dtypes, "states": states, "losses": losses}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("given", [case(), case(cpu_ram_efficient_loading=True), Case(FSDP1, Plugin(1))])
+def test_weights_of_several_dtypes_train_in_fp32_under_mixed_precision(two: Group, given: Case, precision: str) -> None:
+    for answer in two.run(train_in_two_dtypes, given.but(precision=precision), torch.bfloat16):
+        assert answer["dtypes"] == answer["states"] == {torch.float32}
+        assert answer["losses"][-1] < answer["losses"][0]
+
+
+def test_weights_keep_their_dtype_without_mixed_precision(two: Group) -> None:
+    given = case()
+    for answer in two.run(keep_dtype, given):
+        assert answer == {torch.bfloat16}
+
+
+def keep_dtype(given: Case) -> set[torch.dtype]:
+    PartialState(cpu=True)
+    return {parameter.dtype for parameter in Session(given, make_model().bfloat16()).model.parameters()}
+
+
 class Tied(Small):
     """Has a weight under two names and a buffer that no state dict holds."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_torch
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.manifest import Duty
-from accel_state import current
+from accel_state import AcceleratorState, current
 from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientState
 from accel_state.testing.fresh import fresh
@@ -53,6 +55,18 @@ def test_every_public_name_can_be_had() -> None:
     assert set(accel_torch.__all__) <= set(dir(accel_torch))
     with pytest.raises(AttributeError, match="no_such_name"):
         accel_torch.no_such_name  # noqa: B018
+
+
+def test_other_libraries_find_sharding_in_the_environment_while_the_run_lasts() -> None:
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    plugin = FullyShardedDataParallelPlugin(2, cpu_ram_efficient_loading=True)
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert {name: os.environ.get(name) for name in asked} == asked
+    AcceleratorState._reset_state()
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+    assert Accelerator(cpu=True).distributed_type is DistributedType.NO
 
 
 def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() -> None:

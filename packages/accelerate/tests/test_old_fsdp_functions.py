@@ -234,6 +234,33 @@ def test_models_are_sharded_and_loaded_by_function(two: Processes) -> None:
         assert has_gradients
 
 
+def prepare_for_a_substitute() -> list[tuple[set[torch.dtype], bool]]:
+    from types import SimpleNamespace
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="NO_WRAP")
+    Accelerator(cpu=True)
+    found = []
+    for precision in ("bf16", "no"):
+        accelerator: Any = SimpleNamespace(
+            mixed_precision=precision,
+            torch_device_mesh=None,
+            state=SimpleNamespace(fsdp_plugin=plugin),
+        )
+        model = fsdp2_prepare_model(accelerator, nn.Sequential(nn.Linear(4, 6)).bfloat16())
+        parameters = list(model.parameters())
+        found.append(({one.dtype for one in parameters}, all(hasattr(one, "full_tensor") for one in parameters)))
+    return found
+
+
+def test_models_are_sharded_as_the_attributes_of_a_substitute_say(two: Processes) -> None:
+    for mixed, plain in two.run(prepare_for_a_substitute):
+        assert mixed == ({torch.float32}, True)
+        assert plain == ({torch.bfloat16}, True)
+
+
 def test_names_lose_what_wrappers_added() -> None:
     from accelerate.utils import fsdp2_canonicalize_names
 

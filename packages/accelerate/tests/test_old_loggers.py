@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from unittest import mock
 
 import pytest
 
 import accelerate  # noqa: F401 - importing it joins the loggers
-from accelerate.names import LOGGERS
+from accelerate.names import LOGGERS, OWN_LOGGERS
 
 
 def chain(name: str) -> list[str]:
@@ -40,6 +42,20 @@ def test_records_arrive_with_the_name_they_were_made_under(caplog: pytest.LogCap
     with caplog.at_level(logging.ERROR, logger="accelerate.data_loader"):
         assert not logging.getLogger("accel_data.some_module").isEnabledFor(logging.WARNING)
     assert logging.getLogger("accel_data.some_module").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("address", OWN_LOGGERS)
+def test_old_modules_have_loggers_that_can_be_replaced(address: str) -> None:
+    module = importlib.import_module(address)
+    assert module.logger.logger.name == address
+    with mock.patch(f"{address}.logger") as replaced:
+        assert module.logger is replaced
+    assert module.logger is not replaced
+
+
+def test_other_modules_have_no_logger() -> None:
+    with pytest.raises(AttributeError):
+        _ = importlib.import_module("accelerate.hooks").logger
 
 
 def test_a_handler_of_an_old_logger_gets_them() -> None:

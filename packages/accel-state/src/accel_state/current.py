@@ -7,12 +7,13 @@ puts a new object there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from accel_state.errors import NoState, NotReady
 from accel_state.identity import Process, Run
+from accel_state.settings.environ import publish
 from accel_state.topology import read_topology
 
 __all__ = (
@@ -26,6 +27,7 @@ __all__ = (
     "process",
     "process_or_none",
     "process_or_start",
+    "publish_for_run",
     "replace_process",
     "run",
     "run_or_none",
@@ -156,6 +158,13 @@ def gradient() -> Any:
 def on_run_end(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the run ends; for what gives back what the run opened."""
     _slot.ending.append(callback)
+
+
+def publish_for_run(variables: Mapping[str, str]) -> None:
+    """Write variables into the environment for libraries that look there; they are as before when the run ends."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    publish(variables)
+    on_run_end(lambda: publish(before, remove=variables))
 
 
 def end_run() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from accel_state.errors import AccelError, Missing
 from accel_state.settings.extension import add_library
-from accelerate.names import NAMES, NOT_PROVIDED, REMOVED, VERSION, Owner, owners, served
+from accelerate.names import NAMES, NOT_PROVIDED, OWN_LOGGERS, REMOVED, VERSION, Owner, owners, served
 
 __all__ = ("OldModule", "UnknownName", "refuse", "serve")
 
@@ -43,6 +43,10 @@ class OldModule(ModuleType):
         inside = f"{self.__name__}.{name}"
         if inside in NAMES:
             return importlib.import_module(inside)
+        if name == "logger" and self.__name__ in OWN_LOGGERS:
+            from accel_state.logging import get_logger
+
+            return get_logger(self.__name__)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise _unknown(self, name, sys._getframe(1))

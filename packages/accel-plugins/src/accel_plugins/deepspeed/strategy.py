@@ -30,6 +30,7 @@ from accel_plugins.deepspeed.wrappers import (
 )
 from accel_plugins.manifest import Part
 from accel_plugins.strategy import Strategy
+from accel_state import current
 from accel_state.errors import Conflict, NotOffered, NotReady
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class DeepSpeedStrategy(Strategy):
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._division: Ulysses | None = None
         self.engine: DeepSpeedEngineWrapper | None = None
+        current.publish_for_run({"ACCELERATE_USE_DEEPSPEED": "true"})
         self._tell_precision()
         self._agree_on_steps()
         self._plugin.select(_from_accelerator_state=True)

@@ -96,6 +96,7 @@ class FullyShardedDataParallelPlugin:
 
     Raises:
         SettingError: a name or number cannot be used.
+        Conflict: the version of FSDP does not have it.
     """
 
     fsdp_version: int = setting(
@@ -280,12 +281,14 @@ class FullyShardedDataParallelPlugin:
                 "Give reshard_after_forward=True in place of FULL_SHARD and False in place of SHARD_GRAD_OP, and "
                 "dp_replicate_size of a ParallelismConfig in place of a hybrid strategy.",
             )
-        if plain_value(self, "state_dict_type") == "LOCAL_STATE_DICT":
+        if not isinstance(self.reshard_after_forward, bool | None):
             raise Conflict(
-                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
-                "Version 2 has no flat shards.",
-                "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
+                f"FullyShardedDataParallelPlugin(reshard_after_forward={self.reshard_after_forward!r}) with "
+                f"fsdp_version={self.fsdp_version}.",
+                "Version 2 takes True or False there.",
+                "Give reshard_after_forward=True in place of FULL_SHARD and False in place of SHARD_GRAD_OP.",
             )
+        self._refuse_flat_shards()
         if given_value(self, "backward_prefetch") not in (None, "NO_PREFETCH"):
             given = [*given, "backward_prefetch"]
         unused = [name for name in _ONLY_FIRST if name in given]
@@ -299,6 +302,14 @@ class FullyShardedDataParallelPlugin:
             setattr(self, name, None)
         if self.reshard_after_forward is None:
             self.reshard_after_forward = True
+
+    def _refuse_flat_shards(self) -> None:
+        if self.fsdp_version >= 2 and plain_value(self, "state_dict_type") == "LOCAL_STATE_DICT":
+            raise Conflict(
+                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') with fsdp_version=2.",
+                "Version 2 has no flat shards.",
+                "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
+            )
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -316,10 +327,12 @@ class FullyShardedDataParallelPlugin:
 
         Raises:
             SettingError: there is no such type.
+            Conflict: version 2 does not have it.
         """
         self.state_dict_type = state_dict_type
         if state_dict_type is None:
             self._settle("state_dict_type")
+        self._refuse_flat_shards()
 
     def set_auto_wrap_policy(self, model: Any) -> None:
         """Make the policy that was given by name one for a model: by its classes of blocks, or by size.

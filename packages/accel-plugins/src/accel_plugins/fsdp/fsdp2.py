@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -28,9 +29,22 @@ from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh_axes import flattened, part
 
-__all__ = ("FSDP2Strategy",)
+__all__ = ("FSDP2Strategy", "divide")
 
 _DIVIDING = (Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE)
+
+
+def divide(model: Module, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh | None, pins_memory: bool) -> None:
+    """Shard each block of a model, and what is in none, over a mesh; None is one of all processes."""
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": bool(config.reshard_after_forward),
+        "mp_policy": config.mixed_precision_policy or fsdp.MixedPrecisionPolicy(),
+        "offload_policy": offload(config, pins_memory),
+        "ignored_params": ignored_parameters(model, config) or None,
+    }
+    for block in (*blocks_to_shard(model, config), model):
+        fsdp.fully_shard(block, **arguments)
 
 
 class FSDP2Strategy(ShardedStrategy):
@@ -50,18 +64,10 @@ class FSDP2Strategy(ShardedStrategy):
         return super().place(model)
 
     def shard(self, model: Module) -> Module:
-        config, context, mesh = self.config, self.context, self._mesh
+        config, process = self.config, self.context.process
         source = self._source(model) if config.cpu_ram_efficient_loading else None
-        if mesh is not None:
-            arguments: dict[str, Any] = {
-                "mesh": mesh,
-                "reshard_after_forward": bool(config.reshard_after_forward),
-                "mp_policy": config.mixed_precision_policy or MixedPrecisionPolicy(),
-                "offload_policy": offload(config, context.process.family.pins_memory),
-                "ignored_params": ignored_parameters(model, config) or None,
-            }
-            for block in (*blocks_to_shard(model, config), model):
-                fully_shard(block, **arguments)
+        if self._mesh is not None:
+            divide(model, config, self._mesh, process.family.pins_memory)
         if source is not None:
             loading.distribute(model, source)
         return model

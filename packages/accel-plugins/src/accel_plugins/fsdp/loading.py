@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from torch.nn import Module
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, Conflict
 
-__all__ = ("check", "distribute", "put", "send_from_first", "to_device", "weights_of_first")
+__all__ = ("check", "distribute", "put", "send_from_first", "to_device", "train_in_fp32", "weights_of_first")
+
+_logger: Final = logging.getLogger(__name__)
 
 
 def check(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
@@ -55,6 +58,21 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
         owner, name = places[0]
         for module, other in places[1:]:
             setattr(module, other, getattr(owner, name))
+
+
+def train_in_fp32(model: Module) -> None:
+    """Let the optimizer step on fp32 weights: mixed precision gathers copies of them in 16 bits for forward.
+
+    Small updates would be lost in 16 bits, and FSDP divides parameters of one dtype only. Frozen parameters and buffers
+    keep their dtype.
+    """
+    changed = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+            changed += 1
+    if changed:
+        _logger.info("%s: %d parameters train in fp32, as checkpoints hold them.", type(model).__name__, changed)
 
 
 def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from accel_plugins.manifest import Part
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
+from accel_state import current
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.objects import plain_value
 
@@ -50,6 +51,8 @@ class ShardedStrategy(Strategy):
                 f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or leave out the backend.",
             )
         config.compute_in(context.precision.dtype)
+        loads_alone = "true" if config.cpu_ram_efficient_loading else "false"
+        current.publish_for_run({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": loads_alone})
         self._owners: weakref.WeakKeyDictionary[Optimizer, Module] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakSet[Module] = weakref.WeakSet()
         self._saving_group: torch.distributed.ProcessGroup | None = None
@@ -102,6 +105,8 @@ class ShardedStrategy(Strategy):
     def setup(self, bundle: Bundle) -> Bundle:
         before = bundle.parameter_names()
         for model in bundle.models:
+            if self.context.precision.dtype is not None:
+                loading.train_in_fp32(model)
             for parameter in self._whole(model):
                 hook = self._averaging_hook(model)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

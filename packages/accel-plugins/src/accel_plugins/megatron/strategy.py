@@ -27,6 +27,7 @@ from accel_plugins.megatron.released import parallel_state
 from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader
 from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_plugins.strategy import Shards, Strategy
+from accel_state import current
 from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("MegatronStrategy",)
@@ -56,6 +57,7 @@ class MegatronStrategy(Strategy):
     def __init__(self, context: Context, config: MegatronLMPlugin) -> None:
         super().__init__(context, config)
         parallel.demand_cuda()
+        current.publish_for_run({"ACCELERATE_USE_MEGATRON_LM": "true"})
         self.engine: MegatronEngine | None = None
         self._drawn: dict[int, int] = {}
         config.set_mixed_precision(context.precision.name)

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle, canonical_name
 from accel_plugins.fsdp import loading
+from accel_plugins.fsdp.fsdp2 import divide
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.strategy import Strategy
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state import current
 from accel_state.settings.environ import publish
@@ -34,8 +36,14 @@ _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
-    """Shard a model the way the run does."""
-    strategy = accelerator._engine.strategy
+    """Shard a model the way the run does; for a substitute of an Accelerator, the way its attributes say."""
+    strategy = getattr(getattr(accelerator, "_engine", None), "strategy", None)
+    if not isinstance(strategy, Strategy):
+        if accelerator.mixed_precision != "no":
+            loading.train_in_fp32(model)
+        pins_memory = current.process_or_start().family.pins_memory
+        divide(model, accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, pins_memory)
+        return model
     prepared: Module = strategy.setup(Bundle.of([strategy.place(model)])).models[0]
     return prepared
 

@@ -20,6 +20,7 @@ __all__ = (
     "LOGGERS",
     "NAMES",
     "NOT_PROVIDED",
+    "OWN_LOGGERS",
     "REMOVED",
     "VERSION",
     "Owner",
@@ -45,6 +46,25 @@ LOGGERS: Final = {
     "accel_tracking": "accelerate.tracking",
 }
 """The old logger that hears of what a package of ours logs outside of the modules of the table."""
+
+
+OWN_LOGGERS: Final = (
+    "accelerate.accelerator",
+    "accelerate.big_modeling",
+    "accelerate.checkpointing",
+    "accelerate.commands.launch",
+    "accelerate.commands.to_fsdp2",
+    "accelerate.data_loader",
+    "accelerate.state",
+    "accelerate.tracking",
+    "accelerate.utils.bnb",
+    "accelerate.utils.dataclasses",
+    "accelerate.utils.environment",
+    "accelerate.utils.fsdp_utils",
+    "accelerate.utils.modeling",
+    "accelerate.utils.other",
+)
+"""Old modules that have a `logger`."""
 
 
 class Owner(NamedTuple):
