@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from accel_state.errors import SettingError
 from accelerate.commands.estimate import (
     add_timm_hub_prefix,
     check_has_model,
     create_ascii_table,
     create_empty_model,
+    estimate_command,
     estimate_command_parser,
     estimate_training_usage,
     gather_data,
@@ -56,21 +56,31 @@ def test_a_model_without_memory(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("told", "kind", "said"),
     [
-        ("repo", "no such model on the Hub"),
-        ("gated", "hf auth login"),
-        (SimpleNamespace(library_name=None), "does not say which library"),
-        (SimpleNamespace(library_name="diffusers"), "for diffusers"),
+        ("repo", FileNotFoundError, "no such model on the Hub"),
+        ("gated", PermissionError, "hf auth login"),
+        (SimpleNamespace(library_name=None), ValueError, "does not say which library"),
+        (SimpleNamespace(library_name="diffusers"), ValueError, "for diffusers"),
     ],
 )
-def test_models_that_the_hub_does_not_give(told: object, said: str) -> None:
+def test_models_that_the_hub_does_not_give(told: object, kind: type[Exception], said: str) -> None:
     with (
         mock.patch("accelerate.commands.estimate.verify_on_hub", return_value=told) as asked,
-        pytest.raises(SettingError, match=said),
+        pytest.raises(kind, match=said),
     ):
         create_empty_model("some/model", None, access_token="secret")  # type: ignore[arg-type]
     asked.assert_called_once_with("some/model", "secret")
+
+
+@pytest.mark.parametrize("library", [[], ["--library_name", "timm"], ["--library_name", "transformers"]])
+def test_the_command_asks_the_hub_for_a_model_that_is_not_here(library: list[str]) -> None:
+    args = estimate_command_parser().parse_args(["some/model", *library])
+    with (
+        mock.patch("accelerate.commands.estimate.verify_on_hub", return_value="gated"),
+        pytest.raises(OSError, match="hf auth login"),
+    ):
+        estimate_command(args)
 
 
 @pytest.mark.parametrize(("error", "told"), [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "repo")])

@@ -11,7 +11,7 @@ import yaml
 
 from accel_state.errors import Missing
 from accel_state.testing.processes import run_command
-from accelerate.commands import launch, to_fsdp2
+from accelerate.commands import launch, to_fsdp2, tpu
 from accelerate.commands.config import config_args, default, update
 from accelerate.commands.menu import BulletMenu, helpers, keymap
 from accelerate.commands.menu import input as keys_of
@@ -313,6 +313,59 @@ def test_a_config_for_the_second_version_of_fsdp():
     assert converted["fsdp_config"]["fsdp_version"] == 2
     assert converted["fsdp_config"]["fsdp_reshard_after_forward"] is True
     assert to_fsdp2.convert_config_to_fsdp2(converted) == converted
+
+
+def test_a_key_of_fsdp_that_nobody_knows_is_carried_over_and_removed_ones_are_logged(caplog):
+    config = {"fsdp_config": {"fsdp_use_orig_params": True, "fsdp_forward_prefetch": True, "mine": 5}}
+    assert to_fsdp2.convert_config_to_fsdp2(config) is config
+    assert config == {"fsdp_config": {"mine": 5, "fsdp_version": 2}}
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+@pytest.mark.parametrize("config", [{}, {"fsdp_config": {}}, {"num_processes": 2, "fsdp_config": None}])
+def test_a_config_without_fsdp_needs_no_conversion(config):
+    assert to_fsdp2.convert_config_to_fsdp2(dict(config)) == config
+
+
+def test_files_that_the_conversion_refuses(tmp_path):
+    parse = to_fsdp2.to_fsdp2_command_parser().parse_args
+    config, there = tmp_path / "run.yaml", tmp_path / "there.yaml"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        to_fsdp2.to_fsdp2_command(parse(["--config_file", str(config)]))
+    config.write_text("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n")
+    there.write_text("")
+    with pytest.raises(ValueError, match="No file to write"):
+        to_fsdp2.to_fsdp2_command(parse(["--config_file", str(config)]))
+    words = ["--config_file", str(config), "--output-file", str(there)]
+    with pytest.raises(FileExistsError, match="there already"):
+        to_fsdp2.to_fsdp2_command(parse(words))
+    to_fsdp2.to_fsdp2_command(parse([*words, "--overwrite"]))
+    converted = {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}
+    assert yaml.safe_load(there.read_text()) == converted
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ValueError, match="It is empty"):
+        to_fsdp2.load_config(str(tmp_path / "empty.yaml"))
+
+
+def test_the_command_converts_what_a_patched_function_loads(tmp_path, monkeypatch, caplog):
+    (tmp_path / "run.yaml").write_text("a: 1\n")
+    monkeypatch.setattr("accelerate.commands.to_fsdp2.load_config", lambda path: {"fsdp_config": {"fsdp_version": 2}})
+    words = ["--config_file", str(tmp_path / "run.yaml"), "--output_file", str(tmp_path / "new.yaml")]
+    to_fsdp2.to_fsdp2_command(to_fsdp2.to_fsdp2_command_parser().parse_args(words))
+    assert "already" in caplog.text
+    assert yaml.safe_load((tmp_path / "new.yaml").read_text()) == {"fsdp_config": {"fsdp_version": 2}}
+
+
+def test_the_command_line_for_a_pod_is_shown(job, capsys):
+    words = ["--tpu_name", "n", "--tpu_zone", "z", "--command", "ls", "--command", "a", "b", "--install_accelerate"]
+    parsed_words = tpu.tpu_command_parser().parse_args([*words, "--accelerate_version", "1.0.0", "--debug"])
+    tpu.tpu_command_launcher(parsed_words)
+    assert capsys.readouterr().out == (
+        "Running gcloud compute tpus tpu-vm ssh n --zone z"
+        " --command cd /usr/share; pip install accelerate==1.0.0; ls; a; b --worker all\n"
+    )
+    with pytest.raises(FileNotFoundError):
+        tpu.tpu_command_launcher(tpu.tpu_command_parser().parse_args([*words[:4], "--command_file", job + ".sh"]))
 
 
 def test_a_menu_without_a_terminal(monkeypatch, capsys):

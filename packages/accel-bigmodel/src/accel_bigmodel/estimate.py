@@ -96,7 +96,7 @@ def build_model(
     asked = f"Estimate the memory of {model_name!r}."
     make = (
         _callable(asked, model_name)
-        if ":" in model_name
+        if ":" in model_name and not model_name.startswith("hf-hub:")
         else _from_library(asked, model_name, library_name, trust_remote_code)
     )
     try:

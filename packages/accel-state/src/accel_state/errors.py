@@ -8,12 +8,14 @@ from __future__ import annotations
 
 __all__ = (
     "AccelError",
+    "AlreadyExists",
     "CheckpointError",
     "CollectiveError",
     "Conflict",
     "DataError",
     "LaunchError",
     "Missing",
+    "NoAccess",
     "NoState",
     "NotFound",
     "NotOffered",
@@ -56,6 +58,14 @@ class Conflict(SettingError):
 
 class NotFound(SettingError, FileNotFoundError):
     """Met when a setting names a file, a repository or a program that does not exist."""
+
+
+class AlreadyExists(SettingError, FileExistsError):
+    """Met when a file is there that the request would write over, and nobody said that it may."""
+
+
+class NoAccess(SettingError, PermissionError):
+    """Met when a setting names what exists and this user may not read."""
 
 
 class UnknownKind(AccelError, TypeError):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
-from accel_state.errors import SettingError
+from accel_state.errors import AlreadyExists, NotFound, SettingError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("COMMAND", "ToFSDP2")
+__all__ = ("COMMAND", "ToFSDP2", "target_of")
 
 
 class ToFSDP2:
@@ -36,7 +36,7 @@ class ToFSDP2:
         from accel_cli.config.fsdp2 import convert
         from accel_cli.config.write import write_config
 
-        target = _target(arguments)
+        target = target_of(arguments)
         converted = convert(read_tables(arguments.config_file))
         if converted.values is None:
             print(f"{arguments.config_file} is for FSDP version 2 already; nothing was written.")
@@ -48,18 +48,22 @@ class ToFSDP2:
         return 0
 
 
-def _target(arguments: Namespace) -> str:
+def target_of(arguments: Namespace) -> str:
     """The file to write.
 
     Raises:
-        SettingError: writing it would lose a file that nobody said may be lost.
+        NotFound: the file to convert is not there.
+        AlreadyExists: writing would lose a file that nobody said may be lost.
+        SettingError: no file to write is named.
     """
     asked = f"{arguments.config_file} was to be converted to FSDP version 2."
+    if not Path(arguments.config_file).exists():
+        raise NotFound(asked, "There is no such file.", "Check the path.")
     target: str = arguments.output_file or arguments.config_file
-    if arguments.overwrite or (arguments.output_file and not os.path.exists(target)):
+    if arguments.overwrite or (arguments.output_file and not Path(target).exists()):
         return target
     if arguments.output_file:
-        raise SettingError(asked, f"{target} is there already.", "Give another --output_file, or --overwrite.")
+        raise AlreadyExists(asked, f"{target} is there already.", "Give another --output_file, or --overwrite.")
     raise SettingError(asked, "No file to write was named.", "Give --output_file, or --overwrite to replace it.")
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
-from accel_state.errors import Missing, SettingError
+from accel_state.errors import Missing, NotFound, SettingError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("COMMAND", "TPUConfig", "pod_command")
+__all__ = ("COMMAND", "TPUConfig", "call", "command_line_of", "pod_command")
 
 _ASKED: Final = "The machines of a TPU pod were to be set up."
 _PACKAGE: Final = "accel-torch"
@@ -32,30 +32,45 @@ class TPUConfig:
         add(*spelled("--tpu_zone"), metavar="TEXT", help="Zone it is in.")
         add(*spelled("--use_alpha"), action="store_true", help="Use `gcloud alpha`.")
         add(*spelled("--command_file"), metavar="PATH", help="File with commands, one a line.")
-        add("--command", action="append", metavar="TEXT", help="A command; may be repeated.")
+        add("--command", action="append", nargs="+", metavar="TEXT", help="Commands; may be repeated.")
         add(*spelled("--install_accelerate"), action="store_true", help="Install this library there first.")
         add(*spelled("--accelerate_version"), default="latest", metavar="TEXT", help="Its version, latest or dev.")
         add("--debug", action="store_true", help="Print what would be run, and run nothing.")
 
     def run(self, arguments: Namespace) -> int:
         """Run the commands and return the exit code of gcloud."""
-        from accel_cli.launch.places import TPUSettings
-        from accel_cli.launch.request import request_of
-
-        settings = request_of([], os.environ, arguments.config_file).settings.instance(TPUSettings)
-        commands = arguments.command or _lines(arguments.command_file or settings.command_file) or settings.commands
-        if arguments.install_accelerate:
-            commands = [_install(arguments.accelerate_version), *commands]
-        argv = pod_command(
-            arguments.tpu_name or settings.tpu_name,
-            arguments.tpu_zone or settings.tpu_zone,
-            commands,
-            arguments.use_alpha,
-        )
+        argv = command_line_of(arguments)
         if arguments.debug:
             print(shlex.join(argv))
             return 0
-        return _call(argv)
+        return call(argv)
+
+
+def command_line_of(arguments: Namespace, package: str = _PACKAGE) -> tuple[str, ...]:
+    """The command line of gcloud that the arguments and the config file describe.
+
+    Args:
+        arguments: the parsed command line.
+        package: what `--install_accelerate` installs on the machines.
+
+    Raises:
+        SettingError: the TPU, its zone or the commands are missing.
+        NotFound: the config file or the file with commands is not there.
+    """
+    from accel_cli.launch.places import TPUSettings
+    from accel_cli.launch.request import request_of
+
+    settings = request_of([], os.environ, arguments.config_file).settings.instance(TPUSettings)
+    given = [command for commands in arguments.command or () for command in commands]
+    commands = given or _lines(arguments.command_file or settings.command_file) or settings.commands
+    if arguments.install_accelerate:
+        commands = [_install(package, arguments.accelerate_version), *commands]
+    return pod_command(
+        arguments.tpu_name or settings.tpu_name,
+        arguments.tpu_zone or settings.tpu_zone,
+        commands,
+        arguments.use_alpha,
+    )
 
 
 def pod_command(name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> tuple[str, ...]:
@@ -84,16 +99,23 @@ def _lines(path: str | None) -> list[str]:
     try:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
+    except FileNotFoundError:
+        raise NotFound(_ASKED, f"{path} is not there.", "Check the path.") from None
     except (OSError, ValueError) as error:
         raise SettingError(_ASKED, f"{path} cannot be read: {error}.", "Give a file with a command a line.") from None
 
 
-def _install(version: str) -> str:
-    wanted = {"latest": f"-U {_PACKAGE}", "dev": f"--pre -U {_PACKAGE}"}.get(version, f"{_PACKAGE}=={version}")
+def _install(package: str, version: str) -> str:
+    wanted = {"latest": f"{package} -U", "dev": f"{package} -U --pre"}.get(version, f"{package}=={version}")
     return f"pip install {wanted}"
 
 
-def _call(argv: Sequence[str]) -> int:
+def call(argv: Sequence[str]) -> int:
+    """Run a command line of gcloud and return its exit code.
+
+    Raises:
+        Missing: gcloud is not installed.
+    """
     import subprocess
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from accel_cli.config.known import with_prefix
+from accel_cli.config.known import is_known, with_prefix
 from accel_state.errors import SettingError
 
 __all__ = ("Conversion", "convert")
@@ -57,7 +57,7 @@ def convert(config: Mapping[str, Any]) -> Conversion:
             f"It has no table {_TABLE!r}.",
             "Give a config file of a run with FSDP.",
         )
-    given = {with_prefix(f"{_TABLE}.{key}").partition(".")[2]: value for key, value in table.items()}
+    given = {_today(key): value for key, value in table.items()}
     if str(given.get(_VERSION, 1)) == "2":
         return Conversion(None)
     kept = {key: value for key, value in given.items() if key not in (_STRATEGY, *_GONE)}
@@ -67,6 +67,12 @@ def convert(config: Mapping[str, Any]) -> Conversion:
     if strategy is not None:
         kept[_RESHARD] = strategy if isinstance(strategy, bool) else _reshards(str(strategy), notes)
     return Conversion({**config, _TABLE: {**kept, _VERSION: 2}}, tuple(notes))
+
+
+def _today(key: str) -> str:
+    """A key with its prefix; one that nobody knows as it is."""
+    found = with_prefix(f"{_TABLE}.{key}")
+    return found.partition(".")[2] if is_known(found) else key
 
 
 def _reshards(strategy: str, notes: list[str]) -> bool:

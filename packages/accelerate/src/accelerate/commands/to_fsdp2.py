@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from accelerate.address import serve
 
 if TYPE_CHECKING:
-    from accelerate.legacy.command_parts import (
+    from accelerate.legacy.commands import to_fsdp2_command_parser
+    from accelerate.legacy.fsdp2_configs import (
         ARGUMENT_KEY_MAPPING,
         ARGUMENT_VALUE_MAPPING,
         ConversionStatus,
         convert_config_to_fsdp2,
         load_config,
+        to_fsdp2_command,
     )
-    from accelerate.legacy.commands import to_fsdp2_command, to_fsdp2_command_parser
 
 __all__ = (
     "ARGUMENT_KEY_MAPPING",

@@ -1,4 +1,4 @@
-"""Further parts of the original's commands: of its config command, its parsers, and its conversion of config files."""
+"""Further parts of the original's commands: of its config command and its parsers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import argparse
 import os
 import sys
 from argparse import ArgumentParser, HelpFormatter, Namespace, RawDescriptionHelpFormatter
-from enum import Enum
 from typing import Any, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.defaults import modernised, usual_config
-from accel_cli.config.document import read_tables
-from accel_cli.config.fsdp2 import convert
 from accel_cli.config.location import default_path
 from accel_cli.config.prompt import prompter
 from accel_cli.config.wizard import questions
@@ -29,16 +26,12 @@ from accelerate.legacy.config_classes import BaseConfig, ClusterConfig, SageMake
 from accelerate.legacy.config_files import default_json_config_file
 
 __all__ = (
-    "ARGUMENT_KEY_MAPPING",
-    "ARGUMENT_VALUE_MAPPING",
     "DYNAMO_BACKENDS",
-    "ConversionStatus",
     "CustomArgumentGroup",
     "CustomHelpFormatter",
     "SubcommandHelpFormatter",
     "clean_option",
     "config_description",
-    "convert_config_to_fsdp2",
     "default_command_parser",
     "default_config_command",
     "default_description",
@@ -46,7 +39,6 @@ __all__ = (
     "get_sagemaker_input",
     "get_user_input",
     "launch_one",
-    "load_config",
     "merge_description",
     "options_to_group",
     "sagemaker_launcher",
@@ -84,41 +76,6 @@ class CustomHelpFormatter(HelpFormatter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.titles = list(options_to_group.values())
-
-
-class ConversionStatus(Enum):
-    """Why a key for FSDP version 1 has none in version 2."""
-
-    NOT_YET_IMPLEMENTED = 0
-    REMOVED = -1
-
-
-_RESHARDS: Final = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
-}
-
-ARGUMENT_KEY_MAPPING: Final = {
-    "fsdp_version": "fsdp_version",
-    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
-    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
-    "fsdp_backward_prefetch": ConversionStatus.REMOVED,
-    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
-    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
-    "fsdp_offload_params": "fsdp_offload_params",
-    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
-    "fsdp_state_dict_type": "fsdp_state_dict_type",
-    "fsdp_sync_module_states": ConversionStatus.REMOVED,
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params": "fsdp_min_num_params",
-    "fsdp_use_orig_params": ConversionStatus.REMOVED,
-    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
-}
-
-ARGUMENT_VALUE_MAPPING: Final = {"fsdp_reshard_after_forward": _RESHARDS, "fsdp_sharding_strategy": _RESHARDS}
 
 
 def clean_option(option: str) -> str:
@@ -223,14 +180,3 @@ def update_config(args: Namespace) -> str:
 def update_config_command(args: Namespace) -> None:
     """Rewrite a file in today's form."""
     sys.stdout.write(f"Updated {update_config(args)}.\n")
-
-
-def load_config(config_file: str) -> dict[str, Any]:
-    """A config file as a dict."""
-    return read_tables(str(config_file))
-
-
-def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """A config for FSDP version 1 as one for version 2; one that is for version 2 as it is."""
-    converted = convert(config)
-    return config if converted.values is None else converted.values

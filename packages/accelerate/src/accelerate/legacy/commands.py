@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from accel_cli import main as command_line
 from accel_cli.command import find_command
+from accel_cli.commands.tpu_config import call, command_line_of
+from accelerate.legacy.fsdp2_configs import to_fsdp2_command
 from accelerate.legacy.parsing import CustomArgumentParser, add_launch_arguments, own_arguments
 
 __all__ = (
@@ -34,7 +36,6 @@ __all__ = (
     "self_test_command",
     "self_test_command_parser",
     "self_test_main",
-    "to_fsdp2_command",
     "to_fsdp2_command_parser",
     "tpu_command_launcher",
     "tpu_command_parser",
@@ -108,8 +109,19 @@ def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 
 def estimate_command(args: Namespace) -> None:
-    """Show how much memory a model takes."""
-    _run("estimate-memory", args)
+    """Show how much memory a model takes.
+
+    Raises:
+        NotFound: the Hub has no such model; `NoAccess` when it shows the model to few.
+        SettingError: the model cannot be built.
+    """
+    from accel_bigmodel.estimate import estimate_memory, table_of
+    from accelerate.legacy.estimating import is_on_hub, model_of
+
+    if not is_on_hub(args.model_name):
+        _run("estimate-memory", args)
+        return
+    sys.stdout.write(table_of(estimate_memory(model_of(args), args.dtypes)) + "\n")
 
 
 def estimate_main() -> int:
@@ -152,19 +164,18 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> ArgumentParser:
     return _parser("to-fsdp2", subparsers, to_fsdp2_command)
 
 
-def to_fsdp2_command(args: Namespace) -> None:
-    """Convert a config file."""
-    _run("to-fsdp2", args)
-
-
 def tpu_command_parser(subparsers: Any = None) -> ArgumentParser:
     """The parser of `accelerate tpu-config`; see `launch_command_parser`."""
     return _parser("tpu-config", subparsers, tpu_command_launcher)
 
 
 def tpu_command_launcher(args: Namespace) -> None:
-    """Run commands on every machine of a TPU pod."""
-    _run("tpu-config", args)
+    """Run commands on every machine of a TPU pod, or show the command line that does."""
+    argv = command_line_of(args, package="accelerate")
+    if args.debug:
+        sys.stdout.write(f"Running {' '.join(argv)}\n")
+    elif code := call(argv):
+        sys.exit(code)
 
 
 def tpu_main() -> int:

@@ -12,16 +12,19 @@ from torch import nn
 from accel_bigmodel.estimate import build_model
 from accel_bigmodel.hub import told_of_model
 from accel_bigmodel.sizes import calculate_maximum_sizes
-from accel_state.errors import SettingError
+from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.settings.probe import importable
 
 __all__ = (
+    "NoSuchModel",
     "add_timm_hub_prefix",
     "check_has_model",
     "create_ascii_table",
     "create_empty_model",
     "estimate_training_usage",
     "gather_data",
+    "is_on_hub",
+    "model_of",
     "verify_on_hub",
 )
 
@@ -37,6 +40,10 @@ _TRAINED: Final = {
     "bfloat16": _IN_HALF,
 }
 """Bytes at each moment of training with Adam, by dtype, as multiples of the model's bytes in float32."""
+
+
+class NoSuchModel(SettingError, RuntimeError):
+    """Met when a repository of the Hub has no model of the library that was to load it."""
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
@@ -80,26 +87,54 @@ def create_empty_model(
         access_token: for models of the Hub that need one.
 
     Raises:
-        SettingError: there is no such model, or none of these libraries has it.
+        NotFound: the Hub has no such model; `NoAccess` when it shows the model to few.
+        SettingError: the model cannot be built, or none of these libraries has it.
         Missing: a library that it needs is not installed.
     """
-    if ":" in model_name or Path(model_name).exists():
+    if not is_on_hub(model_name):
         return build_model(model_name, library_name, trust_remote_code)
-    library = library_name or _library_on_hub(model_name, access_token)
+    library = _library_on_hub(model_name, library_name, access_token)
     name = add_timm_hub_prefix(model_name) if library == "timm" else model_name
     arguments = {"token": access_token} if access_token is not None and library == "transformers" else {}
     return build_model(name, library, trust_remote_code, **arguments)
 
 
-def _library_on_hub(model_name: str, access_token: str | None) -> str:
-    """The library that a model of the Hub is for."""
+def is_on_hub(model_name: str) -> bool:
+    """Whether a name is that of a model on the Hub, and neither a class nor a path here."""
+    return ":" not in model_name and not Path(model_name).exists()
+
+
+def model_of(args: Namespace) -> nn.Module:
+    """The model that a command line of `estimate-memory` names.
+
+    Raises:
+        NoSuchModel: the library does not find a model in the repository.
+    """
+    try:
+        return create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    except SettingError as error:
+        library = check_has_model(error.__cause__)
+        if library == "unknown":
+            raise
+        asked = f"The model {args.model_name!r} was to be loaded by {library}."
+        raise NoSuchModel(asked, "The repository has no model of that library.", "Give --library_name.") from error
+
+
+def _library_on_hub(model_name: str, library_name: str | None, access_token: str | None) -> str:
+    """The library that a model of the Hub is for, which may be known before."""
     asked = f"The model {model_name!r} was to be built without its weights."
-    told = verify_on_hub(model_name, access_token)
+    try:
+        told = verify_on_hub(model_name, access_token)
+    except Exception:
+        # With a known library, the model may be in the cache of a machine that does not reach the Hub.
+        if library_name is None:
+            raise
+        return library_name
     if told == "gated":
-        raise SettingError(asked, "The Hub shows it to few.", "Ask for access to it, and log in with `hf auth login`.")
+        raise NoAccess(asked, "The Hub shows it to few.", "Ask for access to it, and log in with `hf auth login`.")
     if told == "repo":
-        raise SettingError(asked, "There is no such model on the Hub.", "Check its name; private ones need a token.")
-    library = getattr(told, "library_name", None)
+        raise NotFound(asked, "There is no such model on the Hub.", "Check its name; private ones need a token.")
+    library = library_name or getattr(told, "library_name", None)
     if library not in _LIBRARIES:
         found = f"The Hub says it is for {library}." if library else "The Hub does not say which library it is for."
         raise SettingError(asked, found, f"Give --library_name: {' or '.join(_LIBRARIES)}.")
@@ -127,9 +162,7 @@ def gather_data(args: Namespace) -> list[list[Any]]:
     Args:
         args: what the parser of `estimate-memory` made of a command line.
     """
-    model = create_empty_model(
-        args.model_name, library_name=args.library_name, trust_remote_code=args.trust_remote_code
-    )
+    model = model_of(args)
     total, (largest, _) = calculate_maximum_sizes(model)
     return [
         [dtype, largest / _SMALLER[dtype], total / _SMALLER[dtype], estimate_training_usage(total, dtype)]

@@ -112,10 +112,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.commands.to_fsdp2": {
-        "accelerate.legacy.command_parts": """
+        "accelerate.legacy.commands": "to_fsdp2_command_parser",
+        "accelerate.legacy.fsdp2_configs": """
             ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config
+            to_fsdp2_command
         """,
-        "accelerate.legacy.commands": "to_fsdp2_command to_fsdp2_command_parser",
     },
     "accelerate.commands.tpu": {
         "accelerate.legacy.commands": "main=tpu_main tpu_command_launcher tpu_command_parser",
