@@ -97,6 +97,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types with mypy, and with pyright where it starts (it needs Node.js)."""
+    # An editable install has the stubs of the day it was made.
+    run(session, "python", "-m", "accelerate.names.stubs")
     run(session, "mypy")
     try:
         run(session, "pyright", "--version")

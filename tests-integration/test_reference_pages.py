@@ -10,11 +10,11 @@ from pathlib import Path
 import griffe
 import pytest
 
-import gen_alias
 import write_reference
 from accel_cli.command import offers
 from accel_cli.launch.options import launch_classes
 from accel_state.settings.schema import settings_of
+from accelerate.names import NAMES, owners
 from reference.api import api_pages, links_to, published_in
 from reference.commands import commands_page
 from reference.described import unknown_arguments
@@ -213,11 +213,10 @@ def test_every_command_is_on_the_page_with_its_options() -> None:
 
 
 def test_every_old_address_is_on_the_page(links: Links) -> None:
-    names = gen_alias.load_table()
-    page = dropin_page(names, links)
-    for address in names.NAMES:
+    page = dropin_page(links)
+    for address in NAMES:
         section = page.partition(f"\n## {address}\n")[2].partition("\n## ")[0]
-        assert re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE) == sorted(names.owners(address))
+        assert re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE) == sorted(owners(address))
     assert "| `gather` | {py:obj}`accel_ops.gather` |" in page
     assert "`accelerate.test_utils`" in page
 

@@ -2,8 +2,9 @@
 
     python tools/check_distributions.py FOLDER [repository]
 
-A wheel must have exactly the files below a package's `src`, with `py.typed` and the licence; an sdist also the tests
-and what it is built from. Both must name the supported Python, and require other packages by ranges.
+A wheel must have exactly the files below a package's `src`, the stubs that a build makes, `py.typed` and the licence;
+an sdist also the tests and what it is built from. Both must name the supported Python, and require other packages by
+ranges.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import tomli
 from packaging.requirements import Requirement
+
+from accelerate.names import NAMES, stub_path
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,6 +49,8 @@ class Distribution:
     def problems(self, python: str, siblings: frozenset[str]) -> Iterator[str]:
         """One line for each thing that is not right."""
         expected = frozenset(tracked(self.folder, ("src/",) if self.is_wheel else BESIDE_SOURCES))
+        if self.is_wheel and self.folder.name == "accelerate":
+            expected |= {f"src/{stub_path(address)}" for address in NAMES}
         for name in sorted(expected - self.files):
             yield f"{name} is missing"
         for name in sorted(self.files - expected):

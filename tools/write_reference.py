@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import gen_alias
 from reference.api import all_links, api_pages
 from reference.commands import commands_page
 from reference.dropin import dropin_page
@@ -30,7 +29,7 @@ def pages() -> dict[str, str]:
         **api_pages(library, links),
         **error_pages(library, links),
         "commands.md": commands_page(),
-        "dropin.md": dropin_page(gen_alias.load_table(), links),
+        "dropin.md": dropin_page(links),
         "settings.md": settings_page(library, links),
     }
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
 
+from accelerate.names import NAMES, NOT_PROVIDED, REMOVED, VERSION, Owner, owners
 from reference.links import Links
 from reference.markdown import code, page, prose, table
 
@@ -18,20 +17,19 @@ _ABOUT = (
 )
 
 
-def dropin_page(names: ModuleType, links: Links) -> str:
-    """The page, from the table of names that the modules of the drop-in are written from."""
-    lines = ["# Addresses of the drop-in", "", prose(_ABOUT.format(version=names.VERSION.partition("+")[0])), ""]
-    for address in sorted(names.NAMES):
-        owners = names.owners(address)
-        if owners:
-            lines += [f"## {address}", "", *table(("name", "lives at"), _rows(owners, links)), ""]
-    refused = [(code(address), *map(prose, said)) for address, said in sorted(names.NOT_PROVIDED.items())]
-    removed = [(code(name), "Removed before 1.15.", prose(remedy)) for name, remedy in sorted(names.REMOVED.items())]
+def dropin_page(links: Links) -> str:
+    """The page, from the table of names of the drop-in."""
+    lines = ["# Addresses of the drop-in", "", prose(_ABOUT.format(version=VERSION.partition("+")[0])), ""]
+    for address in sorted(NAMES):
+        if owners(address):
+            lines += [f"## {address}", "", *table(("name", "lives at"), _rows(owners(address), links)), ""]
+    refused = [(code(address), *map(prose, said)) for address, said in sorted(NOT_PROVIDED.items())]
+    removed = [(code(name), "Removed before 1.15.", prose(remedy)) for name, remedy in sorted(REMOVED.items())]
     return page([*lines, "## Not there", "", *table(("address or name", "why", "instead"), [*refused, *removed])])
 
 
-def _rows(owners: Mapping[str, Any], links: Links) -> list[tuple[str, str]]:
-    return [(code(name), _place(f"{owner.module}.{owner.name}", links)) for name, owner in sorted(owners.items())]
+def _rows(names: Mapping[str, Owner], links: Links) -> list[tuple[str, str]]:
+    return [(code(name), _place(f"{owner.module}.{owner.name}", links)) for name, owner in sorted(names.items())]
 
 
 def _place(home: str, links: Links) -> str:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import griffe
 
+from accelerate.names import NAMES, owners
+
 __all__ = ("LIBRARY", "ROOT", "Entry", "Library", "entries", "modules_of", "read_library")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ LIBRARY = (
 """The packages from the lowest upward."""
 
 _OWN = ("accelerate.address.", "accelerate.legacy.")
+"""What the drop-in defines itself; its other names are those of the packages below, at old addresses."""
 
 
 class Entry(NamedTuple):
@@ -80,18 +83,15 @@ def modules_of(module: griffe.Module) -> Iterator[griffe.Module]:
 
 
 def entries(package: griffe.Module) -> list[Entry]:
-    """Every published name of a package, once, in the order of the modules they are defined in.
-
-    Of the drop-in, whose other modules only repeat names, those that it defines for the scripts it is for.
-    """
+    """Every published name of a package, once, in the order of the modules they are defined in."""
     top = {item.path: f"{package.path}.{name}" for name, item in _named(package)}
     modules = list(modules_of(package))
+    if package.path == "accelerate":
+        return _of_the_drop_in(modules)
     addresses: dict[str, list[str]] = {}
     items: dict[str, griffe.Object] = {}
     for module in modules:
         for name, item in _named(module):
-            if package.path == "accelerate" and not item.path.startswith(_OWN):
-                continue
             addresses.setdefault(item.path, []).append(f"{module.path}.{name}")
             items[item.path] = item
     order = {module.path: place for place, module in enumerate(modules)}
@@ -100,6 +100,22 @@ def entries(package: griffe.Module) -> list[Entry]:
         address = top.get(home, home)
         found.append(Entry(address, home, address.rpartition(".")[0], item, tuple(addresses[home])))
     return sorted(found, key=lambda entry: order[entry.home.rpartition(".")[0]])
+
+
+def _of_the_drop_in(modules: list[griffe.Module]) -> list[Entry]:
+    """What it defines for the scripts it is for; the table of names has the old addresses."""
+    shown: dict[str, list[str]] = {}
+    for address in NAMES:
+        for name, owner in owners(address).items():
+            shown.setdefault(f"{owner.module}.{owner.name}", []).append(f"{address}.{name}")
+    found = []
+    for module in modules:
+        for _, item in _named(module):
+            if item.path.startswith(_OWN) and item.module.path == module.path:
+                others = shown.get(item.path, ())
+                address = next((other for other in others if other.count(".") == 1), item.path)
+                found.append(Entry(address, item.path, address.rpartition(".")[0], item, tuple(others)))
+    return found
 
 
 def _named(module: griffe.Module) -> Iterator[tuple[str, griffe.Object]]:

@@ -199,6 +199,21 @@ def test_a_broken_machine(accel, tmp_path):
     assert "-> Give another port" in finished.stdout
 
 
+def test_installed_packages_add_examinations(accel, tmp_path):
+    (tmp_path / "looks.py").write_text(
+        "from accel_cli.doctor.finding import WORRY, Finding\n"
+        "def at_the_fan(request):\n    yield Finding('fan', WORRY, 'It is loud.', 'Oil it.')\n"
+    )
+    (tmp_path / "looks-1.0.dist-info").mkdir()
+    points = "[accel.examinations]\nfan = looks:at_the_fan\nlost = looks:at_nothing\n"
+    (tmp_path / "looks-1.0.dist-info" / "entry_points.txt").write_text(points)
+    finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
+    found = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
+    assert found["fan"] == {"subject": "fan", "verdict": WORRY, "told": "It is loud.", "remedy": "Oil it."}
+    assert found["lost"]["verdict"] == WORRY
+    assert "looks 1.0" in found["lost"]["told"]
+
+
 @pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e300"])
 def test_a_wait_that_no_clock_has_is_refused(timeout):
     with pytest.raises(SettingError, match="0 to 1000000 seconds"):

@@ -1,4 +1,4 @@
-"""Files of another `accelerate` in our folder are found when it is imported, and the error says how to reinstall."""
+"""Files of another `accelerate` in our folder hide nothing; who misses what they have, and the doctor, name them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 import accel_ops
 import accelerate
-from accel_state.errors import Missing
-from accelerate.installation import check_files, foreign_files
+from accel_cli.doctor.finding import FINE, WORRY
+from accelerate.installation import clash, examination, foreign_files
 
 
 def copy_of(package: ModuleType, folder: Path) -> Path:
@@ -28,44 +28,11 @@ def copied(tmp_path: Path) -> Path:
     return copy_of(accelerate, tmp_path / "accelerate")
 
 
-def test_our_own_files_are_known(copied: Path) -> None:
-    assert list(foreign_files(str(copied))) == []
-
-
-@pytest.mark.parametrize(
-    "stranger", ["test_utils/__init__.py", "inference_old.py", "utils/rich.py", "utils/x/__init__.py"]
-)
-def test_a_file_of_another_library_is_found(copied: Path, stranger: str) -> None:
-    (copied / stranger).parent.mkdir(exist_ok=True)
-    (copied / stranger).touch()
-    assert list(foreign_files(str(copied))) == [stranger]
-
-
-def test_what_python_and_editors_leave_is_not(copied: Path) -> None:
-    for name in ("__pycache__/rich.cpython-311.pyc", "notes.txt", ".cache/file.py", "test_utils/__pycache__/a.pyc"):
-        (copied / name).parent.mkdir(parents=True, exist_ok=True)
-        (copied / name).touch()
-    assert list(foreign_files(str(copied))) == []
-
-
-def test_many_are_told_in_few_words(copied: Path) -> None:
-    for name in "abcde":
-        (copied / f"{name}.py").touch()
-    with pytest.raises(Missing, match=r"a\.py, b\.py, c\.py and 2 more"):
-        check_files(str(copied))
-
-
-def test_an_import_says_so(copied: Path) -> None:
-    (copied / "test_utils").mkdir()
-    (copied / "test_utils" / "__init__.py").touch()
-    (copied / "test_utils" / "testing.py").touch()
-    environment = {**os.environ, "PYTHONPATH": str(copied.parent)}
-    command = [sys.executable, "-c", "import accelerate"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert str(copied) in done.stderr
-    assert "test_utils/__init__.py" in done.stderr
-    assert f"pip install accelerate=={accelerate.__version__}" in done.stderr
+def leave(folder: Path, *files: str) -> None:
+    """Files of another library, as an installer that removes nothing leaves them."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("raise RuntimeError('of another library')", encoding="utf-8")
 
 
 def imported(statement: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -75,24 +42,50 @@ def imported(statement: str, *folders: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_ours_over_the_original_is_found_by_what_stayed_behind(tmp_path: Path) -> None:
-    before = {
-        "__init__.py": "",
-        "state.py": "raise RuntimeError",
-        "test_utils/__init__.py": "",
-        "test_utils/testing.py": "",
-    }
-    folder = tmp_path / "accelerate"
-    for name, text in before.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    copy_of(accelerate, folder)
-    done = imported("from accelerate.state import PartialState", tmp_path)
+def test_our_own_files_are_known(copied: Path) -> None:
+    assert foreign_files(copied) == []
+    (found,) = examination(folder=copied)
+    assert (found.verdict, found.remedy) == (FINE, "")
+
+
+@pytest.mark.parametrize(
+    "stranger", ["test_utils/__init__.py", "inference_old.py", "utils/rich.py", "utils/x/__init__.py", "state.py"]
+)
+def test_a_file_of_another_library_is_found(copied: Path, stranger: str) -> None:
+    leave(copied, stranger)
+    assert foreign_files(copied) == [stranger]
+
+
+def test_what_python_and_editors_leave_is_not(copied: Path) -> None:
+    leave(copied, "__pycache__/rich.cpython-311.pyc", "notes.txt", ".cache/file.py", "test_utils/__pycache__/a.pyc")
+    assert foreign_files(copied) == []
+
+
+def test_the_doctor_tells_of_many_in_few_words(copied: Path) -> None:
+    leave(copied, "a.py", "b.py", "c.py", "d.py", "e.py")
+    (found,) = examination(folder=copied)
+    assert (found.subject, found.verdict) == ("accelerate", WORRY)
+    assert found.told.endswith("a.py, b.py, c.py and 2 more.")
+    assert f"pip install accelerate=={accelerate.__version__}" in found.remedy
+
+
+def test_modules_that_another_library_left_are_not_imported(copied: Path) -> None:
+    leave(copied, "state.py", "utils/__init__.py", "utils/operations.py")
+    done = imported("from accelerate.state import PartialState; import accelerate.utils.operations", copied.parent)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("statement", ["import accelerate.test_utils", "from accelerate.utils import write_rich"])
+def test_who_misses_what_they_have_hears_of_them(copied: Path, statement: str) -> None:
+    leave(copied, "test_utils/__init__.py", "test_utils/testing.py", "utils/rich.py")
+    done = imported(statement, copied.parent)
     assert done.returncode != 0
-    assert "files of another accelerate: test_utils/" in done.stderr
-    shutil.rmtree(folder / "test_utils")
-    shutil.copy(Path(str(accelerate.__file__)).with_name("test_utils.py"), folder)
-    assert imported("from accelerate.state import PartialState", tmp_path).returncode == 0
+    assert f"The folder {copied} also holds files of another accelerate: test_utils/__init__.py" in done.stderr
+    assert f"pip install accelerate=={accelerate.__version__}" in done.stderr
+
+
+def test_an_installation_of_ours_alone_is_not_blamed() -> None:
+    assert clash() is None
 
 
 def test_an_older_package_below_is_named_with_how_to_reinstall(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a module at an old address works: it shows what lies in the modules that own its names.
+"""How a module at an old address works: it shows what is in the modules that own its names.
 
 A name is looked up in its owner when it is first read. Assigning and deleting happen in the owner, and in every module
 of ours that holds the same object under that name, so `mock.patch("accelerate.utils.gather")` reaches whoever calls it.
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
-from types import FrameType, ModuleType
-from typing import Any, Final, NoReturn
+from functools import cache
+from types import ModuleType
+from typing import Any, Final
 
-from accel_state.errors import AccelError, Missing
-from accel_state.settings.extension import add_library
+from accel_state.errors import AccelError
 from accelerate.names import NAMES, NOT_PROVIDED, OWN_LOGGERS, REMOVED, VERSION, Owner, owners, served
 
-__all__ = ("OldModule", "UnknownName", "refuse", "serve")
+__all__ = ("OldModule", "UnknownName", "serve", "why_not")
 
 
 class UnknownName(AccelError, AttributeError):
     """Met when an attribute is asked for that a module at an old address does not have."""
 
 
-# A report that names the caller of a collective passes over the lines of this package.
-add_library("accelerate")
+_NO_NAME: Final = "There is no such name at this address."
 
 # Where a name was deleted from, until it is assigned again: `mock.patch` undoes itself in these two steps.
 _deleted: Final[dict[Owner, list[ModuleType]]] = {}
@@ -33,13 +31,13 @@ _deleted: Final[dict[Owner, list[ModuleType]]] = {}
 class OldModule(ModuleType):
     """A module at an old address."""
 
-    _owners: Mapping[str, Owner]
-
     def __getattr__(self, name: str) -> Any:
-        owner = self._owners.get(name)
+        owner = served(self.__name__).get(name)
         if owner is not None:
-            value = vars(self)[name] = _read(owner, self.__name__, sys._getframe(1))
+            value = vars(self)[name] = _read(owner, self.__name__)
             return value
+        if name == "__all__":
+            return tuple(sorted(owners(self.__name__)))
         inside = f"{self.__name__}.{name}"
         if inside in NAMES:
             return importlib.import_module(inside)
@@ -49,10 +47,11 @@ class OldModule(ModuleType):
             return get_logger(self.__name__)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise _unknown(self, name, sys._getframe(1))
+        advice = _advice(self.__name__, name) or (_NO_NAME, f"dir({self.__name__}) lists what there is.")
+        raise UnknownName(_asked(self.__name__, name), *advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        owner = self._owners.get(name)
+        owner = served(self.__name__).get(name)
         if owner is None:
             super().__setattr__(name, value)
         elif not (isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"):
@@ -62,7 +61,7 @@ class OldModule(ModuleType):
             _forget(owner)
 
     def __delattr__(self, name: str) -> None:
-        owner = self._owners.get(name)
+        owner = served(self.__name__).get(name)
         if owner is None:
             super().__delattr__(name)
             return
@@ -72,26 +71,44 @@ class OldModule(ModuleType):
         _forget(owner)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._owners})
+        return sorted({*super().__dir__(), *served(self.__name__)})
 
 
 def serve(address: str) -> None:
     """Make the module at an old address show the names that the table has for it."""
-    module = sys.modules[address]
-    vars(module)["_owners"] = served(address)
-    module.__class__ = OldModule
+    sys.modules[address].__class__ = OldModule
 
 
-def refuse(address: str) -> NoReturn:
-    """Say why an old module cannot be had.
+def why_not(address: str) -> tuple[str, str, str] | None:
+    """Why a module cannot be had, in three parts; None where there is nothing to say but that it does not exist.
 
-    Raises:
-        Missing: always.
+    Args:
+        address: of the module, or of a name in a package from which it was imported.
     """
-    raise Missing(f"{address} was imported.", *NOT_PROVIDED[address])
+    package, _, name = address.rpartition(".")
+    if name in served(package):
+        try:
+            getattr(sys.modules[package], name)
+        except UnknownName as error:
+            return error.asked, error.obstacle, error.remedy
+        return None
+    advice = None if name.startswith("__") else _advice(package, name)
+    return advice and (_asked(package, name), *advice)
 
 
-def _read(owner: Owner, address: str, caller: FrameType) -> Any:
+@cache
+def _join() -> None:
+    """Nothing of ours logs, or calls a collective, for a script that has not read a name."""
+    from accel_state.settings.extension import add_library
+    from accelerate.loggers import join_loggers
+
+    # A report that names the caller of a collective passes over the lines of this package.
+    add_library("accelerate")
+    join_loggers()
+
+
+def _read(owner: Owner, address: str) -> Any:
+    _join()
     module = importlib.import_module(owner.module)
     try:
         return getattr(module, owner.name)
@@ -99,7 +116,7 @@ def _read(owner: Owner, address: str, caller: FrameType) -> Any:
         from accel_state.settings.versions import installed_version
 
         distribution = owner.module.partition(".")[0].replace("_", "-")
-        raise _kind_of_error(caller)(
+        raise UnknownName(
             f"{owner.name!r} was asked for from {address}, which has it from {owner.module}.",
             f"{distribution} {installed_version(distribution)} has none, so it does not fit accelerate {VERSION}.",
             f"Install versions that belong together: pip install --force-reinstall accelerate {distribution}",
@@ -118,33 +135,25 @@ def _forget(owner: Owner) -> None:
     """Let every old module look the name up again."""
     for module in list(sys.modules.values()):
         if isinstance(module, OldModule):
-            for name in [name for name in vars(module) if module._owners.get(name) == owner]:
+            names = served(module.__name__)
+            for name in [name for name in vars(module) if names.get(name) == owner]:
                 del vars(module)[name]
 
 
-def _unknown(module: OldModule, name: str, caller: FrameType) -> AccelError:
-    return _kind_of_error(caller)(f"{name!r} was asked for from {module.__name__}.", *_what_instead(module, name))
+def _asked(address: str, name: str) -> str:
+    return f"{name!r} was asked for from {address}."
 
 
-def _kind_of_error(caller: FrameType) -> type[AccelError]:
-    """`from module import name` puts a text of its own in the place of every AttributeError."""
-    from dis import opmap
-
-    imported = caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
-    return Missing if imported else UnknownName
-
-
-def _what_instead(module: OldModule, name: str) -> tuple[str, str]:
-    """What stands in the way of an unknown name, and what to do."""
+def _advice(address: str, name: str) -> tuple[str, str] | None:
+    """What stands in the way of a name that an old module does not have, and what to do, where more can be said."""
     from accel_state.settings.schema import closest
+    from accelerate.installation import clash
 
-    if f"{module.__name__}.{name}" in NOT_PROVIDED:
-        return NOT_PROVIDED[f"{module.__name__}.{name}"]
+    if f"{address}.{name}" in NOT_PROVIDED:
+        return clash() or NOT_PROVIDED[f"{address}.{name}"]
     if name in REMOVED:
         return f"It was removed before {VERSION.partition('+')[0]}.", REMOVED[name]
-    obstacle = "There is no such name at this address."
     homes = [address for address in NAMES if name in owners(address)]
-    if homes:
-        return obstacle, f"Import it from {homes[0]}."
-    near = closest(name, served(module.__name__))
-    return obstacle, f"Did you mean {near}?" if near else f"dir({module.__name__}) lists what there is."
+    near = closest(name, served(address))
+    remedy = f"Import it from {homes[0]}." if homes else f"Did you mean {near}?" if near else ""
+    return (_NO_NAME, remedy) if remedy else clash()

@@ -1,70 +1,52 @@
-"""Finding the files of another library named `accelerate` in our folder, before a program mixes the two."""
+"""Finding the files of another library named `accelerate` in our folder.
+
+An installer that is told not to remove the original first leaves the files that we have no namesake for. No import
+reaches them by an old address; who misses something they have is told about them, and `accel doctor` lists them.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from accel_state.errors import Missing
-from accelerate.names import HAND_WRITTEN, NAMES, NOT_PROVIDED, VERSION
+from accelerate.names import OWN_MODULES, VERSION
 
-__all__ = ("check_files", "foreign_files")
+if TYPE_CHECKING:
+    from accel_cli.doctor.finding import Finding
 
-_SHOWN = 3
+__all__ = ("clash", "examination", "foreign_files")
 
-
-def check_files(folder: str) -> None:
-    """Refuse a folder with Python files that are not ours.
-
-    An installer that is told not to remove the original first leaves the files we have no namesake for.
-
-    Args:
-        folder: of the package `accelerate`.
-
-    Raises:
-        Missing: there are such files.
-    """
-    found = list(foreign_files(folder))
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise Missing(
-            f"accelerate {VERSION} was imported from {folder}.",
-            f"The folder also holds files of another accelerate: {', '.join(sorted(found)[:_SHOWN])}{more}.",
-            "Run `pip uninstall -y accelerate` until nothing is left, delete that folder, then run "
-            f"`pip install accelerate=={VERSION}` with the wheel built from the accel repository.",
-        )
+_FOLDER: Final = Path(__file__).parent
+_SHOWN: Final = 3
 
 
-def foreign_files(folder: str, package: str = "accelerate") -> Iterator[str]:
-    """Python files in the folder of a package that are not ours, relative to the folder of `accelerate`."""
-    try:
-        entries = list(os.scandir(folder))
-    except OSError:
-        # Imported from an archive: nothing can have been written into that.
-        return
-    inside = "".join(f"{part}/" for part in package.split(".")[1:])
-    for entry in entries:
-        stem, dot, ending = entry.name.partition(".")
-        name = f"{package}.{stem}"
-        if dot and ending == "py":
-            if stem != "__init__" and name not in _modules():
-                yield inside + entry.name
-        elif name in _packages():
-            yield from foreign_files(entry.path, name)
-        elif name not in _BY_HAND and os.path.isfile(os.path.join(entry.path, "__init__.py")):
-            yield f"{inside}{entry.name}/__init__.py"
-
-
-_BY_HAND: Final = frozenset(f"accelerate.{name}" for name in HAND_WRITTEN)
+def foreign_files(folder: Path) -> list[str]:
+    """Python files in the folder of `accelerate` that are not ours, relative to it."""
+    ours = {name.rpartition(".")[2] for name in OWN_MODULES} | {"__init__"}
+    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+    strange = (path for path in paths if path.parts[0] not in ours and all(map(str.isidentifier, path.parts)))
+    return sorted(f"{path.as_posix()}.py" for path in strange)
 
 
 @cache
-def _modules() -> frozenset[str]:
-    return frozenset((*NAMES, *NOT_PROVIDED)) | _BY_HAND
+def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
+    """What stands in the way where the folder holds files of another `accelerate`, and what to do."""
+    found = foreign_files(folder)
+    if not found:
+        return None
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return (
+        f"The folder {folder} also holds files of another accelerate: {', '.join(found[:_SHOWN])}{more}.",
+        "Run `pip uninstall -y accelerate` until nothing is left, delete that folder, then run "
+        f"`pip install accelerate=={VERSION}` with the wheel built from the accel repository.",
+    )
 
 
-@cache
-def _packages() -> frozenset[str]:
-    return frozenset(name.rpartition(".")[0] for name in NAMES)
+def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Finding]:
+    """What `accel doctor` says about the folder."""
+    from accel_cli.doctor.finding import FINE, WORRY, Finding
+
+    found = clash(folder)
+    yield Finding("accelerate", WORRY, *found) if found else Finding("accelerate", FINE, f"{VERSION} at {folder}")

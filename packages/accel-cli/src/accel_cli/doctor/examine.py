@@ -17,6 +17,7 @@ from accel_cli.launch.ports import Port
 from accel_cli.launch.request import Request
 from accel_cli.launch.script import script_of
 from accel_state.errors import AccelError
+from accel_state.settings.extension import extensions
 
 __all__ = ("EXAMINATIONS", "examine", "examine_launch")
 
@@ -61,6 +62,16 @@ def _backends(request: Request) -> Iterator[Finding]:
         yield Finding("backends", WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
     if not broken:
         yield Finding("backends", FINE, "all can be loaded")
+
+
+def _added(request: Request) -> Iterator[Finding]:
+    """The examinations that installed distributions offer."""
+    for extension in extensions("accel.examinations"):
+        try:
+            yield from extension.load()(request)
+        except Exception as error:
+            told = f"The examination of {extension.origin} failed: {error!r}"
+            yield Finding(extension.name, WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
 
 
 def examine_launch(request: Request) -> Iterator[Finding]:
@@ -151,6 +162,7 @@ EXAMINATIONS: Final[tuple[Callable[[Request], Iterator[Finding]], ...]] = (
     _python,
     _torch_and_devices,
     _backends,
+    _added,
     examine_launch,
     _config,
     _port,

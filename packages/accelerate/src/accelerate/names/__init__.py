@@ -1,14 +1,15 @@
 """The table of the drop-in: which names each old module has, and which of our modules each comes from.
 
-`tools/gen_alias.py` writes the modules from it, and `accelerate.address` serves their names by it while a program runs.
-The generator loads this folder without the package around it, so nothing here imports from outside of the folder.
+`accelerate.finder` finds the modules by it, `accelerate.address` serves their names, and `stubs` tells type checkers. A
+build loads this folder without the package around it, so nothing here imports from outside of the folder.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from .homes import NAMES
 from .lent import BORROWED
@@ -16,24 +17,31 @@ from .withdrawn import NOT_PROVIDED, REMOVED
 
 __all__ = (
     "BORROWED",
-    "HAND_WRITTEN",
     "LOGGERS",
     "NAMES",
     "NOT_PROVIDED",
     "OWN_LOGGERS",
+    "OWN_MODULES",
+    "PACKAGES",
     "REMOVED",
     "VERSION",
     "Owner",
     "borrowed",
     "owners",
     "served",
+    "stub_path",
 )
 
 VERSION: Final = "1.15.0+accel.1"
 """Version of the surface that is imitated; clients compare the version of the distribution."""
 
-HAND_WRITTEN: Final = ("address", "installation", "legacy", "loggers", "names")
-"""Modules of this package that are not written by the generator."""
+OWN_MODULES: Final = frozenset(
+    f"accelerate.{name}" for name in ("address", "finder", "installation", "legacy", "loggers", "names")
+)
+"""Modules of this package that have files."""
+
+PACKAGES: Final = frozenset(address.rpartition(".")[0] for address in NAMES) - {""}
+"""Old modules with modules below them."""
 
 LOGGERS: Final = {
     "accel_bigmodel": "accelerate.big_modeling",
@@ -67,13 +75,16 @@ OWN_LOGGERS: Final = (
 """Old modules that have a `logger`."""
 
 
-class Owner(NamedTuple):
+# Every import of the package pays for this class; one of typing.NamedTuple takes 1 ms of CPU time.
+class Owner(namedtuple("Owner", ("module", "name"))):
     """Where a name really lives.
 
     Args:
         module: one of our modules; what is assigned at the old address is set there.
         name: what it is called there.
     """
+
+    __slots__ = ()
 
     module: str
     name: str
@@ -95,6 +106,12 @@ def borrowed(address: str) -> Mapping[str, Owner]:
 def served(address: str) -> Mapping[str, Owner]:
     """All names that can be imported from an old module."""
     return {**owners(address), **borrowed(address)}
+
+
+def stub_path(address: str) -> str:
+    """Where the stub of an old module is, relative to the folder that holds `accelerate`."""
+    path = address.replace(".", "/")
+    return f"{path}/__init__.pyi" if address in PACKAGES else f"{path}.pyi"
 
 
 def _resolved(sources: Mapping[str, str]) -> Iterator[tuple[str, Owner]]:
