@@ -70,6 +70,12 @@ def test_several_devices_contradict_the_cpu_and_one_process(other):
         check_kind(settings(multi_gpu=True, **other))
 
 
+def test_a_variable_for_the_cpu_does_not_contradict_several_devices(accel, script):
+    job = script("import os; os.write(1, (os.environ['RANK'] + os.environ['ACCELERATE_USE_CPU'] + '\\n').encode())")
+    done = accel("launch", "--multi_gpu", "--num_processes", "2", job, env={"ACCELERATE_USE_CPU": "true"})
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["0true", "1true"]), done.stderr
+
+
 def test_several_devices_where_there_is_one():
     with pytest.raises(SettingError, match="--multi_gpu"):
         plan(devices=1, multi_gpu=True)

@@ -63,6 +63,26 @@ def test_processes_of_a_notebook_exchange_tensors(notebook, tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["2 cpu 3.0"] * 2, done.stderr
 
 
+def test_a_debugged_function_on_one_process_is_in_no_group(notebook, tmp_path):
+    done = notebook(
+        """
+        import os
+        from pathlib import Path
+        def work():
+            from accel_state.process import PartialState
+            state = PartialState()
+            told = (state.distributed_type.value, state.num_processes, state.device.type, state.fork_launched)
+            Path("told").write_text(f"{told} {os.getpid()}")
+        debug_launcher(work, num_processes=1)
+        Path("self").write_text(str(os.getpid()))
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    told, _, number = (tmp_path / "told").read_text().rpartition(" ")
+    assert told == "('NO', 1, 'cpu', True)"
+    assert number != (tmp_path / "self").read_text()
+
+
 def test_one_process_is_this_one(notebook):
     done = notebook(
         """

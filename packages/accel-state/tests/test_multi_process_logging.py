@@ -45,3 +45,18 @@ def test_who_logs_what(two: Processes) -> None:
 def test_logging_too_early() -> None:
     with fresh(), pytest.raises(NotReady, match="before logging"):
         get_logger("accel.test.early").warning("lost")
+
+
+def test_the_level_of_the_stack_counts_from_the_logger(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrapped(logging.LoggerAdapter):  # type: ignore[type-arg]
+        def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
+            self.logger.log(level, msg, *args, **{**kwargs, "stacklevel": 3})  # type: ignore[arg-type]
+
+    with fresh():
+        PartialState(cpu=True)
+        logger = get_logger("accel.test.levels")
+        logger.warning("by default", stacklevel=2)
+        Wrapped(logger, {}).warning("through a wrapper")
+        Wrapped(logger, {}).warning("in turn", in_order=True)
+    names = [record.funcName for record in caplog.records]
+    assert names == ["test_the_level_of_the_stack_counts_from_the_logger"] * 3

@@ -30,6 +30,14 @@ def clean() -> Iterator[None]:
         yield
 
 
+def test_the_debug_mode_is_switched_for_every_state() -> None:
+    state = PartialState(cpu=True)
+    state.debug = True
+    assert PartialState().debug is True
+    AcceleratorState().debug = False
+    assert state.debug is False
+
+
 def test_a_process_that_runs_alone() -> None:
     state = PartialState(cpu=True)
 

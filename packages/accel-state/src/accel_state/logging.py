@@ -17,15 +17,15 @@ __all__ = ("MultiProcessAdapter", "get_logger")
 
 _LEVEL = settings_of(OutputSettings)["log_level"]
 
-# Frames between the caller and the logger: this module's `log`.
-_OWN_FRAMES = 1
+# The caller, where 1 is this module's `log`.
+_STACK_LEVEL = 2
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Logger whose records go out on the main process only, unless the call says otherwise.
 
     Each call takes two keywords more: `main_process_only` (True by default), and `in_order`, with which all processes
-    log one after the other.
+    log one after the other. A `stacklevel` counts from the method of this class: 2 is its caller, 3 the caller of that.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _OWN_FRAMES
+        kwargs.setdefault("stacklevel", _STACK_LEVEL)
         if not self.isEnabledFor(level):
             return
         if in_order:

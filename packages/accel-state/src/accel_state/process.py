@@ -167,8 +167,12 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Whether more is told about collectives."""
+        """Whether more is told about collectives; what is assigned counts from then on."""
         return self._process.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        current.set_process(self._process._replace(debug=bool(debug)))
 
     @property
     def fork_launched(self) -> bool:

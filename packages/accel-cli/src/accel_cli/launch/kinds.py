@@ -166,7 +166,8 @@ def check_kind(effective: Effective) -> None:
         return
     kind, effect = found
     cpu, processes = effective["cpu"], effective["num_processes"]
-    if cpu.value:
+    # A variable puts every run of a machine on the CPU, those of several devices too.
+    if cpu.value and not (kind.by_device and cpu.origin.startswith("$")):
         raise Conflict(
             f"{effect.setting.name} ({effect.origin}) and {cpu.setting.name} ({cpu.origin}) were asked for.",
             "One is for a run on devices, the other for one on the CPU.",

@@ -131,6 +131,10 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check_numbers(num_processes, 0, 1)
     _check_untouched()
     environment = {str(_CPU.variable): "true"}
+    if num_processes == 1:
+        # Launched in no group, as a script that is started by itself.
+        run_forked(function, args, [{**environment, str(_FORK_LAUNCHED.variable): "true"}])
+        return
     with _free_port("0") as port:
         run_forked(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
 
