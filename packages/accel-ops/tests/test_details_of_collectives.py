@@ -16,19 +16,16 @@ import torch
 from accel_ops import (
     broadcast,
     broadcast_object_list,
-    copy_tensor_to_devices,
     gather,
     gather_object,
-    gather_tensor_shape,
     pad_across_processes,
     recent_calls,
     reduce,
     scatter,
     where_is_everyone,
 )
-from accel_ops.replicate import TENSOR_TYPE_TO_INT
 from accel_state import PartialState
-from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
+from accel_state.errors import ShapeMismatch, UnknownKind
 from accel_state.testing.processes import Processes
 
 Pair = namedtuple("Pair", "first second")
@@ -169,19 +166,6 @@ def subclasses() -> None:
     assert tagged.tolist() == [1.0, 1.0]
 
 
-def replicated() -> None:
-    state = PartialState(cpu=True)
-    given = torch.arange(3.0) + 5 if state.process_index == 1 else None
-    copied = copy_tensor_to_devices(given)
-    assert copied.tolist() == [5.0, 6.0, 7.0]
-    assert given is None or given.tolist() == [5.0, 6.0, 7.0]
-    shape, number = gather_tensor_shape(given)
-    assert shape.tolist() == [3]
-    assert number == TENSOR_TYPE_TO_INT[torch.float32]
-    with pytest.raises(SettingError, match="No process"):
-        copy_tensor_to_devices(None)
-
-
 def padding() -> None:
     mine = rank() + 1
     assert pad_across_processes(torch.ones(mine, 2)).tolist()[mine:] == [[0.0, 0.0]] * (2 - mine)
@@ -299,7 +283,6 @@ DETAILS = [
     bitwise_equal,
     orders_of_keys,
     subclasses,
-    replicated,
     padding,
     distributed_tensors,
     objects,

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from accel_state import PartialState, current, tqdm
-from accel_state.availability import is_rich_available
-from accel_state.console import get_console
+from accel_state.console import get_console, rich_enabled
 from accel_state.errors import Missing, SettingError
 from accel_state.settings import requirement
 from accel_state.testing.fresh import fresh
@@ -53,10 +52,10 @@ def test_colours_are_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     before = sys.excepthook
     PartialState(cpu=True)
     assert sys.excepthook is before
-    assert not is_rich_available()
+    assert not rich_enabled()
     PartialState._reset_state()
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
-    assert is_rich_available()
+    assert rich_enabled()
     PartialState(cpu=True)
     assert sys.excepthook is not before
     assert isinstance(get_console(), rich.console.Console)
@@ -65,7 +64,7 @@ def test_colours_are_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_colours_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirement, "importable", lambda module: module != "rich")
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
-    assert not is_rich_available()
+    assert not rich_enabled()
     with pytest.raises(Missing, match=r"accel-state\[console\]"):
         PartialState(cpu=True)
     with pytest.raises(Missing, match=r"accel-state\[console\]"):

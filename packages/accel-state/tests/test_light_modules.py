@@ -12,11 +12,9 @@ import accel_state
 
 LIGHT = (
     "accel_state",
-    "accel_state.availability",
     "accel_state.current",
     "accel_state.devices.nvidia",
     "accel_state.devices.rows",
-    "accel_state.environment",
     "accel_state.errors",
     "accel_state.gradient",
     "accel_state.identity",
@@ -26,7 +24,6 @@ LIGHT = (
     "accel_state.marks",
     "accel_state.mesh",
     "accel_state.network",
-    "accel_state.objects",
     "accel_state.processors",
     "accel_state.settings.environ",
     "accel_state.settings.extension",

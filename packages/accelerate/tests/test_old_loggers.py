@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-import accelerate  # noqa: F401 - importing it joins the loggers
+from accelerate import PartialState  # noqa: F401 - reading a name joins the loggers
 from accelerate.names import LOGGERS, OWN_LOGGERS
 
 
@@ -34,6 +34,11 @@ def test_a_module_is_heard_under_its_old_name_and_its_package() -> None:
     heard = chain("accel_bigmodel.device_map")
     assert heard[:3] == ["accel_bigmodel.device_map", "accelerate.utils.modeling", "accel_bigmodel"]
     assert heard[3:] == ["accelerate.big_modeling", "accelerate", "root"]
+
+
+def test_a_module_for_older_scripts_is_heard_under_its_old_name() -> None:
+    assert chain("accelerate.legacy.environment")[1] == "accelerate.utils.environment"
+    assert chain("accelerate.legacy.fsdp2_configs")[1] == "accelerate.commands.to_fsdp2"
 
 
 def test_records_arrive_with_the_name_they_were_made_under(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from accel_ops.move import send_to_device as send_to_device
     from accel_ops.objects import broadcast_object_list as broadcast_object_list
     from accel_ops.objects import gather_object as gather_object
-    from accel_ops.replicate import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
-    from accel_ops.replicate import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
-    from accel_ops.replicate import copy_tensor_to_devices as copy_tensor_to_devices
-    from accel_ops.replicate import gather_tensor_shape as gather_tensor_shape
     from accel_ops.report import recent_calls as recent_calls
     from accel_ops.report import where_is_everyone as where_is_everyone
     from accel_ops.rng import set_seed as set_seed
@@ -50,8 +46,6 @@ if TYPE_CHECKING:
     from accel_ops.tree import recursively_apply as recursively_apply
 
 __all__ = (
-    "TENSOR_INT_TO_DTYPE",
-    "TENSOR_TYPE_TO_INT",
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
     "DistributedOperationException",
@@ -62,12 +56,10 @@ __all__ = (
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
-    "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
     "gather",
     "gather_object",
-    "gather_tensor_shape",
     "get_data_structure",
     "get_shape",
     "honor_type",
@@ -113,12 +105,6 @@ __getattr__, __dir__ = lazy_names(
         ),
         "accel_ops.move": ("send_to_device",),
         "accel_ops.objects": ("broadcast_object_list", "gather_object"),
-        "accel_ops.replicate": (
-            "TENSOR_INT_TO_DTYPE",
-            "TENSOR_TYPE_TO_INT",
-            "copy_tensor_to_devices",
-            "gather_tensor_shape",
-        ),
         "accel_ops.report": ("recent_calls", "where_is_everyone"),
         "accel_ops.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
         "accel_ops.scattering": ("scatter",),

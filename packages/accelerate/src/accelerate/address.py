@@ -127,7 +127,7 @@ def _holders(owner: Owner) -> list[ModuleType]:
     """The owner, and every other module of ours that imported the object under the same name."""
     home = importlib.import_module(owner.module)
     value = vars(home).get(owner.name, _deleted)
-    ours = [module for name, module in list(sys.modules.items()) if name.startswith("accel_")]
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith(("accel_", "accelerate.legacy."))]
     return [home, *(module for module in ours if module is not home and vars(module).get(owner.name) is value)]
 
 

@@ -25,6 +25,10 @@ def join_loggers() -> None:
         owner = next((package for package in packages if package in LOGGERS), None)
         if owner is not None and old not in LOGGERS.values():
             _put_between(old, owner, [source for source in sources if source.startswith(f"{owner}.")])
+        for source in sources:
+            logger = _logger(source)
+            if logger.parent is not None and logger.parent.name == "accelerate.legacy":
+                logger.parent = _logger(old)
 
 
 def _put_between(old: str, package: str, sources: list[str]) -> None:

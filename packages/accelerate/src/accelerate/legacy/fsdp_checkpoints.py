@@ -20,7 +20,7 @@ from accel_plugins.manifest import Part
 from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state.errors import SettingError
 from accel_state.settings.objects import member_name
-from accelerate.legacy.models import is_peft_model
+from accelerate.legacy.weights import is_peft_model
 
 __all__ = ("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer")
 

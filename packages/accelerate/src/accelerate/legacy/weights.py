@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_bigmodel.weight_files.sharding import stored_names
 from accel_ops import recursively_apply
+from accel_plugins.wrapped.unwrap import extract_model_from_parallel
+from accelerate.legacy.availability import is_peft_available
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +21,7 @@ __all__ = (
     "clean_state_dict_for_safetensors",
     "get_model_tp_size",
     "get_module_children_bottom_up",
+    "is_peft_model",
     "model_has_dtensor",
     "move_to_device",
     "patch_optimizer_step",
@@ -33,6 +37,14 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 def model_has_dtensor(model: Module) -> bool:
     """Whether a parameter of a model is divided over processes as a `DTensor`."""
     return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether a model, also one inside of a wrapper, is one of the library peft."""
+    if not is_peft_available():
+        return False
+    library: Any = importlib.import_module("peft")
+    return isinstance(extract_model_from_parallel(model), library.PeftModel)
 
 
 def get_model_tp_size(model: Module) -> int | None:

@@ -304,7 +304,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_state.devices.cuda": "check_cuda_fp8_capability",
         "accel_state.devices.nvidia": "check_cuda_p2p_ib_support get_driver_version get_gpu_info",
         "accel_state.devices.select": "get_current_device_type",
-        "accel_state.environment": """
+        "accelerate.legacy.environment": """
             CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables
             get_cpu_distributed_information get_int_from_env parse_choice_from_env parse_flag_from_env
             patch_environment purge_accelerate_environment str_to_bool
@@ -322,17 +322,16 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.imports": {
-        "accelerate.legacy.requirements": "deepspeed_required",
-        "accel_state.availability": """
-            USE_TORCH_XLA is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
-            is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available
-            is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available
-            is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available
-            is_import_timer_available is_lomo_available is_matplotlib_available is_megatron_lm_available
-            is_mlflow_available is_mlu_available is_mps_available is_msamp_available is_musa_available
-            is_neuron_available is_npu_available is_numpy_available is_pandas_available is_peft_available
-            is_pippy_available is_pynvml_available is_pytest_available is_rich_available is_rocm_available
-            is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available
+        "accelerate.legacy.availability": """
+            USE_TORCH_XLA deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available
+            is_amdsmi_available is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available
+            is_boto3_available is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available
+            is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1
+            is_hpu_available is_import_timer_available is_lomo_available is_matplotlib_available
+            is_megatron_lm_available is_mlflow_available is_mlu_available is_mps_available is_msamp_available
+            is_musa_available is_neuron_available is_npu_available is_numpy_available is_pandas_available
+            is_peft_available is_pippy_available is_pynvml_available is_pytest_available is_rich_available
+            is_rocm_available is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available
             is_tensorboard_available is_timm_available is_torch_distributed_available is_torch_xla_available
             is_torchao_available is_torchdata_available is_torchdata_stateful_dataloader_available
             is_torchvision_available is_tqdm_available is_trackio_available is_transformer_engine_available
@@ -383,8 +382,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
             retie_parameters
         """,
-        "accelerate.legacy.models": "is_peft_model",
         "accelerate.legacy.precision": "get_grad_scaler get_mixed_precision_context_manager",
+        "accelerate.legacy.weights": "is_peft_model",
     },
     "accelerate.utils.offload": {
         "accel_bigmodel.offload": """
@@ -404,7 +403,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accel_ops.move": "send_to_device",
         "accel_ops.objects": "broadcast_object_list gather_object",
-        "accel_ops.replicate": """
+        "accelerate.legacy.replicate": """
             TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT copy_tensor_to_devices gather_tensor_shape
         """,
         "accel_ops.shape": """
@@ -421,9 +420,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             compile_regions_fsdp2=compile_regions_in_place has_compiled_regions
         """,
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
-        "accel_state.environment": "check_os_kernel",
+        "accelerate.legacy.environment": "check_os_kernel",
         "accel_state.network": "get_free_port is_port_in_use",
-        "accel_state.objects": "get_pretty_name merge_dicts recursive_getattr",
+        "accelerate.legacy.objects": "get_pretty_name merge_dicts recursive_getattr",
         "accel_state.process": "wait_for_everyone",
         "accelerate.legacy.weights": """
             TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors get_model_tp_size get_module_children_bottom_up

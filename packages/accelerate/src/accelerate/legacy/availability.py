@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "USE_TORCH_XLA",
+    "deepspeed_required",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",
@@ -307,16 +308,28 @@ def is_transformer_engine_mxfp8_available() -> bool:
     return is_transformer_engine_available() and _device("cuda") and bool(_family("cuda").scales_fp8_by_blocks())
 
 
+def deepspeed_required(func: F) -> F:
+    """Decorator: refuse to call a function where DeepSpeed is not installed.
+
+    Raises:
+        Missing: when the function is called without it.
+    """
+    return _demanding(Requirement("deepspeed"), func)
+
+
 def torchao_required(func: F) -> F:
     """Decorator: refuse to call a function where torchao is not installed.
 
     Raises:
         Missing: when the function is called without it.
     """
+    return _demanding(Requirement("torchao", versions=">=0.6.1"), func)
 
+
+def _demanding(requirement: Requirement, func: F) -> F:
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        Requirement("torchao", versions=">=0.6.1").demand(f"{func.__qualname__}() was called.")
+        requirement.demand(f"{func.__qualname__}() was called.")
         return func(*args, **kwargs)
 
     demanding: Any = call

@@ -1,4 +1,4 @@
-"""Ports of this machine; plain objects and dictionaries; the state's dictionaries as other libraries see them."""
+"""Ports of this machine; the state's dictionaries as other libraries see them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from accel_state import AcceleratorState, PartialState, current
-from accel_state.errors import SettingError, UnknownKind
+from accel_state.errors import SettingError
 from accel_state.network import get_free_port, is_port_in_use
-from accel_state.objects import get_pretty_name, merge_dicts, recursive_getattr
 from accel_state.process import do_nothing, wait_for_everyone
 from accel_state.run_state import is_initialized
 from accel_state.shared import SharedDict, ThreadLocalSharedDict
@@ -76,33 +75,6 @@ def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("accel_state.testing.ports._RANGE", (port, port))
         with pytest.raises(OSError, match="no free port"):
             ReservedPort().another()
-
-
-def test_attributes_by_dotted_name() -> None:
-    assert recursive_getattr(socket, "socket.__name__") == "socket"
-    with pytest.raises(AttributeError, match="nothing"):
-        recursive_getattr(socket, "socket.nothing")
-
-
-def test_names_for_people() -> None:
-    assert get_pretty_name(PartialState) == "PartialState"
-    assert get_pretty_name(get_pretty_name) == "get_pretty_name"
-    assert get_pretty_name(5) == "int"
-    assert get_pretty_name(Nested.Inner) == "Nested.Inner"
-    assert get_pretty_name(Nested.Inner()) == "Nested.Inner"
-
-
-class Nested:
-    class Inner:
-        pass
-
-
-def test_dictionaries_are_put_together() -> None:
-    into = {"a": {"b": 1}, "l": [1], "keep": 0}
-    assert merge_dicts({"a": {"c": 2}, "l": [2], "new": {"d": 3}}, into) is into
-    assert into == {"a": {"b": 1, "c": 2}, "l": [2], "keep": 0, "new": {"d": 3}}
-    with pytest.raises(UnknownKind, match="'a'"):
-        merge_dicts({"a": {"c": 2}}, {"a": 3})
 
 
 def test_what_states_share_is_empty_until_there_is_one() -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel_state.environment import (
+from accel_state.errors import SettingError
+from accel_state.testing.fresh import fresh
+from accelerate.legacy.environment import (
     CPUInformation,
     are_libraries_initialized,
     check_os_kernel,
@@ -23,8 +25,6 @@ from accel_state.environment import (
     purge_accelerate_environment,
     str_to_bool,
 )
-from accel_state.errors import SettingError
-from accel_state.testing.fresh import fresh
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,65 @@
+"""Plain objects and dictionaries, and a tensor that one process alone has."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from accel_state.errors import SettingError, UnknownKind
+from accel_state.testing.processes import Processes
+from accelerate import PartialState
+from accelerate.utils import get_pretty_name, merge_dicts, recursive_getattr
+from accelerate.utils.operations import TENSOR_TYPE_TO_INT, copy_tensor_to_devices, gather_tensor_shape
+
+
+def test_attributes_by_dotted_name() -> None:
+    assert recursive_getattr(socket, "socket.__name__") == "socket"
+    with pytest.raises(AttributeError, match="nothing"):
+        recursive_getattr(socket, "socket.nothing")
+
+
+def test_names_for_people() -> None:
+    assert get_pretty_name(PartialState) == "PartialState"
+    assert get_pretty_name(get_pretty_name) == "get_pretty_name"
+    assert get_pretty_name(5) == "int"
+    assert get_pretty_name(Nested.Inner) == "Nested.Inner"
+    assert get_pretty_name(Nested.Inner()) == "Nested.Inner"
+
+
+class Nested:
+    class Inner:
+        pass
+
+
+def test_dictionaries_are_put_together() -> None:
+    into = {"a": {"b": 1}, "l": [1], "keep": 0}
+    assert merge_dicts({"a": {"c": 2}, "l": [2], "new": {"d": 3}}, into) is into
+    assert into == {"a": {"b": 1, "c": 2}, "l": [2], "keep": 0, "new": {"d": 3}}
+    with pytest.raises(UnknownKind, match="'a'"):
+        merge_dicts({"a": {"c": 2}}, {"a": 3})
+
+
+def replicated() -> None:
+    state = PartialState(cpu=True)
+    given = torch.arange(3.0) + 5 if state.process_index == 1 else None
+    copied = copy_tensor_to_devices(given)
+    assert copied.tolist() == [5.0, 6.0, 7.0]
+    assert given is None or given.tolist() == [5.0, 6.0, 7.0]
+    shape, number = gather_tensor_shape(given)
+    assert shape.tolist() == [3]
+    assert number == TENSOR_TYPE_TO_INT[torch.float32]
+    with pytest.raises(SettingError, match="No process"):
+        copy_tensor_to_devices(None)
+
+
+@pytest.fixture
+def two() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+def test_a_tensor_of_one_process_is_copied_to_all(two: Processes) -> None:
+    two.run(replicated)
