@@ -368,10 +368,14 @@ class ReadOnce(Stream):
 
 
 @pytest.mark.parametrize(
-    ("make", "obstacle"), [(Bare, "neither set_epoch nor a generator"), (ReadOnce, "'samples', which can be read once")]
+    ("make", "obstacle", "wish"),
+    [
+        (Bare, "neither set_epoch nor a generator", "restore_position"),
+        (ReadOnce, "'samples', which can be read once", "restore_position"),
+        (ReadOnce, "'samples', which can be read once", "use_stateful_dataloader"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
-@pytest.mark.parametrize("wish", ["restore_position", "use_stateful_dataloader"])
 def test_a_stream_that_cannot_be_continued_is_refused_by_prepare(make: Any, obstacle: str, wish: str) -> None:
     if wish == "use_stateful_dataloader":
         pytest.importorskip("torchdata")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from accel_data import DataLoaderShard, prepare_data_loader
+from accel_data import DataLoaderShard, prepare_data_loader, skip_first_batches
 from accel_state import GradientState
 from accel_state.errors import DataError, SettingError, UnknownKind
 from accel_state.testing.fresh import fresh
@@ -283,3 +283,39 @@ def test_gradient_state_of_its_own_accelerator() -> None:
     for _ in loader:
         assert own.in_dataloader
         assert not GradientState().in_dataloader
+
+
+class Whole(Dataset[Any]):
+    """A data set that gives whole batches for lists of indices."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, indices: Any) -> Any:
+        return indices
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_that_gives_whole_batches_is_divided_as_a_batch_sampler(even: bool, shuffle: bool) -> None:
+    def part(index: int, as_sampler: bool) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        order = RandomSampler(range(22), generator=generator) if shuffle else SequentialSampler(range(22))
+        batches = BatchSampler(order, 4, False)
+        if as_sampler:
+            plain = DataLoader(Whole(), sampler=batches, batch_size=None, collate_fn=torch.tensor)
+        else:
+            plain = DataLoader(range(22), batch_sampler=batches)
+        return prepare_data_loader(plain, num_processes=2, process_index=index, even_batches=even)
+
+    for index in range(2):
+        loader, expected = part(index, True), part(index, False)
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in expected]
+        assert (len(loader), loader.total_batch_size) == (3, 8)
+        assert type(loader.get_sampler()) is type(expected.get_sampler())
+        rest = skip_first_batches(part(index, True), 1)
+        assert [batch.tolist() for batch in rest] == [
+            batch.tolist() for batch in skip_first_batches(part(index, False), 1)
+        ]
+        loader.set_sampler(SequentialSampler(range(9)))
+        assert len(loader) == (2 if even or index == 0 else 1)

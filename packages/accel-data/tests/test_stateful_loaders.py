@@ -415,3 +415,24 @@ def test_a_sampler_without_a_state_is_restored_by_what_its_order_was_drawn_from(
     other = make()
     other.load_state_dict(saved)
     assert [batch.tolist() for batch in other] == rest
+
+
+class Bare(IterableDataset[int]):
+    """Says nothing of what a second epoch gives."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(22))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_without_a_position_is_read_again_as_torchdata_does(processes: int, workers: int) -> None:
+    def make() -> Any:
+        with pytest.warns(UserWarning, match="Bare has no position.*read again"):
+            return prepared(DataLoader(Bare(), batch_size=2, num_workers=workers), processes)
+
+    rest, saved = rest_and_state(make(), 3)
+    other = make()
+    other.load_state_dict(saved)
+    assert [batch.tolist() for batch in other] == rest
+    assert len(rest) == (8 if processes == 1 else 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from accel_state.testing.fresh import fresh
 from accelerate import Accelerator, PartialState
@@ -46,3 +47,16 @@ def test_the_states_of_an_accelerator() -> None:
     accelerator.gradient_state.sync_gradients = False
     assert not GradientState().sync_gradients
     assert GradientState().plugin_kwargs == {"num_steps": 2}
+
+
+def test_a_script_may_say_that_an_optimizer_skipped_its_step() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    optimizer.step()
+    for skipped, rate in ((False, 0.9), (True, 0.9), (False, 0.8)):
+        optimizer._is_overflow = skipped
+        assert accelerator.optimizer_step_was_skipped == skipped
+        scheduler.step()
+        assert scheduler.get_last_lr() == [pytest.approx(rate)]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from accel_data.order import Draw, Draws
 from accel_data.padding import Marked, Padding
 from accel_data.progress import Position
+from accel_data.samplers import batching_of
 from accel_data.seeding import SampleSeed
 from accel_data.slicing import cut, join, samples_in
 from accel_data.sources import Source, first_batches
@@ -140,7 +141,7 @@ class AgreedSource:
             return inner.open(own)
         steps = inner.skipped()[0] if at is None else at.steps
         head = next(iter(first_batches(inner, 1)), None) if steps else None
-        single, base = self.base.batch_sampler is None, None if at is None else at.base
+        single, base = batching_of(self.base) is None, None if at is None else at.base
         real = None if self.real is None or size is None else self.real - steps * size
         if base is not None and is_finished(base):
             self._asking = _Asking(iter(()), self.ranks, single, lambda: base, real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +14,14 @@ from accel_data.adapter import rebuilt
 from accel_data.indexed import MapSource
 from accel_data.iterable import IterableDatasetShard, ResumableShard
 from accel_data.padding import MarkingCollate
-from accel_data.samplers import BatchSamplerShard, SeedableRandomSampler, check_process, check_split, innermost_sampler
+from accel_data.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    batching_of,
+    check_process,
+    check_split,
+    innermost_sampler,
+)
 from accel_data.seeding import SampleSeed, SeededStream
 from accel_data.stateful import has_state
 from accel_data.streamed import StreamSource
@@ -62,20 +70,24 @@ class Shuffling:
         seed: of that one; torch's initial seed when None.
         seed_samples: seed the generators for each sample.
         repeatable: give torch's samplers a generator even in a run of one process, so that an epoch can be drawn again.
+        rereads: take a stream that says nothing of itself to give the same samples again, as torchdata does.
     """
 
     seedable: bool = False
     seed: int | None = None
     repeatable: bool = False
     seed_samples: bool = False
+    rereads: bool = False
 
 
 def divide_indexed(
     loader: DataLoader[Any], part: Part, shuffling: Shuffling
 ) -> tuple[MapSource, torch.Generator | None]:
     """One process's part of a loader over a data set with indices, and the generator that shuffles it."""
-    single = loader.batch_sampler is None
-    below: Any = BatchSampler(loader.sampler, 1, False) if single else loader.batch_sampler
+    below: Any = batching_of(loader)
+    single = below is None
+    if single:
+        below = BatchSampler(loader.sampler, 1, False)
     if part.split:
         check_split(None if single else getattr(below, "batch_size", None), part.processes)
     sampler = innermost_sampler(below)
@@ -85,7 +97,7 @@ def divide_indexed(
             below = copy.copy(below)
             below.sampler = sampler = replacement
     shard = BatchSamplerShard(below, part.processes, part.index, part.split, part.even)
-    changes = {} if single or sampler is None else {"sampler": sampler}
+    changes = {} if loader.batch_sampler is None or sampler is None else {"sampler": sampler}
     source = MapSource.over(loader, shard, _sample_seed(part, shuffling), **changes)
     return source, _generator_of(sampler, below)
 
@@ -138,6 +150,22 @@ def divide_stream(
     loader: DataLoader[Any], part: Part, shuffling: Shuffling
 ) -> tuple[StreamSource, torch.Generator | None]:
     """One process's part of a loader over a stream that every process reads, and the generator that shuffles it."""
+    source, generator = _divided_stream(loader, part, shuffling)
+    if shuffling.rereads and source.obstacle() is not None:
+        source.rereads = True
+        warnings.warn(
+            f"The stream {source.identity()} has no position: after a load it is read again from its beginning, "
+            "without the batches that are done. Give it state_dict() and load_state_dict(), or set_epoch(epoch), if it "
+            "does not give the same samples each time.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return source, generator
+
+
+def _divided_stream(
+    loader: DataLoader[Any], part: Part, shuffling: Shuffling
+) -> tuple[StreamSource, torch.Generator | None]:
     batch_size = loader.batch_size
     if part.split:
         check_split(batch_size, part.processes)

@@ -13,7 +13,7 @@ from accel_data.order import Draw, Draws, decided_by_epoch, repeatable, upcoming
 from accel_data.padding import Padding
 from accel_data.plan import shortage
 from accel_data.progress import Position
-from accel_data.samplers import BatchSamplerShard
+from accel_data.samplers import BatchSamplerShard, batching_of
 from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
 from accel_data.sources import READS_NAMES, length_of
 from accel_data.stateful import has_state, is_stateful, steps_in
@@ -68,10 +68,8 @@ class MapSource:
             changes: other attributes of the loader.
         """
         indices = shard if sample_seed is None else TaggedBatches(shard, sample_seed)
-        if base.batch_sampler is None:
-            changes["sampler"] = OneByOne(indices)
-        else:
-            changes["batch_sampler"] = indices
+        name = "sampler" if base.batch_sampler is None else "batch_sampler"
+        changes[name] = OneByOne(indices) if batching_of(base) is None else indices
         if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
             changes["dataset"] = SeededSamples.of(base.dataset)
         return cls(rebuilt(base, **changes), shard, sample_seed)
@@ -79,7 +77,7 @@ class MapSource:
     @property
     def single(self) -> bool:
         """Whether the loader gives samples without batching them."""
-        return self.base.batch_sampler is None
+        return batching_of(self.base) is None
 
     @property
     def draws(self) -> Draws:

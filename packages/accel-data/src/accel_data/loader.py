@@ -13,7 +13,7 @@ from accel_data.indexed import MapSource
 from accel_data.padding import Marked
 from accel_data.prepared import END, PreparedLoader
 from accel_data.progress import Position, Progress
-from accel_data.samplers import BatchSamplerShard
+from accel_data.samplers import BatchSamplerShard, batching_of
 from accel_data.self_contained import SelfContained
 from accel_data.sources import Source
 from accel_data.stateful import is_stateful, knows_its_order
@@ -154,8 +154,7 @@ def source_of(loader: DataLoader[Any]) -> Source:
         return StreamSource(loader, 1, loader.batch_size, self_contained=contained)
     if contained:
         return SelfContained(loader)
-    if isinstance(loader.batch_sampler, BatchSamplerShard):
-        return MapSource(loader, loader.batch_sampler)
-    if loader.batch_sampler is None:
-        return MapSource.over(loader, BatchSamplerShard(BatchSampler(loader.sampler, 1, False)))
-    return MapSource.over(loader, BatchSamplerShard(loader.batch_sampler))  # type: ignore[arg-type]
+    batching = batching_of(loader)
+    if isinstance(batching, BatchSamplerShard):
+        return MapSource(loader, batching)
+    return MapSource.over(loader, BatchSamplerShard(batching or BatchSampler(loader.sampler, 1, False)))

@@ -19,7 +19,7 @@ from accel_data.divide import Part, Shuffling, divide_indexed, divide_stream
 from accel_data.loader import DataLoaderShard
 from accel_data.mesh import data_coordinates, first_of_each
 from accel_data.prepared import PreparedLoader
-from accel_data.samplers import check_split, innermost_sampler
+from accel_data.samplers import batching_of, check_split, innermost_sampler
 from accel_data.sources import Source
 from accel_data.stateful import stateful_twin
 from accel_data.streams import own_part
@@ -100,7 +100,8 @@ def prepare_data_loader(
     own = _own_part(base, part, sharding, dispatch_batches)
     dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, processes, everyone)
     seedable = use_seedable_sampler and not use_configured_sampler
-    shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples)
+    rereads = use_stateful_dataloader and not restore_position
+    shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples, rereads)
     # A part that is this process's own already is read as it is; so is what the main process reads for all.
     source, generator = _divided(
         base if own is None else own, part if own is None and not dispatches else Part(1, 0), shuffling
@@ -126,7 +127,7 @@ def prepare_data_loader(
     if not dispatches:
         return DataLoaderShard.around(source, **options)
     if split_batches:
-        check_split(getattr(dataloader.batch_sampler, "batch_size", None), processes)
+        check_split(getattr(batching_of(dataloader), "batch_size", None), processes)
     steps = DispatchedSource(source, processes, split_batches, _drops_last(dataloader), slice_fn_for_dispatch)
     return DataLoaderDispatcher.around(steps, **options)
 
@@ -215,7 +216,7 @@ def _dispatches(
 
 
 def _drops_last(loader: DataLoader[Any]) -> bool:
-    return loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
+    return loader.drop_last or bool(getattr(batching_of(loader), "drop_last", False))
 
 
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
@@ -234,6 +235,5 @@ def _rng_types(asked: Sequence[str | RNGType] | None, generator: torch.Generator
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """The sampler of a loader that gives single indices, below whatever divides them; None when there is none."""
-    if dataloader.batch_sampler is None:
-        return dataloader.sampler
-    return innermost_sampler(dataloader.batch_sampler)
+    batching = batching_of(dataloader)
+    return dataloader.sampler if batching is None else innermost_sampler(batching)

@@ -14,7 +14,7 @@ from accel_data.feed import Feed
 from accel_data.foreign import is_foreign, position_in
 from accel_data.order import Draw
 from accel_data.progress import Outlook, Position, Progress
-from accel_data.samplers import innermost_sampler
+from accel_data.samplers import batching_of, innermost_sampler
 from accel_data.slicing import samples_in
 from accel_data.sources import Source
 from accel_ops.rng import restore, snapshot, synchronize_rng_states
@@ -287,8 +287,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def get_sampler(self) -> Any:
         """The sampler that gives single indices, or None."""
-        if self.batch_sampler is not None:
-            return innermost_sampler(self.batch_sampler)
+        batching = batching_of(self.base_dataloader)
+        if batching is not None:
+            return innermost_sampler(batching)
         # A loader without batches reads through a sampler of ours that takes single indices out of batches of one.
         shard = getattr(self.sampler, "shard", None)
         return self.sampler if shard is None else innermost_sampler(shard)
@@ -299,7 +300,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             DataError: the loader reads a stream, which has no sampler.
         """
-        below: Any = self.batch_sampler
+        below: Any = batching_of(self.base_dataloader)
         if below is None:
             below = getattr(self.base_dataloader.sampler, "shard", None)
         while hasattr(below, "batch_sampler"):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_data.order import (
     Draw,
@@ -26,7 +26,7 @@ from accel_data.plan import ShardPlan
 from accel_data.walk import Step, walk_batches, walk_samples, walk_split_batches
 from accel_state.errors import SettingError
 
-__all__ = ("BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler", "innermost_sampler")
+__all__ = ("BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler", "batching_of", "innermost_sampler")
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -258,6 +258,15 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def batching_of(loader: DataLoader[Any]) -> Any:
+    """What gives a loader whole batches of indices, which may be its sampler; None where it gives single samples."""
+    return (
+        loader.sampler
+        if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+        else loader.batch_sampler
+    )
 
 
 def innermost_sampler(batch_sampler: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from accel_data.adapter import opened
 from accel_data.indexed import MapSource
 from accel_data.progress import Position
-from accel_data.samplers import BatchSamplerShard
+from accel_data.samplers import BatchSamplerShard, batching_of
 
 __all__ = ("SelfContained",)
 
@@ -25,8 +25,7 @@ class SelfContained(MapSource):
     """
 
     def __init__(self, base: DataLoader[Any]) -> None:
-        above: Any = BatchSampler(base.sampler, 1, False) if base.batch_sampler is None else base.batch_sampler
-        super().__init__(base, BatchSamplerShard(above))
+        super().__init__(base, BatchSamplerShard(batching_of(base) or BatchSampler(base.sampler, 1, False)))
 
     @property
     def counts_steps(self) -> bool:

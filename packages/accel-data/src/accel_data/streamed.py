@@ -71,7 +71,12 @@ class StreamSource:
         processes: number of processes that share the stream.
         step_size: samples of all processes in one step; None when unknown.
         self_contained: whether torchdata's state says all there is to say of a position.
+
+    Attributes:
+        rereads: whether a stream that says nothing of itself is taken to give the same samples again.
     """
+
+    rereads = False
 
     def __init__(
         self, base: DataLoader[Any], processes: int, step_size: int | None, *, self_contained: bool = False
@@ -257,6 +262,8 @@ class StreamSource:
             return None
         # What divides a stream seeds its generator from the epoch.
         if isinstance(getattr(stream, "generator", None), torch.Generator) and self.stream is not self.base.dataset:
+            return None
+        if self.rereads:
             return None
         hint = " Its own state is used with use_stateful_dataloader=True." if hasattr(stream, "state_dict") else ""
         return (

@@ -12,6 +12,7 @@ stands for whoever drives the strategy; the conformance kit drives it by a short
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -209,6 +210,13 @@ class Strategy:
 
         Called around a training loop. `even_batches` is what loaders were told for its duration, None is as before.
         """
+        if self.context.process.world_size > 1:
+            warnings.warn(
+                "Joining uneven inputs is only supported for multi-GPU and multi-CPU runs of DistributedDataParallel "
+                "models. Nothing is joined: a process that runs out of batches leaves the others waiting.",
+                UserWarning,
+                stacklevel=4,
+            )
         return _NOTHING
 
     # ------------------------------------------------------------------ checkpoints

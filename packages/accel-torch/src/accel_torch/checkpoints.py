@@ -102,6 +102,10 @@ def chosen(
     if input_dir is None and parts._options.project.automatic_checkpoint_naming:
         return _newest_good(parts, barrier, missing_ok)
     folder = Path(_named(input_dir, "load_state"))
+    mains = Path(barrier.wait("name", str(folder)))
+    if folder.is_dir() and not any(folder.iterdir()):
+        # Saving to folders of different names has put everything into that of the main process.
+        folder = mains
     found = _found(parts, barrier, folder)
     if found is None and missing_ok:
         return None

@@ -42,8 +42,8 @@ def _adjustable(parts: Parts) -> list[Any]:
     found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(found) < len(samplers):
         warnings.warn(
-            "join_uneven_inputs(even_batches=...) does not reach loaders over streams, nor those that the main process "
-            "reads for the others.",
+            "join_uneven_inputs(even_batches=...) is only supported for map-style datasets: it does not reach loaders "
+            "over streams, nor those that the main process reads for the others.",
             UserWarning,
             stacklevel=4,
         )

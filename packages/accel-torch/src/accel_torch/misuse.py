@@ -149,6 +149,10 @@ class MisuseGuard:
             )
         self._between = not self._gradient.sync_gradients
 
+    def watch_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Take note of the scaler that a script has assigned."""
+        self._scaler = scaler
+
     def expect_different_replicas(self) -> None:
         """Do not compare replicas: they learn apart on purpose."""
         self._comparison = None

@@ -42,7 +42,7 @@ def save_state(
     async_save: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a checkpoint and return its folder; called on every process.
+    """Write a checkpoint and return its folder; called on every process, and the main process's folder counts for all.
 
     Raises:
         SettingError: no folder was given and naming is not automatic, or an option is unknown.
@@ -58,7 +58,7 @@ def save_state(
         wait(parts)
         _check(parts, async_save, options or {})
         target = next_folder(parts, barrier, output_dir)
-    barrier.wait("ready", last=True)
+    target = Path(barrier.wait("ready", str(target), last=True))
     if async_save:
         _save_behind(parts, _Request(target, safe_serialization))
     else:

@@ -144,7 +144,7 @@ class FSDP1Strategy(ShardedStrategy):
             growth_interval=plain.get_growth_interval(),
             enabled=plain.is_enabled(),
         )
-        precision.replace_scaler(scaler)
+        precision.scale_by(scaler)
 
     def shard(self, model: Module) -> Module:
         config = self.config

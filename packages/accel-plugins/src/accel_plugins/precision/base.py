@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.manifest import Axis
 from accel_plugins.precision.fp8_library import FP8BackendType
+from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,40 @@ class Precision:
     def scaler(self) -> torch.amp.GradScaler | None:
         """The scaler of the loss, up to date, or None when nothing is scaled."""
         return None
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forward passes autocast."""
+        return self.dtype is not None
+
+    def switch_autocast(self, on: bool) -> None:
+        """Autocast models that are prepared from now on, and regions, or do not.
+
+        Raises:
+            Conflict: this precision has no dtype to autocast to, or always autocasts.
+        """
+        if on != self.autocasts:
+            raise Conflict(
+                f"Autocasting was to be switched {'on' if on else 'off'} in a run with mixed_precision={self.name!r}.",
+                "This precision cannot do without it." if self.autocasts else "This precision has no dtype for it.",
+                "Give mixed_precision='bf16' or 'fp16' to the Accelerator.",
+            )
+
+    def autocast_by(self, options: AutocastKwargs | None) -> None:
+        """Autocast models that are prepared from now on, and regions, in another way."""
+
+    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale the loss by another scaler from the next backward on; by none where it is None.
+
+        Raises:
+            Conflict: this precision scales no loss.
+        """
+        if scaler is not None:
+            raise Conflict(
+                f"A gradient scaler was assigned in a run with mixed_precision={self.name!r}.",
+                "Only fp16 scales the loss.",
+                "Give mixed_precision='fp16' to the Accelerator.",
+            )
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work; called by `prepare` before anything is touched. Must change nothing."""

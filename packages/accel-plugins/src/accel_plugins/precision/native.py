@@ -32,11 +32,23 @@ class Autocasting(Precision):
 
     def __init__(self, family: DeviceFamily, options: AutocastKwargs | None = None) -> None:
         self._family = family
+        self._on = True
+        self.autocast_by(options)
+
+    @property
+    def autocasts(self) -> bool:
+        return self._on
+
+    def switch_autocast(self, on: bool) -> None:
+        self._on = on
+        self._region = self._make(self._options)
+
+    def autocast_by(self, options: AutocastKwargs | None) -> None:
         self._options = options or AutocastKwargs()
         self._region = self._make(self._options)
 
     def _make(self, options: AutocastKwargs) -> Region:
-        return Region(self._family.name, self.dtype, options.enabled, options.cache_enabled)
+        return Region(self._family.name, self.dtype, options.enabled and self._on, options.cache_enabled)
 
     def prepare(self, model: Module) -> Module:
         return autocast_forward(model, self._region)
@@ -84,9 +96,10 @@ class Float16(Autocasting):
         self._settle()
         return self._scaler
 
-    def replace_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Use another scaler, for a strategy whose gradients need one of their own; called before the first step."""
-        self._scaler = scaler
+    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scaler = self._family.grad_scaler(enabled=False) if scaler is None else scaler
+        self._stepped.clear()
+        self._unscaled.clear()
 
     def _settle(self) -> None:
         """Update the scale when optimizers have stepped since the last update."""

@@ -67,7 +67,7 @@ class AcceleratedOptimizer(Optimizer):
         stepping = strategy or precision
         self.steps_in_backward = callable(getattr(optimizer, "fused_backward", None))
         self._step: Step = _nothing_left_to_do if self.steps_in_backward else _step_of(stepping, scaler)
-        self._skipped = False
+        self._is_overflow = False
 
     @property
     def accelerator_state(self) -> AcceleratorState:
@@ -106,7 +106,7 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step at complete gradients was skipped, because they overflowed for example."""
-        return self._skipped
+        return self._is_overflow
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Backward and step in one, of an optimizer that steps in backward."""
@@ -117,10 +117,10 @@ class AcceleratedOptimizer(Optimizer):
         if not self.gradient_state.sync_gradients:
             return None
         if closure is None:
-            self._skipped = not self._step(self.optimizer, None)
+            self._is_overflow = not self._step(self.optimizer, None)
             return None
         losses: list[Any] = []
-        self._skipped = not self._step(self.optimizer, _recording(closure, losses))
+        self._is_overflow = not self._step(self.optimizer, _recording(closure, losses))
         return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -143,26 +143,34 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         }
         loader = options.loader_configuration(dataloader_config, moved)
         project = options.project_configuration(project_config, project_dir)
-        self._options = Options(
-            cpu=cpu,
-            mixed_precision=options.precision_given(mixed_precision),
-            backend=backend,
-            backend_config=options.backend_config(plugins),
-            device_placement=device_placement,
-            loader=loader,
-            project=project,
-            accumulation=options.accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
-            rng_types=options.generator_names(rng_types),
-            log_with=options.trackers_asked(log_with, project.logging_dir),
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            handlers=options.checked_handlers(kwargs_handlers),
-            backends=options.those_given(plugins),
-            plugins=options.those_given(settings),
-            arranged=parallelism_config,
-            transforms=options.checked_transforms(transforms),
-            check_replicas_every=options.checked_interval(check_replicas_every),
-            straggler_report=straggler_report,
+        self._begin(
+            Options(
+                cpu=cpu,
+                mixed_precision=options.precision_given(mixed_precision),
+                backend=backend,
+                backend_config=options.backend_config(plugins),
+                device_placement=device_placement,
+                loader=loader,
+                project=project,
+                accumulation=options.accumulation_plugin(
+                    gradient_accumulation_plugin, gradient_accumulation_steps, loader
+                ),
+                rng_types=options.generator_names(rng_types),
+                log_with=options.trackers_asked(log_with, project.logging_dir),
+                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                handlers=options.checked_handlers(kwargs_handlers),
+                backends=options.those_given(plugins),
+                plugins=options.those_given(settings),
+                arranged=parallelism_config,
+                transforms=options.checked_transforms(transforms),
+                check_replicas_every=options.checked_interval(check_replicas_every),
+                straggler_report=straggler_report,
+            )
         )
+
+    def _begin(self, options: Options) -> None:
+        """Take part in the run of this process."""
+        self._options = options
         self._report = reporting(self._options)
         self.state, self.gradient_state, self._engine = assemble(self._options, self._report)
         owned = self._engine.owns(Duty.ACCUMULATION)
@@ -177,8 +185,28 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         if self._report is not None:
             self._report.watch_methods(self)
 
+    def __copy__(self) -> Accelerator:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __reduce__(self) -> Any:
+        # What is unpickled takes part in the run of the process that it is in.
+        options = self._options._replace(backends=dict(self._options.backends), plugins=dict(self._options.plugins))
+        return _taking_part, (type(self), options, vars(self._registry))
+
     def __repr__(self) -> str:
         return (
             f"Accelerator({self.distributed_type}, process {self.process_index} of {self.num_processes}, "
             f"{self.device}, mixed_precision={self.mixed_precision!r})"
         )
+
+
+def _taking_part(kind: type[Accelerator], options: Options, remembered: dict[str, Any]) -> Accelerator:
+    accelerator = kind.__new__(kind)
+    accelerator._begin(options)
+    registry = accelerator._registry
+    vars(registry).update(remembered)
+    for prepared in (*registry.optimizers, *registry.schedulers, *registry.loaders):
+        prepared.gradient_state = accelerator.gradient_state
+    return accelerator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel_torch.parts import Parts
@@ -18,10 +18,21 @@ class TrackingPage(Parts):
         """Trackers that were asked for."""
         return list(self._options.log_with)
 
+    @log_with.setter
+    def log_with(self, trackers: Any) -> None:
+        given = [] if trackers is None else trackers if isinstance(trackers, (list, tuple)) else [trackers]
+        self._options = self._options._replace(log_with=tuple(given))
+
     @property
     def trackers(self) -> list[Any]:
         """Trackers that were started; empty before `init_trackers` and on processes that do not log."""
-        return list(self._tracking.trackers) if self._tracking is not None else []
+        return self._tracking.trackers if self._tracking is not None else []
+
+    @trackers.setter
+    def trackers(self, trackers: Iterable[Any]) -> None:
+        from accel_tracking.group import TrackerGroup
+
+        self._tracking = TrackerGroup(trackers)
 
     @property
     def project_dir(self) -> str | None:

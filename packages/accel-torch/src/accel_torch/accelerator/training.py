@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from accel_state.uncaught import explain_foreign
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
+from accel_torch.options import generator_names
 from accel_torch.parts import Parts
 from accel_torch.step import clip_grad_norm, clip_grad_value, fused_backward, unscale_gradients
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from accel_plugins.precision.config import AutocastKwargs
+    from accel_state.labels import RNGType
     from accel_torch.assemble import Engine
 
 __all__ = ("TrainingPage",)
@@ -369,17 +371,37 @@ class TrainingPage(Parts):
         """The gradient scaler of an fp16 run, or None."""
         return self._engine.precision.scaler
 
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._engine.precision.scale_by(scaler)
+        for optimizer in self._registry.optimizers:
+            optimizer.scaler = scaler
+        if self._accumulation.guard is not None:
+            self._accumulation.guard.watch_scaler(scaler)
+
     @property
     def device_placement(self) -> bool:
         """Whether models and batches are moved to the device."""
         return self._options.device_placement
+
+    @device_placement.setter
+    def device_placement(self, move: bool) -> None:
+        self._options = self._options._replace(device_placement=move)
 
     @property
     def rng_types(self) -> list[str]:
         """Generators that loaders synchronise at the start of an iteration."""
         return list(self._options.rng_types)
 
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str | RNGType] | None) -> None:
+        self._options = self._options._replace(rng_types=generator_names(rng_types))
+
     @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether schedulers follow their optimizers."""
         return self._options.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, follow: bool) -> None:
+        self._options = self._options._replace(step_scheduler_with_optimizer=follow)

@@ -5,11 +5,14 @@ Settings objects that were given can be read here too, each under the name that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
-from accel_state.errors import SettingError
+from accel_state.errors import SettingError, UnknownKind
+from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType
 from accel_torch.parts import Parts
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from accel_torch.profile import ProfileKwargs
 
 __all__ = ("ViewsPage",)
+
+H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Registered:
@@ -40,6 +45,46 @@ class _Registered:
 
     def __set__(self, instance: Any, value: Any) -> None:
         setattr(instance._registry, self._name, value)
+
+
+class _Handler(Generic[H]):
+    """The settings object of a kind that was given, or None; what is assigned counts from then on.
+
+    Args:
+        module: where its class is, which is imported when it is needed.
+        name: of the class.
+        then: called with the Accelerator and what was assigned.
+    """
+
+    def __init__(self, module: str, name: str, then: Callable[[Parts, H | None], None] | None = None) -> None:
+        self._module, self._name, self._then = module, name, then
+        self.__doc__ = f"The `{name}` that was given, or None; what is assigned counts for what is made afterwards."
+
+    def _kind(self) -> type[H]:
+        kind: type[H] = getattr(importlib.import_module(self._module), self._name)
+        return kind
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> _Handler[H]: ...
+    @overload
+    def __get__(self, instance: Parts, owner: type) -> H | None: ...
+    def __get__(self, instance: Parts | None, owner: type) -> _Handler[H] | H | None:
+        return self if instance is None else instance._options.handler(self._kind())
+
+    def __set__(self, instance: Parts, handler: H | None) -> None:
+        kind, options, strategy = self._kind(), instance._options, instance._engine.strategy
+        if handler is not None and not isinstance(handler, kind):
+            raise UnknownKind(
+                f"An attribute of an Accelerator was set to {handler!r}.",
+                f"It holds a {kind.__name__}, or None.",
+                f"Assign a {kind.__name__}(...).",
+            )
+        others = [other for other in options.handlers if not isinstance(other, kind)]
+        instance._options = options._replace(handlers=(*others, *([] if handler is None else [handler])))
+        if isinstance(strategy.config, kind):
+            strategy.config = handler or kind()
+        if self._then is not None:
+            self._then(instance, handler)
 
 
 class ViewsPage(Parts):
@@ -80,12 +125,30 @@ class ViewsPage(Parts):
     @property
     def native_amp(self) -> bool:
         """Whether forward passes autocast."""
-        return self._engine.precision.dtype is not None
+        return self._engine.precision.autocasts
+
+    @native_amp.setter
+    def native_amp(self, autocasts: bool) -> None:
+        self._engine.precision.switch_autocast(autocasts)
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are prepared."""
+        """How loaders are prepared.
+
+        Raises:
+            SettingError: what is assigned is no `DataLoaderConfiguration`.
+        """
         return self._options.loader
+
+    @dataloader_config.setter
+    def dataloader_config(self, configuration: DataLoaderConfiguration) -> None:
+        if not isinstance(configuration, DataLoaderConfiguration):
+            raise SettingError(
+                f"Accelerator.dataloader_config = {configuration!r}",
+                "It says how loaders are prepared.",
+                "Assign a DataLoaderConfiguration(...).",
+            )
+        self._options = self._options._replace(loader=configuration)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
@@ -106,68 +169,23 @@ class ViewsPage(Parts):
             )
         self._options = self._options._replace(project=configuration)
 
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """The settings object that was given for autocast, or None."""
-        from accel_plugins.precision.config import AutocastKwargs
-
-        return self._options.handler(AutocastKwargs)
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs | None:
-        """The one for the gradient scaler."""
-        from accel_plugins.precision.config import GradScalerKwargs
-
-        return self._options.handler(GradScalerKwargs)
-
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The one for `DistributedDataParallel`."""
-        from accel_plugins.ddp.config import DistributedDataParallelKwargs
-
-        return self._options.handler(DistributedDataParallelKwargs)
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The one for the process group."""
-        from accel_state.kwargs import InitProcessGroupKwargs
-
-        return self._options.handler(InitProcessGroupKwargs)
-
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """The one for `profile`."""
-        from accel_torch.profile import ProfileKwargs
-
-        return self._options.handler(ProfileKwargs)
-
-    @property
-    def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
-        """The one for training in 8 bits, whatever the library."""
-        from accel_plugins.precision.fp8_config import FP8RecipeKwargs
-
-        return self._options.handler(FP8RecipeKwargs)
-
-    @property
-    def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The one for training in 8 bits by torchao."""
-        from accel_plugins.precision.fp8_config import AORecipeKwargs
-
-        return self._options.handler(AORecipeKwargs)
-
-    @property
-    def te_recipe_handler(self) -> TERecipeKwargs | None:
-        """The one for training in 8 bits by Transformer Engine."""
-        from accel_plugins.precision.fp8_config import TERecipeKwargs
-
-        return self._options.handler(TERecipeKwargs)
-
-    @property
-    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
-        """The one for training in 8 bits by MS-AMP."""
-        from accel_plugins.precision.fp8_config import MSAMPRecipeKwargs
-
-        return self._options.handler(MSAMPRecipeKwargs)
+    autocast_handler: _Handler[AutocastKwargs] = _Handler(
+        "accel_plugins.precision.config",
+        "AutocastKwargs",
+        lambda parts, handler: parts._engine.precision.autocast_by(handler),
+    )
+    scaler_handler: _Handler[GradScalerKwargs] = _Handler("accel_plugins.precision.config", "GradScalerKwargs")
+    ddp_handler: _Handler[DistributedDataParallelKwargs] = _Handler(
+        "accel_plugins.ddp.config", "DistributedDataParallelKwargs"
+    )
+    init_handler: _Handler[InitProcessGroupKwargs] = _Handler("accel_state.kwargs", "InitProcessGroupKwargs")
+    profile_handler: _Handler[ProfileKwargs] = _Handler("accel_torch.profile", "ProfileKwargs")
+    fp8_recipe_handler: _Handler[FP8RecipeKwargs] = _Handler("accel_plugins.precision.fp8_config", "FP8RecipeKwargs")
+    ao_recipe_handler: _Handler[AORecipeKwargs] = _Handler("accel_plugins.precision.fp8_config", "AORecipeKwargs")
+    te_recipe_handler: _Handler[TERecipeKwargs] = _Handler("accel_plugins.precision.fp8_config", "TERecipeKwargs")
+    msamp_recipe_handler: _Handler[MSAMPRecipeKwargs] = _Handler(
+        "accel_plugins.precision.fp8_config", "MSAMPRecipeKwargs"
+    )
 
     @property
     def has_fp8_handler(self) -> bool:
