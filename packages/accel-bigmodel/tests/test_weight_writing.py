@@ -53,6 +53,15 @@ def test_what_is_saved_is_loaded(tmp_path: Path, safe: bool, size: int | str, fs
     }
 
 
+@pytest.mark.parametrize(("name", "logged"), [("a.safetensors", 1), ("a.bin", 0)])
+def test_a_log_names_tied_weights_that_a_file_does_not_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, logged: int
+) -> None:
+    tied = torch.ones(2)
+    save_weights_file({"a": tied, "b": tied, "c": torch.ones(2)}, tmp_path / name)
+    assert caplog.text.count("Removed shared tensor names") == caplog.text.count("{'b': 'a'}") == logged
+
+
 def test_shards_hold_at_most_the_limit_unless_one_weight_is_larger() -> None:
     state = {
         "a": torch.zeros(10),

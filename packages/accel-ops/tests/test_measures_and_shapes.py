@@ -110,6 +110,12 @@ def test_slices_are_taken_of_each_tensor() -> None:
     assert sliced[1] == {"a": "text"}
 
 
+def test_a_single_item_is_joined_with_what_else_it_holds() -> None:
+    joined = concatenate([{"a": torch.ones(2), "b": ["text", None]}])
+    assert torch.equal(joined["a"], torch.ones(2))
+    assert joined["b"] == ["text", None]
+
+
 def test_nested_data_are_joined_leaf_by_leaf() -> None:
     joined = concatenate([{"a": [X], "b": Pair(X, X)}, {"a": [X], "b": Pair(X, X)}])
     assert joined["a"][0].shape == (4, 3)

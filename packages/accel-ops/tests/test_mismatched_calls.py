@@ -25,6 +25,7 @@ from accel_state import PartialState
 from accel_state.errors import AccelError, SettingError, ShapeMismatch, UnknownKind
 from accel_state.logging import get_logger
 from accel_state.process import wait_for_everyone
+from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 
@@ -295,8 +296,10 @@ def nested_tensors() -> None:
             padded = pad_across_processes([ragged, tensor(1 + state.process_index)])
     assert [warning.category.__name__ for warning in given] == ["CannotPadNestedTensorWarning"]
     assert padded[0] is ragged
-    assert padded[1].shape == (2,)
+    assert padded[1].shape == (state.num_processes,)
 
 
 def test_nested_tensors_are_refused_or_left_alone(two: Processes) -> None:
     two.run(nested_tensors)
+    with fresh():
+        nested_tensors()

@@ -148,7 +148,7 @@ def test_a_compiled_model_computes_the_same_and_is_undone(context: Context, regi
 
     assert all(torch.allclose(a, b) for a, b in zip(gradients(compiled), expected, strict=True))
     assert is_compiled_module(compiled) is not regional
-    assert has_compiled_regions(compiled) is regional
+    assert has_compiled_regions(compiled)
     assert transform.apply(compiled, context) is compiled
     assert transform.undo(compiled) is model
     assert not has_compiled_regions(model)
@@ -187,7 +187,11 @@ def test_compiled_regions_share_everything_with_the_module_they_were_made_from()
     assert not any(is_compiled_module(part) for part in (*model.layers, model.head))
     assert regions.layers[0]._orig_mod.linear.weight is model.layers[0].linear.weight
     assert has_compiled_regions(regions)
+    assert extract_model_from_parallel(regions) is regions
     assert extract_model_from_parallel(regions, keep_torch_compile=False) is model
+    inside: Any = extract_model_from_parallel(compile_regions(nn.DataParallel(model), backend="eager"))
+    assert inside._orig_mod is model
+    assert is_compiled_module(inside.head)
     torch.manual_seed(0)
     expected = model(torch.ones(1, 4))
     torch.manual_seed(0)

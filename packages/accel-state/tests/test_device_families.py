@@ -199,6 +199,15 @@ def test_errors_of_each_family_that_mean_too_little_memory() -> None:
     assert select.family_of("npu").out_of_memory(RuntimeError("NPU out of memory."))
 
 
+@pytest.mark.parametrize(
+    "text", ["CPU out of memory.", "MPS backend out of memory (allocated 9 GB)", "CUDA error: out of memory"]
+)
+def test_every_family_knows_what_others_say_when_memory_runs_out(text: str) -> None:
+    for family in select.families():
+        assert family.out_of_memory(RuntimeError(text))
+        assert not family.out_of_memory(ValueError(text))
+
+
 @simulated
 @pytest.mark.usefixtures("alone")
 def test_the_simulated_device_is_taken_and_left() -> None:

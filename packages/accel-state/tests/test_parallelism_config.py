@@ -145,6 +145,13 @@ def test_an_engine_that_divides_the_sequence_has_no_axis_in_the_mesh() -> None:
     assert (by_engine.dp_cp_dim_names, by_torch.dp_cp_dim_names) == ([], ["sp"])
 
 
+def test_names_and_sizes_of_the_mesh_are_known_before_it_is_built() -> None:
+    assert ParallelismConfig()._get_mesh() == ()
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=5, cp_size=7)
+    assert config._get_mesh() == (("dp_replicate", "dp_shard", "cp", "tp"), (2, 3, 7, 5))
+    assert ParallelismConfig(sp_size=2, tp_size=3)._get_mesh() == (("sp", "tp"), (2, 3))
+
+
 def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "two")
     with pytest.raises(SettingError, match=r"\$PARALLELISM_CONFIG_CP_SIZE"):

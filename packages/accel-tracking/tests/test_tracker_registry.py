@@ -25,6 +25,7 @@ from accel_tracking import (
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_withdrawn", set())
 
 
 def made(tracker_name: str, folder: bool = False, needs: str | None = None) -> type[GeneralTracker]:
@@ -43,12 +44,28 @@ def made(tracker_name: str, folder: bool = False, needs: str | None = None) -> t
 def test_a_registered_class_is_found_by_name_and_replaces_one_of_the_same_name() -> None:
     first = made("mine")
     assert tracker_class("mine") is first
-    second = made("mine")
+    with pytest.warns(UserWarning, match="the place of the tracker 'mine'"):
+        second = made("mine")
     assert tracker_class("mine") is second
     assert tracker_names().count("mine") == 1
 
 
-@pytest.mark.parametrize("wrong", [object, 3, GeneralTracker])
+def test_a_withdrawn_class_is_offered_again_when_it_is_registered() -> None:
+    made("mine")
+    for name in ("mine", "jsonl"):
+        registry.withdraw_tracker_class(name)
+        assert name not in tracker_names()
+        with pytest.raises(SettingError, match=f"{name!r} was asked for"):
+            registry.withdraw_tracker_class(name)
+    register_tracker_class(JSONLinesTracker)
+    assert tracker_class("jsonl") is JSONLinesTracker
+
+
+class Undecided(GeneralTracker):
+    name = "undecided"
+
+
+@pytest.mark.parametrize("wrong", [object, 3, GeneralTracker, Undecided])
 def test_what_is_no_tracker_class_is_not_registered(wrong: Any) -> None:
     with pytest.raises(SettingError, match="as a tracker"):
         register_tracker_class(wrong)

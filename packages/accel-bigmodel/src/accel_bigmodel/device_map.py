@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from accel_bigmodel.budget import OFFLOADED, Budget, get_max_memory
 from accel_bigmodel.device_map_report import DeviceMapReport
-from accel_bigmodel.placement import Packing, pieces_of
+from accel_bigmodel.placement import Packing, Placement, pieces_of
 from accel_bigmodel.sizes import Dtype
 from accel_bigmodel.tied import device_of_name
 from accel_state.devices.select import best_family, family_of
@@ -58,11 +59,13 @@ def infer_auto_device_map(
         special_dtypes: dtypes of single weights, by full name.
         verbose: print the report.
         clean_result: write one entry for a module whose parts share a device.
-        offload_buffers: buffers of offloaded modules are offloaded too; otherwise room for them is kept.
-        fallback_allocation: give an accelerator that would stay empty a later piece that fits.
+        offload_buffers: buffers of offloaded modules are offloaded too; otherwise a warning is given where no
+            accelerator has room for them.
+        fallback_allocation: give the first accelerator, and the CPU, the first later module that fits where it would
+            stay empty.
 
     Raises:
-        SettingError: the budget cannot hold the model.
+        SettingError: the budget has a bound for the disk and cannot hold the model.
 
     Example:
         >>> infer_auto_device_map(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {0: 600, "cpu": 5000})
@@ -89,28 +92,41 @@ def explain_device_map(
     classes = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
     budget = get_max_memory(max_memory)
     pieces = pieces_of(model, classes, dtype, special_dtypes)
-    packing = Packing(pieces, budget, fallback=fallback_allocation)
+    packing = Packing(pieces, budget, fallback_allocation)
     packing.run()
-    kept = 0
-    while not offload_buffers and (missing := _missing_for_buffers(packing)) > kept:
-        kept = missing
-        packing = Packing(pieces, budget, kept, fallback_allocation)
-        packing.run()
-    placed = {name: p.device for p in packing.placements for name in p.piece.names}
-    in_order = {name: placed[name] for piece in pieces for name in piece.names}
-    blocks = _simplified(in_order, keep_root=True)
-    return DeviceMapReport(_simplified(in_order), blocks, tuple(packing.placements), dict(budget), dict(packing.used))
+    missing = 0 if offload_buffers else _missing_for_buffers(packing)
+    if missing:
+        warnings.warn(
+            f"Offloaded layers have {missing} bytes of buffers, which stay on an accelerator; none has room for them. "
+            "Pass offload_buffers=True to offload them too, or raise a budget.",
+            UserWarning,
+            stacklevel=3,
+        )
+    placed = {name: placement for placement in packing.placements for name in placement.piece.names}
+    blocks = _blocks({name: placed[name] for piece in pieces for name in piece.names})
+    return DeviceMapReport(_simplified(blocks), blocks, tuple(packing.placements), dict(budget), dict(packing.used))
+
+
+def _blocks(placed: Mapping[str, Placement]) -> dict[str, Any]:
+    """Devices by the highest names that were not split: all below is on the device that was filled at their turn."""
+    arrived: dict[str, Any] = {}
+    split = {""}
+    for name, placement in placed.items():
+        for prefix in _prefixes(name):
+            if placement.device != arrived.setdefault(prefix, placement.arrived):
+                split.add(prefix)
+    return {
+        next((prefix for prefix in _prefixes(name) if prefix not in split), name): placement.device
+        for name, placement in placed.items()
+    }
 
 
 def _missing_for_buffers(packing: Packing) -> int:
-    """Bytes of buffers that stay on the accelerator though their modules are offloaded, where they do not fit there."""
-    device = packing.execution_device
+    """Bytes of the buffers of offloaded modules, which accelerators hold at the same time, where none has room."""
     offloaded = [p.piece for p in packing.placements if p.device in OFFLOADED]
     buffers = sum(piece.buffers for piece in offloaded)
-    if device in OFFLOADED or not buffers:
-        return 0
-    largest = max(piece.largest[0] for piece in offloaded)
-    return buffers if buffers > (packing.free(device) or 0) - largest else 0
+    rooms = [packing.left[device] for device in packing.left if device not in OFFLOADED]
+    return buffers if rooms and buffers > max(rooms) else 0
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
@@ -132,16 +148,16 @@ def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> di
     return {**{name: device for name, device in device_map.items() if name not in inside}, **merged}
 
 
-def _simplified(device_map: Mapping[str, Any], keep_root: bool = False) -> dict[str, Any]:
-    """One pass: which devices lie below each name, then the highest names with only one."""
-    below: dict[str, set[str]] = {}
+def _simplified(device_map: Mapping[str, Any]) -> dict[str, Any]:
+    """One pass: which devices each name has below it, then the highest names that put several entries on one."""
+    below: dict[str, list[Any]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):
-            below.setdefault(prefix, set()).add(str(device))
+            below.setdefault(prefix, []).append(device)
+    merged = {prefix for prefix, devices in below.items() if len(devices) > 1 and len(set(devices)) == 1}
     result: dict[str, Any] = {}
     for name, device in device_map.items():
-        prefixes = [prefix for prefix in _prefixes(name) if not (keep_root and prefix == "" and name)]
-        result.setdefault(next((prefix for prefix in prefixes if len(below[prefix]) == 1), name), device)
+        result.setdefault(next((prefix for prefix in _prefixes(name) if prefix in merged), name), device)
     return result
 
 
@@ -152,10 +168,10 @@ def _prefixes(name: str) -> list[str]:
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Refuse a device map that does not fit the model.
+    """Refuse a device map that does not fit the model, and warn about entries that name nothing in it.
 
     Raises:
-        SettingError: it names what the model does not have, devices that are none, or leaves tensors without a device.
+        SettingError: it names devices that are none, or leaves tensors without a device.
     """
     asked = f"Place {type(model).__name__} by a device map with {len(device_map)} entries."
     names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
@@ -164,10 +180,11 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     names.update(tensors)
     unknown = [name for name in device_map if name not in names]
     if unknown:
-        raise SettingError(
-            asked,
-            f"The model has no module or tensor called: {', '.join(unknown)}.",
-            "Correct or remove these entries.",
+        warnings.warn(
+            f"These device_map keys do not match any submodules or tensors of {type(model).__name__}: "
+            f"{', '.join(unknown)}. Correct or remove them.",
+            UserWarning,
+            stacklevel=2,
         )
     for device in set(device_map.values()):
         _check_form(asked, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from accel_state.errors import SettingError
 __all__ = ("Packing", "Piece", "Placement", "pieces_of")
 
 DISK = "disk"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,11 +45,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a piece went and why."""
+    """Where a piece went and why.
+
+    Args:
+        piece: the piece.
+        device: the device that has it.
+        reason: why it is there.
+        arrived: the device that was filled when the packing came to the piece.
+    """
 
     piece: Piece
     device: int | str
     reason: str
+    arrived: int | str
 
 
 def pieces_of(
@@ -150,45 +161,51 @@ class Packing:
     Args:
         pieces: what to place.
         budget: bytes by device, in the order in which devices fill up; the disk has no bound unless one is given.
-        kept: further bytes to leave free on the first accelerator.
-        fallback: when a device would get nothing because the next piece is too large, give it the first that fits.
+        fallback: when the first accelerator or the host would get nothing because the next piece is too large, give it
+            the first that fits.
+        used: bytes taken on each device.
+        left: bytes that were free on each device that was full, without those kept for the layers after the next piece.
     """
 
     pieces: Sequence[Piece]
     budget: Mapping[int | str, int]
-    kept: int = 0
     fallback: bool = False
     used: dict[int | str, int] = field(default_factory=dict)
+    left: dict[int | str, int] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
 
     def run(self) -> list[Placement]:
         """Place everything.
 
         Raises:
-            SettingError: a piece fits nowhere, or what is offloaded could not be brought back to compute with it.
+            SettingError: a piece fits nowhere.
         """
         devices = [*self.budget, *([] if DISK in self.budget else [DISK])]
         self.used = dict.fromkeys(devices, 0)
         waiting = list(self.pieces)
         rest = _largest_after(waiting)
         position, number, passed = 0, 0, ""
+        arrived = devices[0]
         while number < len(waiting):
             piece, device = waiting[number], devices[position]
-            if self._fits(piece, device, rest[number + 1]):
-                self._place(piece, device, passed)
+            if self._fits(piece.size, device, rest[number + 1]):
+                self._place(piece, device, passed, arrived)
                 number += 1
+                arrived = device
                 continue
             passed = self._obstacle(piece, device, rest[number + 1])
-            moved = self._fall_back(waiting, number, device) if self.fallback else None
-            if moved is not None:
-                waiting.insert(number, waiting.pop(moved))
+            moved = self._fall_back(waiting, number, device) if self.fallback else []
+            if moved:
+                waiting[number:] = [*moved, *(other for other in waiting[number:] if other not in moved)]
                 rest = _largest_after(waiting)
-                self._place(waiting[number], device, "the next piece did not fit")
-                number += 1
+                for found in moved:
+                    self._place(found, device, "the next piece did not fit", device)
+                number += len(moved)
+            self.left[device] = self._room(device, rest[number + 1][0]) or 0
             position += 1
             if position == len(devices):
                 raise self._too_small(piece)
-        self._check_execution()
+        self._warn_of_no_room()
         return self.placements
 
     @property
@@ -204,41 +221,57 @@ class Packing:
         free = self.free(device)
         if free is None:
             return None
-        accelerators = [known for known in self.budget if known not in OFFLOADED]
-        if device == HOST:
-            return free - largest_later
-        return free - largest_later - self.kept if accelerators[:1] == [device] else free
+        return free - largest_later if device in self._reserving else free
 
-    def _fits(self, piece: Piece, device: int | str, later: tuple[int, str]) -> bool:
+    @property
+    def _reserving(self) -> list[int | str]:
+        """The first accelerator and the host."""
+        return [*[device for device in self.budget if device not in OFFLOADED][:1], HOST]
+
+    def _fits(self, size: int, device: int | str, later: tuple[int, str]) -> bool:
         room = self._room(device, later[0])
-        return room is None or piece.size <= room
+        return room is None or size <= room
 
-    def _place(self, piece: Piece, device: int | str, passed: str) -> None:
+    def _place(self, piece: Piece, device: int | str, passed: str, arrived: int | str) -> None:
         self.used[device] += piece.size
-        self.placements.append(Placement(piece, device, passed or "it fits"))
+        self.placements.append(Placement(piece, device, passed or "it fits", arrived))
 
     def _obstacle(self, piece: Piece, device: int | str, later: tuple[int, str]) -> str:
         free, room = self.free(device) or 0, self._room(device, later[0]) or 0
         reserved = f", {convert_bytes(free - room)} of them kept to bring in {later[1]!r}" if room < free else ""
         return f"{convert_bytes(piece.size)} did not fit on {device}: {convert_bytes(free)} left{reserved}"
 
-    def _fall_back(self, waiting: Sequence[Piece], number: int, device: int | str) -> int | None:
-        if self.used[device] or device in OFFLOADED:
-            return None
+    def _fall_back(self, waiting: Sequence[Piece], number: int, device: int | str) -> list[Piece]:
+        """The pieces of the first module that fits, where modules are looked at from the outside in."""
+        if self.used[device] or device not in self._reserving:
+            return []
         later = max(piece.largest for piece in waiting[number:])
-        return next((i for i in range(number, len(waiting)) if self._fits(waiting[i], device, later)), None)
+        first = [piece.names[0] for piece in waiting]
+        for index in range(number, len(waiting)):
+            parts = first[index].split(".")
+            for count in range(1, len(parts) + 1):
+                name = ".".join(parts[:count])
+                inside = [p for p, own in zip(waiting, first, strict=True) if f"{own}.".startswith(f"{name}.")]
+                if inside[0] is waiting[index] and self._fits(sum(piece.size for piece in inside), device, later):
+                    return inside
+        return []
 
-    def _check_execution(self) -> None:
+    def _warn_of_no_room(self) -> None:
+        """Name the offloaded layer that the device which computes it has no room for."""
         device = self.execution_device
         brought = [p.piece.largest for p in self.placements if p.device in OFFLOADED and p.device != device]
         if not brought or device not in self.budget:
             return
         size, name = max(brought)
         if size > (self.free(device) or 0):
-            raise SettingError(
-                f"Place the model under the budget {dict(self.budget)}.",
-                f"Computing needs {size} bytes on {device} for the layer {name!r}; {self.free(device)} are left.",
-                f"Give {device} more, or let more of the model be offloaded.",
+            _log.warning(
+                "%s has insufficient memory to compute the offloaded layer %r, which needs %s; %s are left under the "
+                "budget %s. Give it more, or let more of the model be offloaded.",
+                device,
+                name,
+                convert_bytes(size),
+                convert_bytes(self.free(device) or 0),
+                dict(self.budget),
             )
 
     def _too_small(self, piece: Piece) -> SettingError:

@@ -52,10 +52,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
-        return recursively_apply(_as_it_is, tensor, error_on_other_type=True)
-    nested = [leaf for _, leaf in leaves_with_paths(tensor) if _is_nested(leaf)]
-    if nested:
-        return _pad_all_but(nested, tensor, dim, pad_index, pad_first)
+        kept = recursively_apply(_as_it_is, tensor, error_on_other_type=True)
+        _warn_of_nested(tensor)
+        return kept
+    if _warn_of_nested(tensor):
+        return _pad_all_but_nested(tensor, dim, pad_index, pad_first)
     with CheckedCall(transport, "pad_across_processes", dim=dim) as call:
         plan, leaves = call.plan(tensor, shape_of=_dimensions, move=False)
         _check_value(pad_index, leaves)
@@ -104,9 +105,11 @@ def slice_tensors(
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Nested data of one structure, joined leaf by leaf along `dim`; tensors without dimensions are stacked.
 
+    A single item comes back with the leaves that are no tensors as they are.
+
     Raises:
         SettingError: there is nothing to join.
-        UnknownKind: a leaf is no tensor.
+        UnknownKind: a leaf of several items is no tensor.
         ShapeMismatch: the structures differ.
 
     Example:
@@ -122,13 +125,20 @@ def _is_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_nested
 
 
-def _pad_all_but(nested: list[torch.Tensor], tensor: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
-    warnings.warn(
-        f"{len(nested)} nested tensors were given to pad_across_processes(), which cannot pad them and leaves them "
-        "as they are.",
-        CannotPadNestedTensorWarning,
-        stacklevel=3,
-    )
+def _warn_of_nested(data: Any) -> int:
+    """The number of nested tensors in `data`, after a warning where there are any."""
+    nested = sum(_is_nested(leaf) for _, leaf in leaves_with_paths(data))
+    if nested:
+        warnings.warn(
+            f"{nested} nested tensors were given to pad_across_processes(), which cannot pad them and leaves them "
+            "as they are.",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+    return nested
+
+
+def _pad_all_but_nested(tensor: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
     others = recursively_apply(lambda leaf: torch.empty(()) if leaf.is_nested else leaf, tensor)
     padded = pad_across_processes(others, dim, pad_index, pad_first)
     before = (leaf for _, leaf in leaves_with_paths(tensor))
@@ -160,6 +170,8 @@ def _concatenated(parts: list[Any], dim: int, path: str) -> Any:
         return mapping_like(
             first, {key: _concatenated([part[key] for part in parts], dim, f"{path}[{key!r}]") for key in first}
         )
+    if len(parts) == 1 and not isinstance(first, torch.Tensor):
+        return first
     for part in parts:
         if not isinstance(part, torch.Tensor):
             raise UnknownKind(

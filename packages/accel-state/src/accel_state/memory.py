@@ -127,8 +127,8 @@ class _Retrying:
             clear_device_cache(garbage_collection=True)
             self.size = self._smaller()
         raise OutOfMemory(
-            f"{self.function.__qualname__}() was to be called with a batch size that fits.",
-            "The device ran out of memory with a single sample.",
+            "No executable batch size found, reached zero.",
+            f"The device ran out of memory in {self.function.__qualname__}() with a single sample.",
             "Take a smaller model or shorter samples, or a device with more memory.",
         ) from error
 
@@ -157,8 +157,16 @@ class _Retrying:
         try:
             self.signature.bind(self.size, *args, **kwargs)
         except TypeError as error:
+            name = self.function.__name__
+            known = list(self.signature.parameters)[1:]
+            shorter = ", ".join(f"{parameter}={value}" for parameter, value in zip(known, args[1:], strict=False))
+            failed = f"Call {name}() with a batch size of find_executable_batch_size."
+            if len(args) >= len(self.signature.parameters):
+                failed = (
+                    f"Batch size was passed into `{name}` as the first argument when called: `{name}({shorter})` does."
+                )
             raise UnknownKind(
-                f"{self.function.__qualname__}() was called through find_executable_batch_size.",
+                failed,
                 f"It is given the batch size as its first argument, before those of the caller: {error}.",
                 "Let the function take it first, and leave it out of the call.",
             ) from None

@@ -166,6 +166,10 @@ class ParallelismConfig:
         """Whether an engine divides the sequence over `sp` with groups of its own, outside of the mesh."""
         return self.sp_enabled and self.sp_backend != "torch"
 
+    def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
+        """Names and sizes of the axes with more than one process, outermost first; empty when there are none."""
+        return tuple(zip(*((name, self.size(name)) for name in self._enabled(*AXES)), strict=True))
+
     def _in_mesh(self, *axes: str) -> list[str]:
         return [axis for axis in self._enabled(*axes) if axis != "sp" or not self.sp_by_engine]
 
@@ -262,19 +266,20 @@ class ParallelismConfig:
         Raises:
             Conflict: the number of processes is not that of the arrangement.
         """
-        names = self._in_mesh(*AXES)
-        if not names or self.sp_by_engine:
+        named_sizes = self._get_mesh()
+        if not named_sizes or self.sp_by_engine:
             return None
+        names, sizes = named_sizes
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         if dist.is_initialized():
             self.check_world(dist.get_world_size())
-        mesh = init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=tuple(names))
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         for name, axes in FLATTENED.items():
             enabled = self._in_mesh(*axes)
             if enabled:
-                self._flattened[name] = mesh[tuple(enabled)]._flatten(name)
+                self._flattened[name] = mesh[enabled]._flatten(name)  # type: ignore[index]
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

@@ -24,10 +24,11 @@ __all__ = (
     "register_tracker_class",
     "tracker_class",
     "tracker_names",
+    "withdraw_tracker_class",
 )
 
 
-class LoggerType(BaseEnum):
+class LoggerType(str, BaseEnum):
     """Names of the trackers that come with this project, and ALL for every one that can be used here."""
 
     ALL = "all"
@@ -47,28 +48,45 @@ LogWith: TypeAlias = "str | LoggerType | GeneralTracker | Iterable[str | LoggerT
 """What `log_with=` takes."""
 
 _registered: dict[str, type[GeneralTracker]] = {}
+_withdrawn: set[str] = set()
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
     """Offer a tracker class under its `name`, in place of one that has it already; usable as a decorator.
 
     Raises:
-        SettingError: the class has no name, or is no tracker.
+        SettingError: the class is no tracker, or does not say what it is called or whether it needs a folder.
     """
     name = getattr(tracker_class, "name", None)
-    if not isinstance(name, str) or not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+    is_tracker = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
+    if not (is_tracker and isinstance(name, str) and hasattr(tracker_class, "requires_logging_directory")):
         raise SettingError(
             f"Register {tracker_class!r} as a tracker.",
-            "It is not a subclass of GeneralTracker with a text in its attribute `name`.",
-            "Subclass accel_tracking.GeneralTracker and define `name` in the class.",
+            "It is not a subclass of GeneralTracker that has the attributes `name` and `requires_logging_directory`.",
+            "Subclass accel_tracking.GeneralTracker and define both in the class.",
         )
+    if name in tracker_names():
+        warnings.warn(f"{tracker_class.__name__} takes the place of the tracker {name!r}.", UserWarning, stacklevel=2)
     _registered[name] = tracker_class
+    _withdrawn.discard(name)
     return tracker_class
+
+
+def withdraw_tracker_class(name: str) -> None:
+    """Offer no tracker under a name, until a class is registered under it.
+
+    Raises:
+        SettingError: no tracker of that name is known.
+    """
+    tracker_class(name)
+    _registered.pop(name, None)
+    _withdrawn.add(name)
 
 
 def tracker_names() -> tuple[str, ...]:
     """Names of all trackers that are known, whether or not their library is installed."""
-    return tuple(dict.fromkeys([*_registered, *(found.name for found in extensions("accel.trackers"))]))
+    known = dict.fromkeys([*_registered, *(found.name for found in extensions("accel.trackers"))])
+    return tuple(name for name in known if name not in _withdrawn)
 
 
 def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
@@ -82,7 +100,7 @@ def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
     if text in _registered:
         return _registered[text]
     for found in extensions("accel.trackers"):
-        if found.name == text:
+        if found.name == text and text not in _withdrawn:
             try:
                 return found.load()  # type: ignore[no-any-return]
             except Exception as error:

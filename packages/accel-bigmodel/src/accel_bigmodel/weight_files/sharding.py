@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from accel_bigmodel.weight_files.index import WeightIndex
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, is_safetensors, shard_name
 
 __all__ = ("WeightShards", "split_state_dict", "stored_names")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,15 @@ def stored_names(state_dict: Mapping[str, Any], name: str = SAFE_WEIGHTS_NAME) -
 def _groups(state_dict: Mapping[str, Any], first_only: bool) -> Iterator[tuple[list[str], int]]:
     """Names that must lie together, and their bytes; in the order in which each first occurs."""
     groups: dict[Any, tuple[list[str], int]] = {}
+    removed: dict[str, str] = {}
     for name, value in state_dict.items():
         is_tensor = isinstance(value, Tensor)
         key = memory_of(value) if is_tensor else name
         names, _ = groups.setdefault(key, ([], value.numel() * value.element_size() if is_tensor else 0))
-        if not (names and first_only):
+        if names and first_only:
+            removed[name] = names[0]
+        else:
             names.append(name)
+    if removed:
+        _log.warning("Removed shared tensor names that the file holds under another name: %s.", removed)
     yield from groups.values()

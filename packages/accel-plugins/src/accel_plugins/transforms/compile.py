@@ -117,9 +117,5 @@ def _compiled(module: Module, arguments: dict[str, Any]) -> Module:
 
 
 def has_compiled_regions(module: Module) -> bool:
-    """Whether a part of a module is compiled, but not the whole."""
-    return not is_compiled_module(module) and any(
-        is_compiled_module(part) or part._compiled_call_impl is not None
-        for part in module.modules()
-        if part is not module
-    )
+    """Whether a module or a part of it is compiled; what `is_compiled_module` tells is the whole."""
+    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules())

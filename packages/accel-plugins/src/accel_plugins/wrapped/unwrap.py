@@ -49,7 +49,7 @@ def extract_model_from_parallel(
     """
     compiled: Module | None = None
     while True:
-        inner = _peel(model)
+        inner = _peel(model, keep_torch_compile)
         if inner is None:
             break
         compiled = model if compiled is None and is_compiled_module(model) else compiled
@@ -70,7 +70,7 @@ def _restore_blocks(model: Module) -> None:
             part._compiled_call_impl = None
 
 
-def _peel(model: Module) -> Module | None:
+def _peel(model: Module, keep_regions: bool) -> Module | None:
     if is_compiled_module(model):
         compiled: Any = model
         inner: Module = compiled._orig_mod
@@ -79,7 +79,7 @@ def _peel(model: Module) -> Module | None:
     if known is not None:
         return known
     # A module with compiled regions shares everything with the one it was made from.
-    origin: Module | None = vars(model).get("_orig_mod")
+    origin: Module | None = None if keep_regions else vars(model).get("_orig_mod")
     return wrapped_module(model) if origin is None else origin
 
 

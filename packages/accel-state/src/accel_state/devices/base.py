@@ -184,7 +184,8 @@ class DeviceFamily(ABC):
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device ran out of memory, so that a smaller batch may fit."""
-        return isinstance(error, torch.OutOfMemoryError)
+        spoken = isinstance(error, RuntimeError) and " out of memory" in str(error).lower()
+        return isinstance(error, torch.OutOfMemoryError) or spoken
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether forward passes can autocast to `dtype` on this family."""

@@ -96,7 +96,7 @@ class CPU(DeviceFamily):
 
     def out_of_memory(self, error: BaseException) -> bool:
         spoken = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-        return isinstance(error, MemoryError) or spoken
+        return isinstance(error, MemoryError) or spoken or super().out_of_memory(error)
 
     def numa_node(self, index: int) -> int | None:
         """The node that process `index` of this machine shall use, so that the processes spread over all of them."""

@@ -69,10 +69,6 @@ class TorchFamily(DeviceFamily):
         if release is not None:
             release()
 
-    def out_of_memory(self, error: BaseException) -> bool:
-        spoken = isinstance(error, RuntimeError) and f"{self.name} out of memory" in str(error).lower()
-        return super().out_of_memory(error) or spoken
-
 
 class UnlistedFamily(TorchFamily):
     """A device that registered itself with torch; its backend is the one it registered with torch.distributed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
 
 __all__ = ("MLflowSettings", "MLflowTracker")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,19 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the run's parameters, text that is too long for MLflow cut at its limit."""
+        """Keep the hyperparameters as the run's parameters; a log names each that is too long and left out."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        known = [(name, str(value)[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(plain(values), ".").items()]
+        texts = {name: str(value) for name, value in flat(plain(values), ".").items()}
+        for name in [name for name, text in texts.items() if len(text) > MAX_PARAM_VAL_LENGTH]:
+            _log.warning(
+                "MLflow does not get the parameter %r: it has %d characters, and MLflow takes %d.",
+                name,
+                len(texts.pop(name)),
+                MAX_PARAM_VAL_LENGTH,
+            )
+        known = list(texts.items())
         for start in range(0, len(known), MAX_PARAMS_TAGS_PER_BATCH):
             mlflow.log_params(dict(known[start : start + MAX_PARAMS_TAGS_PER_BATCH]), run_id=self._id)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from typing import Final
 
 from accel_state.errors import PluginError, SettingError
 from accel_tracking.base import GeneralTracker
-from accel_tracking.registry import register_tracker_class, tracker_class, tracker_names
+from accel_tracking.registry import register_tracker_class, tracker_class, tracker_names, withdraw_tracker_class
 
 __all__ = ("LOGGER_TYPE_TO_CLASS", "TrackerClasses")
 
 
-class TrackerClasses(Mapping[str, type[GeneralTracker]]):
-    """Tracker classes by name; assigning one registers it."""
+class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
+    """Tracker classes by name; assigning one registers it, and deleting one withdraws it."""
 
     def __getitem__(self, name: str) -> type[GeneralTracker]:
         try:
@@ -29,6 +29,12 @@ class TrackerClasses(Mapping[str, type[GeneralTracker]]):
                 "Give the class that name, or use its own as the key.",
             )
         register_tracker_class(value)
+
+    def __delitem__(self, name: str) -> None:
+        try:
+            withdraw_tracker_class(name)
+        except SettingError:
+            raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(tracker_names())

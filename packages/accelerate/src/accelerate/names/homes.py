@@ -373,7 +373,6 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.export": "get_state_dict_from_offload get_state_dict_offloaded_model",
         "accel_bigmodel.fallback": "fallback_allocate get_module_size_with_ties",
         "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights load_state_dict",
-        "accel_bigmodel.place": "set_module_tensor_to_device",
         "accel_bigmodel.sizes": """
             calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size dtype_byte_size
             get_max_layer_size get_module_leaves get_non_persistent_buffers named_module_tensors
@@ -382,6 +381,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
             retie_parameters
         """,
+        "accelerate.legacy.error_texts": "set_module_tensor_to_device",
         "accelerate.legacy.precision": "get_grad_scaler get_mixed_precision_context_manager",
         "accelerate.legacy.weights": "is_peft_model",
     },
@@ -409,7 +409,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_ops.shape": """
             CannotPadNestedTensorWarning concatenate pad_across_processes pad_input_tensors slice_tensors
         """,
-        "accel_ops.tree": "honor_type is_namedtuple is_tensor_information is_torch_tensor recursively_apply",
+        "accel_ops.tree": "honor_type is_namedtuple is_tensor_information is_torch_tensor",
+        "accelerate.legacy.error_texts": "recursively_apply",
     },
     "accelerate.utils.other": {
         "accel_bigmodel.byte_counts": "convert_bytes",
