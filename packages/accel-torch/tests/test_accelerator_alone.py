@@ -436,3 +436,11 @@ def test_the_last_batch_is_known_until_another_iteration_begins() -> None:
     assert not accelerator.gradient_state.in_dataloader
     assert [len(batch) for batch in loader] == [3]
     assert len(accelerator.gather_for_metrics(torch.ones(4))) == 4
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_is_prepared_after_a_reset(whole: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(whole)
+    with pytest.raises(AttributeError, match=r"`AcceleratorState._reset_state\(\)` was called"):
+        accelerator.prepare(torch.nn.Linear(1, 1))

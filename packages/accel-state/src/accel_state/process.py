@@ -116,8 +116,8 @@ class PartialState:
             if self.initialized:
                 return known.fget(self)
             raise NoState(
-                f"`{kind}` object has no attribute {name!r}.",
-                f"This happens if `{kind}._reset_state()` was called, and nothing has made the state again.",
+                f"`{kind}` object has no attribute {name!r}. This happens if `{kind}._reset_state()` was called.",
+                "Nothing has made the state again since then.",
                 f"Create a {kind}() or an Accelerator() first.",
             )
 

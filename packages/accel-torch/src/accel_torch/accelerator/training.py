@@ -90,6 +90,7 @@ class TrainingPage(Parts):
             device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
 
         Raises:
+            NoState: the state was reset after this Accelerator was made.
             AccelError: the backend refuses; nothing was changed then.
 
         Example:
@@ -125,6 +126,8 @@ class TrainingPage(Parts):
     def _prepare(self, objects: Sequence[Any], device_placement: list[bool] | None = None) -> Any:
         from accel_torch.prepare import prepare
 
+        # After a reset, this raises before anything is changed.
+        _ = self.distributed_type
         return prepare(self, objects, device_placement)
 
     def _placed(self, device_placement: bool | None) -> list[bool]:
