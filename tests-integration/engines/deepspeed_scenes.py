@@ -5,6 +5,7 @@ Several scenes make one run after another in the same processes, because startin
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -386,9 +387,9 @@ def own_schedule() -> dict[str, Any]:
     return {"rates": rates, "optimizer": type(optimizer.optimizer).__name__}
 
 
-def default_warm_up() -> dict[str, Any]:
-    """A schedule of DeepSpeed's whose stand-in says nothing."""
-    params = {"warmup_min_lr": 0.5, "warmup_max_lr": 0.5, "warmup_num_steps": "auto"}
+def default_warm_up(named: int | str = "auto") -> dict[str, Any]:
+    """A schedule of DeepSpeed's without a warm-up: its stand-in says nothing, or the table says 0."""
+    params = {"warmup_min_lr": 0.25, "warmup_max_lr": 0.5, "warmup_num_steps": named}
     accelerator = started(
         {
             "zero_stage": 1,
@@ -405,6 +406,53 @@ def default_warm_up() -> dict[str, Any]:
         schedule.step()
         rates.append(schedule.get_last_lr()[0])
     return {"rates": rates}
+
+
+def told_by_the_table() -> dict[str, Any]:
+    """What a run takes from DeepSpeed's own table, and which schedules it refuses."""
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    zero = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "gradient_accumulation_steps": 2}
+    zero["train_batch_size"] = "auto"
+    accelerator = started({"hf_ds_config": {**zero, "bf16": {"enabled": True}}})
+    model = layers()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(16))
+    trained = steps(accelerator, model, optimizer, loader)
+    norms = [accelerator.clip_grad_norm_(model.parameters(), 1.0) for _ in trained]
+    told = {
+        "precision": accelerator.mixed_precision,
+        "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "norms": norms,
+        "batch": accelerator.deepspeed_config["train_batch_size"],
+        "first engine": accelerator.deepspeed_engine_wrapped.engine is model,
+        "environment": os.environ["ACCELERATE_USE_DEEPSPEED"],
+    }
+    scheduled = started({"hf_ds_config": {**zero, "optimizer": adam}})
+    other = layers()
+    schedule = LambdaLR(adamw(other.parameters()), lambda step: 0.5)
+    refusal = _refusal(lambda: scheduled.prepare(other, DummyOptim(other.parameters()), schedule, digits(16)))
+    second = _refusal(lambda: Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3)))
+    return {**told, "refusals": [refusal, second]}
+
+
+def freed(stage: int) -> dict[str, Any]:
+    """Bytes of tensors before a model is prepared, while it trains, and after its memory was given back."""
+    accelerator = started(parts(stage))
+    found = [_bytes_of_tensors()]
+    model: Any = layers(100_000)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(16))
+    list(steps(accelerator, model, optimizer, loader))
+    found.append(_bytes_of_tensors())
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    found.append(_bytes_of_tensors())
+    model = layers()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(16))
+    return {"bytes": found, "losses": list(steps(accelerator, model, optimizer, loader))}
+
+
+def _bytes_of_tensors() -> int:
+    gc.collect()
+    storages = [item.untyped_storage() for item in gc.get_objects() if isinstance(item, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class Experts(Module):

@@ -142,7 +142,28 @@ def test_a_mixture_of_experts_is_taken_whole(play: Play) -> None:
     assert "no layer of the class Specialists" in done["refusal"]
 
 
-def test_a_stand_in_that_names_no_warm_up_has_none(play: Play) -> None:
-    rates = play(SCENES, "default_warm_up")["rates"]
-    assert rates
-    assert set(rates) == {0.5}
+def test_the_table_says_how_a_run_computes(play: Play) -> None:
+    done = play(SCENES, "told_by_the_table")
+    assert done["precision"] == "bf16"
+    assert done["dtypes"] == ["torch.bfloat16"]
+    assert [type(norm) for norm in done["norms"]] == [type(None), float]
+    assert done["batch"] == 4 * 2 * 2
+    assert done["first engine"]
+    assert done["environment"] == "true"
+    schedule, second = done["refusals"]
+    assert schedule.startswith("Conflict: prepare() was given LambdaLR and a DummyOptim")
+    assert second.startswith("NotOffered: deepspeed_plugin=")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_of_an_engine_is_given_back(play: Play, stage: int) -> None:
+    done = play(SCENES, "freed", stage=stage)
+    before, training, after = done["bytes"]
+    assert training - before > 4 * 1_100_000
+    assert after - before < 400_000
+    assert done["losses"][-1] < done["losses"][0]
+
+
+@pytest.mark.parametrize("named", ["auto", 0])
+def test_a_warm_up_of_no_steps_ends_with_the_first(play: Play, named: int | str) -> None:
+    assert play(SCENES, "default_warm_up", named=named)["rates"] == [0.25, 0.5]

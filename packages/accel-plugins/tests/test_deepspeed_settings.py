@@ -14,14 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed import zero_init
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.document import HfDeepSpeedConfig
-from accel_plugins.deepspeed.facts import about_objects
 from accel_plugins.deepspeed.filling import Fact, contradictions, fill, remaining
-from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
-from accel_state.errors import AccelError, Conflict, NotOffered, NotReady, SettingError
+from accel_state.errors import AccelError, Conflict, NotOffered, SettingError
 
 TABLE = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -197,11 +194,42 @@ def test_the_old_functions_fill_and_collect_mismatches() -> None:
 
 def test_only_the_state_selects() -> None:
     plugin = DeepSpeedPlugin()
-    for ask in (plugin.select, lambda: setattr(plugin, "selected", True)):
-        with pytest.raises(NotReady, match="select_deepspeed_plugin"):
-            ask()
+    with pytest.raises(SettingError, match="select_deepspeed_plugin"):
+        plugin.select()
+    for value in (True, False):
+        with pytest.raises(NotOffered, match="select_deepspeed_plugin"):
+            plugin.selected = value
     plugin.select(_from_accelerator_state=True)
     assert plugin.selected
+    plugin.deselect()
+    assert not plugin.selected
+
+
+@pytest.mark.parametrize(
+    ("entries", "name"),
+    [
+        ({}, None),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, None),
+    ],
+)
+def test_a_table_that_switches_a_precision_on_says_which(entries: dict[str, Any], name: str | None) -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, **entries})
+    assert plugin.configured_precision == name
+    plugin.set_mixed_precision(name or "no")
+    assert [plugin.deepspeed_config[own]["enabled"] for own in ("bf16", "fp16")] == [name == "bf16", name == "fp16"]
+
+
+def test_a_stage_may_be_called_by_its_name() -> None:
+    assert DeepSpeedPlugin(zero_stage="zero3").deepspeed_config["zero_optimization"]["stage"] == 3  # type: ignore[arg-type]
+
+
+def test_a_configuration_file_without_steps_accumulates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    plugin = DeepSpeedPlugin(hf_ds_config=str(tmp_path / "ds.json"))
+    assert plugin.gradient_accumulation_steps == plugin.deepspeed_config["gradient_accumulation_steps"] == 1
 
 
 def test_msamp_is_put_into_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +303,3 @@ def test_what_the_table_says_about_steps_counts(said: Any, agreed: int | None) -
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": said})
     assert plugin.agree_on_steps(4) == agreed
     assert plugin.gradient_accumulation_steps == said
-
-
-@pytest.mark.parametrize(("given", "told"), [({}, 1), ({"warmup_num_steps": 5}, 5)])
-def test_a_warm_up_of_nothing_is_told_in_a_form_that_deepspeed_takes(given: dict[str, int], told: int) -> None:
-    # Since 0.19.6 it refuses 0, and a warm-up of 1 starts with the whole rate.
-    scheduler = DummyScheduler(DummyOptim([], lr=0.5), **given)
-    facts = {fact.key: fact.value for fact in about_objects(Bundle.of([scheduler]))}
-    assert facts["scheduler.params.warmup_num_steps"] == told
-    assert facts["scheduler.params.warmup_max_lr"] == 0.5

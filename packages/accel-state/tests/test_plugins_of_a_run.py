@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel_state import AcceleratorState, PartialState
-from accel_state.errors import Conflict, NoState, NotReady, SettingError
+from accel_state.errors import NoState, NotOffered, NotReady, SettingError
 from accel_state.labels import DistributedType
 from accel_state.testing.fresh import fresh
 
@@ -33,6 +33,12 @@ class Engine:
 
     stage: int
     selected: bool = False
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        self.selected = _from_accelerator_state
+
+    def deselect(self) -> None:
+        self.selected = False
 
 
 @dataclass
@@ -72,7 +78,7 @@ def test_a_configuration_is_kept_as_it_was_given(name: str) -> None:
     assert getattr(state, name) is given[name]
     assert getattr(AcceleratorState(**equal), name) is given[name]
     assert AcceleratorState._shared_state[name] is given[name]
-    with pytest.raises(Conflict, match=name):
+    with pytest.raises(NotOffered, match=name):
         AcceleratorState(**other)
 
 
@@ -83,7 +89,7 @@ def test_the_version_of_fsdp_is_asked_of_its_configuration(version: int) -> None
 
 def test_a_configuration_that_comes_after_the_run_was_made() -> None:
     AcceleratorState(cpu=True, _from_accelerator=True)
-    with pytest.raises(Conflict, match="fsdp_plugin=None"):
+    with pytest.raises(NotOffered, match="fsdp_plugin=None"):
         AcceleratorState(fsdp_plugin=Sharding())
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_state.current import Process
     from accel_state.mesh import ParallelismConfig
 
-__all__ = ("Found", "available", "build", "choose", "config_among")
+__all__ = ("Found", "available", "build", "choose", "config_among", "configured_precision", "settings")
 
 _GROUP: Final = "accel.backends"
 
@@ -116,6 +116,35 @@ def choose(
     return manifest
 
 
+def settings(manifest: Manifest, config: Any) -> Any:
+    """The settings of a backend: those given, else those of the environment; None for a backend that has none.
+
+    Raises:
+        PluginError: the class that the manifest names cannot be imported.
+        Conflict: `config` belongs to another backend.
+    """
+    if not manifest.config:
+        return None
+    config_class = _imported(manifest, manifest.config)
+    if config is None:
+        found = resolve(config_class, {})
+        defaults = {name: value for name, value in manifest.settings.items() if found[name].origin == "default"}
+        return from_environment(config_class, None, **defaults)
+    if not isinstance(_first_of(config), config_class):
+        raise Conflict(
+            f"The backend {manifest.name!r} was asked for with settings of type {type(config).__name__}.",
+            f"Its settings are {manifest.config}.",
+            "Leave out one of the two.",
+        )
+    return config
+
+
+def configured_precision(config: Any) -> str | None:
+    """The precision that the settings of an engine switch on, or None."""
+    name: str | None = getattr(_first_of(config), "configured_precision", None)
+    return name
+
+
 def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
     """Make the strategy of a backend.
 
@@ -137,20 +166,7 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
             f"{manifest.strategy} is no subclass of accel_plugins.Strategy.",
             "Correct `strategy` in its Manifest.",
         )
-    if not manifest.config:
-        return strategy_class(context)
-    config_class = _imported(manifest, manifest.config)
-    if config is not None and not isinstance(_first_of(config), config_class):
-        raise Conflict(
-            f"The backend {manifest.name!r} was asked for with settings of type {type(config).__name__}.",
-            f"Its settings are {manifest.config}.",
-            "Leave out one of the two.",
-        )
-    if config is None:
-        found = resolve(config_class, {})
-        defaults = {name: value for name, value in manifest.settings.items() if found[name].origin == "default"}
-        config = from_environment(config_class, None, **defaults)
-    return strategy_class(context, config)
+    return strategy_class(context, settings(manifest, config)) if manifest.config else strategy_class(context)
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:

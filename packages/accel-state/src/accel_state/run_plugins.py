@@ -119,8 +119,6 @@ class RunPlugins:
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Let the DeepSpeed configuration of this name be the one in use.
 
-        Each configuration is told through its attribute `selected`, or by its method `select` if it has one.
-
         Args:
             name: the key under which it was given.
 
@@ -131,12 +129,8 @@ class RunPlugins:
         chosen = self._named(name)
         for plugin in (self.deepspeed_plugins or {}).values():
             if plugin is not chosen:
-                plugin.selected = False
-        select = getattr(chosen, "select", None)
-        if select is None:
-            chosen.selected = True
-        else:
-            select(_from_accelerator_state=True)
+                plugin.deselect()
+        chosen.select(_from_accelerator_state=True)
         current.set_run(current.run()._replace(selected=name))
 
     def _named(self, name: str | None) -> Any:

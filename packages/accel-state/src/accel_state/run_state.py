@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state import current
 from accel_state.arranged import arrangement_of_environment
 from accel_state.current import Run
-from accel_state.errors import Conflict, SettingError
+from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.process import PartialState
 from accel_state.run_plugins import PLUGINS, RunPlugins
@@ -43,6 +43,7 @@ def check_given(asked: dict[str, Any]) -> None:
 
     Raises:
         Conflict: one of them differs; options that are None were not given.
+        NotOffered: settings of an engine differ.
     """
     run = current.run_or_none()
     for name, value in asked.items():
@@ -50,7 +51,8 @@ def check_given(asked: dict[str, Any]) -> None:
             continue
         before = getattr(run, name) if hasattr(run, name) else run.given.get(name)
         if before != value:
-            raise Conflict(
+            kind = NotOffered if name in PLUGINS else Conflict
+            raise kind(
                 f"{name}={value!r} was asked for.",
                 f"The run of this process was made with {name}={before!r}, and all Accelerators share the run.",
                 f"Give the same {name} to every Accelerator, or give it to the first one only.",

@@ -102,13 +102,16 @@ def _gradient(options: Options, engine: Engine) -> GradientState:
 def _run(options: Options, process: Process, gradient: GradientState, given: dict[str, Any]) -> Run:
     arranged = arrangement(options, process)
     manifest = resolve.choose(options.backend, options.backend_config, process, arranged)
-    precision = choose(precision_name(options.mixed_precision), process.family, options.handlers)
+    config = resolve.settings(manifest, options.backend_config or resolve.config_among(manifest, options.handlers))
+    name = precision_name(options.mixed_precision)
+    if name == "no":
+        name = resolve.configured_precision(config) or name
+    precision = choose(name, process.family, options.handlers)
     if arranged is not None:
         from accel_plugins.mesh_rules import check_precision
 
         check_precision(precision.name, precision.excludes, arranged)
     mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
-    config = options.backend_config or resolve.config_among(manifest, options.handlers)
     strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, arranged))
     current.on_run_end(strategy.close)
     if manifest.parameter:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from accel_plugins.deepspeed.document import HfDeepSpeedConfig
 from accel_plugins.deepspeed.filling import AUTO, Fact, contradictions, fill, refuse
 from accel_plugins.precision.fp8_settings import FP8Settings
-from accel_state.errors import NotOffered, NotReady, SettingError
+from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read
 from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, settings_of, whole
 
@@ -27,6 +27,7 @@ _GROUP: Final = "DeepSpeed"
 _DEVICES: Final = choice("none", "cpu", "nvme")
 _DEFAULT_STAGE: Final = 2
 _FP8: Final = settings_of(FP8Settings)
+_IN_16_BITS: Final = ("fp16", "bf16")
 _BESIDE_8_BITS: Final = "bf16"
 """What computes where 8 bits do not reach."""
 _KEYS: Final = {
@@ -42,8 +43,14 @@ _KEYS: Final = {
 """Where the settings stand in DeepSpeed's table."""
 
 
+_SELECT: Final = (
+    "The run has to know which of its configurations is in use.",
+    "Call AcceleratorState().select_deepspeed_plugin(name).",
+)
+
+
 def _stage(text: str) -> int:
-    stage = int(text)
+    stage = int(text.strip().lower().removeprefix("zero"))
     if not 0 <= stage <= 3:
         raise ValueError(text)
     return stage
@@ -377,11 +384,15 @@ class DeepSpeedPlugin:
         """
         document = self.hf_ds_config
         name = _BESIDE_8_BITS if str(mixed_precision) == "fp8" else str(mixed_precision)
-        for own, entry in (("fp16", {"enabled": True, "auto_cast": True}), ("bf16", {"enabled": True})):
-            if name == own and document.get_value(own) is None:
-                document.set_value(own, dict(entry))
+        if name == "fp16" and document.get_value("fp16") is None:
+            document.set_value("fp16", {"enabled": True, "auto_cast": True})
         source = f"mixed_precision={str(mixed_precision)!r}"
-        fill(document, [Fact(f"{own}.enabled", name == own, source) for own in ("fp16", "bf16")])
+        fill(document, [Fact(f"{own}.enabled", name == own, source, needed=True) for own in _IN_16_BITS])
+
+    @property
+    def configured_precision(self) -> str | None:
+        """The precision that the table switches on, for a run that did not ask for one."""
+        return next((name for name in _IN_16_BITS if self.get_value(f"{name}.enabled") is True), None)
 
     def agree_on_steps(self, steps: int) -> int | None:
         """How many micro-batches the table says, or None where it follows the run; called by the backend.
@@ -447,21 +458,19 @@ class DeepSpeedPlugin:
 
     @selected.setter
     def selected(self, value: bool) -> None:
-        if value:
-            raise NotReady(
-                "DeepSpeedPlugin.selected was to be set.",
-                "The run has to know which of its configurations is in use.",
-                "Call AcceleratorState().select_deepspeed_plugin(name).",
-            )
+        raise NotOffered(f"DeepSpeedPlugin.selected = {value!r} was called.", *_SELECT)
+
+    def deselect(self) -> None:
+        """Make another configuration the one in use; called by `AcceleratorState.select_deepspeed_plugin`."""
         self._selected = False
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this the configuration in use; called by `AcceleratorState.select_deepspeed_plugin`.
 
         Raises:
-            NotReady: it was called by somebody else.
+            SettingError: something else called it.
         """
         if not _from_accelerator_state:
-            self.selected = True
+            raise SettingError("DeepSpeedPlugin.select() was called.", *_SELECT)
         self._selected = True
         self.set_deepspeed_weakref()

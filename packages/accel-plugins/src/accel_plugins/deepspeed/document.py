@@ -34,6 +34,9 @@ class HfDeepSpeedConfig:
         self.config: dict[str, Any] = read_document(config_file_or_dict)
         self.set_stage_and_offload()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
     def set_stage_and_offload(self) -> None:
         """Note stage and offloading of the configuration as it is now."""
         self._stage = self.get_value("zero_optimization.stage", -1)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch.nn import Module
 
 from accel_ops import recursively_apply
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from accel_plugins.deepspeed.ulysses import Ulysses
     from accel_plugins.precision.base import Precision
 
-__all__ = ("Started", "dtype_of", "is_engine", "parameters_behind", "start", "trains_in_fp16")
+__all__ = ("Started", "dtype_of", "end", "is_engine", "parameters_behind", "start", "trains_in_fp16")
+
+_WARM_UP: Final = "scheduler.params.warmup_num_steps"
 
 
 class Started(NamedTuple):
@@ -106,6 +110,9 @@ def start(
     document = plugin.hf_ds_config
     fill(document, sizes)
     fill(document, about_objects(bundle))
+    if document.get_value(_WARM_UP) == 0:
+        # DeepSpeed takes a warm-up of 1 for none, as it took 0 before 0.19.6, which refuses it.
+        document.set_value(_WARM_UP, 1)
     if bundle.optimizers:
         remaining(document)
     plugin.set_moe_leaf_modules(model)
@@ -120,6 +127,19 @@ def start(
     _cast_inputs(engine, context.precision)
     moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
     return Started(engine, optimizer, scheduler if moved else None)
+
+
+def end(engine: DeepSpeedEngine) -> None:
+    """Let an engine give back what it holds."""
+    inside = set(engine.modules())
+    engine.destroy()
+    # ZeRO stage 3 keeps every model that it divided in a list, and in the caches of methods (seen in 0.19.8).
+    divided = getattr(parameter_offload, "FWD_MODULE_STACK", [])
+    divided[:] = [module for module in divided if module not in inside]
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 def _initializer(plugin: DeepSpeedPlugin) -> Callable[..., Any]:

@@ -30,8 +30,15 @@ def check_stand_ins(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
     """
     for optimizer in bundle.optimizers:
         _check_one(plugin, "optimizer", optimizer, isinstance(optimizer, DummyOptim), "DummyOptim")
+    own = any(isinstance(optimizer, DummyOptim) for optimizer in bundle.optimizers)
     for scheduler in bundle.schedulers:
         stands = isinstance(scheduler, DummyScheduler)
+        if own and not stands and not isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
+            raise Conflict(
+                f"prepare() was given {type(scheduler).__name__} and a DummyOptim.",
+                "DeepSpeed makes the optimizer, and this scheduler follows another one.",
+                "Give DummyScheduler(optimizer, lr_scheduler_callable=...), which makes it for DeepSpeed's optimizer.",
+            )
         if not stands or scheduler.lr_scheduler_callable is None:
             _check_one(plugin, "scheduler", scheduler, stands, "DummyScheduler")
 
@@ -116,8 +123,7 @@ def _about_schedule(scheduler: DummyScheduler) -> Iterator[Fact]:
     rate = getattr(scheduler.optimizer, "lr", None)
     if rate is not None:
         yield _suggestion("scheduler.params.warmup_max_lr", rate)
-    # DeepSpeed takes a warm-up of 1 for none, as it took 0 before 0.19.6, which refuses it.
-    yield _suggestion("scheduler.params.warmup_num_steps", scheduler.warmup_num_steps or 1)
+    yield _suggestion("scheduler.params.warmup_num_steps", scheduler.warmup_num_steps)
     if scheduler.total_num_steps is not None:
         yield _suggestion("scheduler.params.total_num_steps", scheduler.total_num_steps)
 

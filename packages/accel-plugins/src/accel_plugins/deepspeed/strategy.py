@@ -7,6 +7,7 @@ gradients are reduced and clipped, the optimizer steps, and the schedule moves.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,9 +49,6 @@ class DeepSpeedStrategy(Strategy):
     Args:
         context: the run's surroundings.
         config: the configuration, or several by name; the first one, or the one that was selected, is in use.
-
-    Attributes:
-        engine: the engine that was made last, or None.
     """
 
     saves_together: ClassVar[bool] = True
@@ -64,7 +62,6 @@ class DeepSpeedStrategy(Strategy):
         self._forwarded: set[int] = set()
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._division: Ulysses | None = None
-        self.engine: DeepSpeedEngineWrapper | None = None
         current.publish_for_run({"ACCELERATE_USE_DEEPSPEED": "true"})
         self._tell_precision()
         self._agree_on_steps()
@@ -76,6 +73,11 @@ class DeepSpeedStrategy(Strategy):
             from accel_plugins.deepspeed.ulysses import Ulysses
 
             self._division = Ulysses(arranged, context.process.device)
+
+    @property
+    def engine(self) -> DeepSpeedEngineWrapper | None:
+        """The engine that was made first."""
+        return self._engines[0] if self._engines else None
 
     @property
     def _plugin(self) -> DeepSpeedPlugin:
@@ -145,8 +147,7 @@ class DeepSpeedStrategy(Strategy):
         sizes = about_batches(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
         made = engines.start(plugin, self.context, bundle, sizes, division)
         made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
-        self.engine = DeepSpeedEngineWrapper(made.engine)
-        self._engines.append(self.engine)
+        self._engines.append(DeepSpeedEngineWrapper(made.engine))
         bundle.models[:] = [made.engine]
         bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
         if made.scheduler is not None:
@@ -199,7 +200,7 @@ class DeepSpeedStrategy(Strategy):
             else "Give model and optimizer to prepare() in one call.",
         )
 
-    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
         listed = list(parameters)
         given = {id(parameter) for parameter in listed}
         holders = [wrapped for wrapped in self._engines if any(id(own) in given for own in _parameters_of(wrapped))]
@@ -207,8 +208,9 @@ class DeepSpeedStrategy(Strategy):
             return super().clip_norm(listed, max_norm, norm_type)
         for wrapped in holders:
             _check_clipping(wrapped.engine, max_norm, norm_type)
-        norms = [norm for wrapped in holders if (norm := wrapped.get_global_grad_norm()) is not None]
-        return torch.tensor(norms).norm() if norms else None
+        # Plain numbers, as scripts for DeepSpeed expect; None while an engine accumulates.
+        norms = [float(norm) for wrapped in holders if (norm := wrapped.get_global_grad_norm()) is not None]
+        return norms[0] if len(norms) == 1 else math.hypot(*norms) if norms else None
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         raise NotOffered(
@@ -281,11 +283,9 @@ class DeepSpeedStrategy(Strategy):
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         released = [wrapped for wrapped in self._engines if any(wrapped.engine is model for model in models)]
         for wrapped in released:
-            wrapped.engine.destroy()
+            engines.end(wrapped.engine)
             self._engines.remove(wrapped)
             self._forwarded.discard(id(wrapped.engine))
-        if self.engine in released:
-            self.engine = None
 
     def close(self) -> None:
         self.release([wrapped.engine for wrapped in self._engines], [])

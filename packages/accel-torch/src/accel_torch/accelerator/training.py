@@ -252,10 +252,10 @@ class TrainingPage(Parts):
 
         return join_uneven_inputs(self, joinables, even_batches)
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
-    ) -> Tensor | None:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm they had.
+
+        It is a tensor, with DeepSpeed a plain number, and None where the backend does not know it.
 
         Args:
             parameters: whose gradients.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
-from accel_state.errors import SettingError, UnknownKind
+from accel_state.errors import NoState, SettingError, UnknownKind
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType
 from accel_torch.parts import Parts
@@ -112,6 +112,23 @@ class ViewsPage(Parts):
     def deepspeed_plugin(self) -> Any:
         """The DeepSpeed configuration in use, or None."""
         return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The table that DeepSpeed reads, with what `prepare` found out.
+
+        Raises:
+            NoState: the run was made without DeepSpeed.
+        """
+        plugin = self.deepspeed_plugin
+        if plugin is None:
+            raise NoState(
+                "Accelerator.deepspeed_config was read.",
+                "The run was made without DeepSpeed.",
+                "Give DeepSpeedPlugin(...) to the Accelerator, or launch with --use_deepspeed.",
+            )
+        table: dict[str, Any] = plugin.deepspeed_config
+        return table
 
     @property
     def flag_tensor(self) -> Tensor | None:
