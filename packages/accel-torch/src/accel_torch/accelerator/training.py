@@ -127,7 +127,7 @@ class TrainingPage(Parts):
         from accel_torch.prepare import prepare
 
         # After a reset, this raises before anything is changed.
-        _ = self.distributed_type
+        _ = self.state.distributed_type
         return prepare(self, objects, device_placement)
 
     def _placed(self, device_placement: bool | None) -> list[bool]:
