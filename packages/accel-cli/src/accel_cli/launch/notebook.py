@@ -15,11 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from accel_cli.launch.devices import best_devices, count_devices
-from accel_cli.launch.forked import run_forked
-from accel_cli.launch.meeting_place import Seat, seat_at
-from accel_cli.launch.ports import Port
-from accel_cli.launch.torchrun import OWN_STORES
 from accel_state.errors import LaunchError, NotReady, SettingError
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
@@ -82,6 +77,9 @@ def notebook_launcher(
     Example:
         >>> notebook_launcher(print, args=("hello",), num_processes=1)  # doctest: +SKIP
     """
+    from accel_cli.launch.devices import best_devices, count_devices
+    from accel_cli.launch.torchrun import OWN_STORES
+
     environment = {str(_MIXED_PRECISION.variable): _MIXED_PRECISION.parse(mixed_precision, "argument")}
     if any(name in os.environ for name in _TPU_HOSTS) and best_devices()["name"] == _TPU:
         _check_untouched()
@@ -114,7 +112,7 @@ def notebook_launcher(
     else:
         _check_untouched()
         with _free_port(use_port) as port:
-            run_forked(function, args, list(_places(processes, master_addr, port, environment)))
+            _fork(function, args, list(_places(processes, master_addr, port, environment)))
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -133,10 +131,17 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     environment = {str(_CPU.variable): "true"}
     if num_processes == 1:
         # Launched in no group, as a script that is started by itself.
-        run_forked(function, args, [{**environment, str(_FORK_LAUNCHED.variable): "true"}])
+        _fork(function, args, [{**environment, str(_FORK_LAUNCHED.variable): "true"}])
         return
     with _free_port("0") as port:
-        run_forked(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
+        _fork(function, args, list(_places(num_processes, "127.0.0.1", port, environment)))
+
+
+# Scripts import the launchers beside the Accelerator: what starts processes is imported when one is called.
+def _fork(function: Callable[..., Any], args: Sequence[Any], environments: Sequence[Mapping[str, str]]) -> None:
+    from accel_cli.launch.forked import run_forked
+
+    run_forked(function, args, environments)
 
 
 def _places(processes: int, address: str, port: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
@@ -191,6 +196,8 @@ def _check_untouched() -> None:
 @contextmanager
 def _free_port(wanted: str) -> Iterator[int]:
     """The wanted port, or another one where it is in use."""
+    from accel_cli.launch.ports import Port
+
     if not str(wanted).isdecimal():
         raise SettingError(_ASKED, f"use_port={wanted!r} is no port.", "Give a number, or 0 for a free one.")
     try:
@@ -218,6 +225,8 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     """Let torch start the processes, on several machines or with restarts."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from accel_cli.launch.meeting_place import Seat, seat_at
 
     seat = Seat(None, None)
     if options["rdzv_backend"] == "c10d":

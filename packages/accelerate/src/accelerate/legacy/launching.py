@@ -15,7 +15,6 @@ from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv, own_launcher
 from accel_cli.launch.flags import flag_values
 from accel_cli.launch.mpi import find_mpi, placement
-from accel_cli.launch.notebook import debug_launcher, notebook_launcher
 from accel_cli.launch.options import carried_classes
 from accel_cli.launch.parts import Script
 from accel_cli.launch.plan import Launch, common_environment
@@ -32,9 +31,7 @@ from accelerate.legacy.parsing import own_arguments
 __all__ = (
     "PrepareForLaunch",
     "check_place",
-    "debug_launcher",
     "env_var_path_add",
-    "notebook_launcher",
     "prepare_deepspeed_cmd_env",
     "prepare_extend_env_parallelism_config",
     "prepare_multi_gpu_env",

@@ -151,7 +151,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy
         """,
     },
-    "accelerate.launchers": {"accelerate.legacy.launching": "debug_launcher notebook_launcher test_launch=check_place"},
+    "accelerate.launchers": {
+        "accel_cli.launch.notebook": "debug_launcher notebook_launcher",
+        "accelerate.legacy.launching": "test_launch=check_place",
+    },
     "accelerate.local_sgd": {"accel_torch.local_sgd": "LocalSGD"},
     "accelerate.logging": {"accel_state.logging": "MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {},
