@@ -34,6 +34,7 @@ def test_a_module_is_heard_under_its_old_name_and_its_package() -> None:
     heard = chain("accel_bigmodel.device_map")
     assert heard[:3] == ["accel_bigmodel.device_map", "accelerate.utils.modeling", "accel_bigmodel"]
     assert heard[3:] == ["accelerate.big_modeling", "accelerate", "root"]
+    assert "accelerate.utils.dataclasses" in chain("accel_plugins.fsdp.config")
 
 
 def test_a_module_for_older_scripts_is_heard_under_its_old_name() -> None:

@@ -7,6 +7,7 @@ A record of `accel_bigmodel.hooks` passes that logger, then `accelerate.hooks`, 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from itertools import accumulate
 
 from accelerate.names import LOGGERS, NAMES
@@ -21,9 +22,10 @@ def join_loggers() -> None:
     for package, old in LOGGERS.items():
         _logger(package).parent = _logger(old)
     for old, sources in NAMES.items():
-        packages = [source.partition(".")[0] for source in sources]
-        owner = next((package for package in packages if package in LOGGERS), None)
-        if owner is not None and old not in LOGGERS.values():
+        # Most of what an old module had has one owner; the others log under their own names.
+        packages = Counter(source.partition(".")[0] for source in sources if source.partition(".")[0] in LOGGERS)
+        if packages and old not in LOGGERS.values():
+            ((owner, _),) = packages.most_common(1)
             _put_between(old, owner, [source for source in sources if source.startswith(f"{owner}.")])
         for source in sources:
             logger = _logger(source)
