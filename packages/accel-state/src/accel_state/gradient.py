@@ -69,7 +69,7 @@ class GradientState:
     sync_gradients: bool
     plugin: GradientAccumulationPlugin
     loaders: list[Iterating]
-    is_xla_gradients_synced: bool
+    is_xla_gradients_synced: bool = False
     _left: Callable[[], Iterating | None]
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
@@ -95,7 +95,6 @@ class GradientState:
         state.plugin = plugin
         state.loaders = []
         state.left = None
-        state.is_xla_gradients_synced = False
         return state
 
     def shared(self) -> GradientState:

@@ -28,6 +28,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
+    """`accel_ops.recursively_apply`, with another text for an object that it does not take."""
     try:
         return tree.recursively_apply(
             func, data, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
@@ -46,6 +47,7 @@ def recursively_apply(
 def set_module_tensor_to_device(
     module: Module, tensor_name: str, device: Device, value: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> None:
+    """`accel_bigmodel.set_module_tensor_to_device`, with another text for a value of another shape."""
     try:
         place.set_module_tensor_to_device(module, tensor_name, device, value, *args, **kwargs)
     except ShapeMismatch as error:
