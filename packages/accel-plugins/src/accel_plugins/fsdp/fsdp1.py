@@ -81,7 +81,7 @@ class FSDP1Strategy(ShardedStrategy):
             )
 
     def _check_groups(self, bundle: Bundle) -> None:
-        if self.config.use_orig_params:
+        if self.config.use_orig_params or not bundle.models:
             return
         for optimizer in bundle.optimizers:
             if len(optimizer.param_groups) > 1 or len(bundle.models) > 1:
