@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +16,12 @@ from accel_state.testing.processes import run_command
 SCRIPTS = Path(__file__).parent / "scripts"
 ORIGINAL = os.environ.get("ACCEL_ORIGINAL_PYTHON")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-ALONE = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ALONE = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
 LAUNCHERS = {
     "python": ("{python}",),
     "torchrun": ("{python}", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    # DeepSpeed of the original knows of one process on a CPU, and takes it from a launcher.
+    "torchrun alone": ("{python}", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"),
     "accel": ("{bin}/accel", "launch", "--cpu", "--num_processes=2"),
     "accelerate": ("{bin}/accelerate", "launch", "--cpu", "--num_processes=2"),
 }
@@ -46,7 +49,14 @@ def _run(script: str, launcher: str = "python", original: bool = False, **told: 
     command = [part.format(**places) for part in LAUNCHERS[launcher]]
     path = os.pathsep.join((str(python.parent), os.environ["PATH"]))
     environment = {**OFFLINE, **ALONE, "PATH": path}
-    done = run_command([*command, str(SCRIPTS / script), json.dumps(told)], timeout=500, env=environment)
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        # DeepSpeed compiles anew whenever another environment used the folder before.
+        environment["TORCH_EXTENSIONS_DIR"] = os.path.join(
+            os.environ["TORCH_EXTENSIONS_DIR"], python.parent.parent.name
+        )
+    arguments = (str(SCRIPTS / script), json.dumps(told))
+    with tempfile.TemporaryDirectory() as elsewhere:  # PEFT writes parts of a model below the folder it runs in
+        done = run_command([*command, *arguments], timeout=500, env=environment, cwd=elsewhere)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(lines) == 1, done.stdout + done.stderr

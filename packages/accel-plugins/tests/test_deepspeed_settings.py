@@ -143,6 +143,7 @@ def test_the_default_is_stage_two() -> None:
 def test_settings_show_what_the_table_says() -> None:
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, "gradient_clipping": 2.0})
     assert (plugin.zero_stage, plugin.gradient_clipping) == (1, 2.0)
+    assert DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}).gradient_clipping == "auto"
 
 
 def test_a_setting_against_the_table_is_refused() -> None:
@@ -267,10 +268,15 @@ def test_models_are_built_in_parts_where_transformers_finds_what_it_looks_for(
     monkeypatch.setitem(sys.modules, "transformers.integrations", integrations)
     monkeypatch.setattr(zero_init, "importable", lambda module: True)
     monkeypatch.setattr(zero_init, "installed_version", lambda distribution: found)
-    view = zero_init.transformers_view(DeepSpeedPlugin(zero_stage=3).deepspeed_config)
+    table = DeepSpeedPlugin(zero_stage=3).deepspeed_config
+    whole = zero_init.transformers_view(table, in_parts=False)
+    assert caplog.text == ""
+    view = zero_init.transformers_view(table, in_parts=True)
 
-    assert (view is None) == (found is None)
+    assert (view is None) == (whole is None) == (found is None)
     assert ("builds models whole" in caplog.text) == (found is None)
+    if found is not None:
+        assert (view["zero_optimization"]["stage"], whole["zero_optimization"]["stage"]) == (3, 0)
 
 
 def test_keywords_without_effect_are_told() -> None:

@@ -117,6 +117,14 @@ def test_one_of_several_deepspeed_configurations_is_selected() -> None:
     assert not teacher.selected
 
 
+def test_deepspeed_configurations_that_are_assigned_need_not_have_the_selected_name() -> None:
+    state = AcceleratorState(cpu=True, deepspeed_plugin={"student": Engine(stage=2), "teacher": Engine(stage=3)})
+    state.select_deepspeed_plugin("teacher")
+    other = Engine(stage=1)
+    state.deepspeed_plugin = {"other": other}
+    assert AcceleratorState().deepspeed_plugin is other
+
+
 @pytest.mark.parametrize("name", ["techer", None])
 def test_an_unknown_deepspeed_configuration_changes_nothing(name: str | None) -> None:
     student, teacher = Engine(stage=2, selected=True), Engine(stage=3)

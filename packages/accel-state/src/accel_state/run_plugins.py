@@ -106,6 +106,7 @@ class RunPlugins:
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, plugin: Any) -> None:
         _show("deepspeed_plugin", plugin)
+        current.set_run(current.run()._replace(selected=None))
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The DeepSpeed configuration of this name.

@@ -98,7 +98,7 @@ class DeepSpeedPlugin:
 
     Attributes:
         deepspeed_config: the table that DeepSpeed reads.
-        dschf: transformers' view of the configuration, while parameters are divided when models are built.
+        dschf: transformers' view of the configuration, once it was selected.
 
     Raises:
         SettingError: a value or the configuration cannot be used.
@@ -264,7 +264,8 @@ class DeepSpeedPlugin:
     def _read_back(self) -> None:
         """Let the settings show what the table says."""
         document = self.hf_ds_config
-        defaults = {"offload_optimizer_device": "none", "offload_param_device": "none", "zero3_save_16bit_model": False}
+        defaults: dict[str, Any] = {name: "none" for name in _KEYS if name.startswith("offload_")}
+        defaults |= {"gradient_clipping": AUTO, "zero3_save_16bit_model": False}
         for name, key in _KEYS.items():
             setattr(self, name, document.get_value(key, defaults.get(name)))
         for what in ("optimizer", "param"):
@@ -437,10 +438,10 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers about the configuration, or that models are built whole."""
+        """Show transformers the configuration, and whether models are built in parts."""
         from accel_plugins.deepspeed.zero_init import transformers_view
 
-        self.dschf = transformers_view(self.deepspeed_config) if self.zero3_init_flag else None
+        self.dschf = transformers_view(self.deepspeed_config, self.is_zero3_init_enabled())
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Let ZeRO stage 3 take each mixture-of-experts layer of a model as one piece."""

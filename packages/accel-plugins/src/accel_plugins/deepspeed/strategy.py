@@ -29,6 +29,7 @@ from accel_plugins.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
+from accel_plugins.deepspeed.zero_init import transformers_view
 from accel_plugins.manifest import Part
 from accel_plugins.strategy import Strategy
 from accel_state import current
@@ -148,6 +149,9 @@ class DeepSpeedStrategy(Strategy):
         made = engines.start(plugin, self.context, bundle, sizes, division)
         made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
         self._engines.append(DeepSpeedEngineWrapper(made.engine))
+        if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
+            # Also a model that was built whole is divided now: transformers lets its processes generate in step.
+            plugin.dschf = transformers_view(plugin.deepspeed_config, in_parts=True)
         bundle.models[:] = [made.engine]
         bundle.optimizers[:] = [DeepSpeedOptimizerWrapper(made.optimizer, gradient) for _ in bundle.optimizers]
         if made.scheduler is not None:

@@ -27,16 +27,24 @@ _WHILE_BUILDING: Final = {
 """What DeepSpeed has to read as numbers while a model is built; none of it counts there."""
 
 
-def transformers_view(table: Mapping[str, Any]) -> Any:
-    """The object through which transformers notices that models are to be built in parts; None where it cannot be had.
+def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
+    """The object through which transformers, and who asks it, sees the configuration; None where it cannot be had.
 
-    Models are built so for as long as it lives. It cannot be had without transformers, nor without the distribution
-    `accelerate`, whose name transformers looks for; models are built whole then, and divided when they are prepared.
+    It is seen for as long as it lives and no other is made. It cannot be had without transformers, nor without the
+    distribution `accelerate`, whose name transformers looks for; models are built whole then, and divided when they are
+    prepared.
+
+    Args:
+        table: DeepSpeed's configuration.
+        in_parts: whether parameters of stage 3 are divided: while models are built, and when they generate.
     """
     if not importable("transformers"):
         return None
     if installed_version("accelerate") is None:
-        _logger.warning("transformers builds models whole: it divides them where the package accelerate is installed.")
+        if in_parts:
+            _logger.warning(
+                "transformers builds models whole: it divides them where the package accelerate is installed."
+            )
         return None
     from accel_plugins.deepspeed.document import HfDeepSpeedConfig
 
@@ -50,6 +58,8 @@ def transformers_view(table: Mapping[str, Any]) -> Any:
             document.set_value(f"{own}.enabled", False)
     from transformers.integrations import HfDeepSpeedConfig as View
 
+    if document.is_zero3() and not in_parts:
+        document.set_value("zero_optimization.stage", 0)
     return View(document.config)
 
 
