@@ -345,11 +345,7 @@ def engines_deepspeed(session: nox.Session) -> None:
     own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
     libraries = ("-e", "packages/accel-plugins[deepspeed,torchao]", "transformers")
     session.install("-q", "-c", str(CONSTRAINTS), *own, *libraries)
-    extensions = ROOT / ".nox" / "torch-extensions"
-    for lock in extensions.glob("*/lock"):
-        # A run that was ended while it compiled left it, and whoever compiles next would wait for it.
-        lock.unlink()
-    kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": str(extensions), "DS_ACCELERATOR": "cpu"}
+    kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": compiled_before(), "DS_ACCELERATOR": "cpu"}
     # Compiled before the tests, whose time is limited; what reads and writes disks needs the header of libaio.
     parts = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
     build = "from deepspeed.accelerator import get_accelerator as a; "
@@ -360,13 +356,22 @@ def engines_deepspeed(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=kept)
 
 
+def compiled_before() -> str:
+    """The folder of what DeepSpeed compiled in earlier sessions."""
+    extensions = ROOT / ".nox" / "torch-extensions"
+    for lock in extensions.glob("**/lock"):
+        # A run that was ended while it compiled left it, and whoever compiles next would wait for it.
+        lock.unlink()
+    return str(extensions)
+
+
 def client(session: nox.Session, tests: str, *libraries: str) -> None:
     """Runs scripts of a client library here and, in an environment beside it, with the original library."""
     look_through_to_base(session)
     own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
     session.install("-q", "-c", str(CONSTRAINTS), *own, *libraries)
     both = {**ONE_THREAD, "ACCEL_ORIGINAL_PYTHON": original_beside(session)}
-    both["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".nox" / "torch-extensions")
+    both["TORCH_EXTENSIONS_DIR"] = compiled_before()
     files = sorted(map(str, ROOT.glob(f"tests-integration/clients/{tests}")))
     session.run("python", "-m", "pytest", *files, *session.posargs, env=both)
 
@@ -400,8 +405,8 @@ def clients_peft(session: nox.Session) -> None:
 
 @nox.session(name="clients-trl", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
 def clients_trl(session: nox.Session) -> None:
-    """Fine-tune with TRL here and with the original."""
-    client(session, "test_trl_fine_tuning.py", "trl", "peft", "transformers", "datasets")
+    """Fine-tune with TRL here and with the original, and shard with what TRL, PEFT and transformers have for it."""
+    client(session, "test_trl_*.py", "trl", "peft", "transformers", "datasets")
 
 
 @nox.session(name="clients-diffusers", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
@@ -422,6 +427,12 @@ def clients_sentence_transformers(session: nox.Session) -> None:
 def clients_trainers(session: nox.Session) -> None:
     """Train with pytorch-accelerated and accmt here and with the original."""
     client(session, "test_other_trainers.py", "pytorch-accelerated", "accmt")
+
+
+@nox.session(name="clients-lm-eval", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_lm_eval(session: nox.Session) -> None:
+    """Evaluate a model with lm-eval here and with the original."""
+    client(session, "test_lm_eval_harness.py", "lm-eval[hf]", "transformers", "datasets")
 
 
 @nox.session(name="engines-xla", default=False, venv_backend="virtualenv", reuse_venv=True)

@@ -7,12 +7,24 @@ import os
 import sys
 from typing import Any
 
-from tiny_text import Texts, tell, tiny_model
+import torch
+from tiny_text import LENGTH, Texts, tell, tiny_model
 from transformers import Trainer, TrainingArguments, set_seed
 
 
+def exact(model: torch.nn.Module, data: Texts) -> float:
+    """The loss of all samples at once; the Trainer divides by the number of all words, the first included."""
+    model.eval()
+    with torch.no_grad():
+        return float(model(input_ids=data.words, labels=data.words).loss) * (LENGTH - 1) / LENGTH
+
+
 def main(
-    folder: str, arguments: dict[str, Any], resume: str | None = None, model: dict[str, Any] | None = None
+    folder: str,
+    arguments: dict[str, Any],
+    resume: str | None = None,
+    model: dict[str, Any] | None = None,
+    whole: bool = False,
 ) -> None:
     common = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
     size = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "seed": 5}
@@ -29,6 +41,7 @@ def main(
         norms=[entry["grad_norm"] for entry in history if "grad_norm" in entry],
         rates=[entry["learning_rate"] for entry in history if "learning_rate" in entry],
         evaluated=evaluated["eval_loss"],
+        exact=exact(trainer.model, Texts(22, seed=1)) if whole else None,
         steps=trainer.state.global_step,
         processes=trainer.accelerator.num_processes,
         kind=trainer.accelerator.distributed_type.value,
