@@ -22,8 +22,7 @@ from accel_state.labels import ComputeEnvironment, DynamoBackend
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
 from accelerate.legacy.commands import launch_command
-from accelerate.legacy.config_classes import BaseConfig, ClusterConfig, SageMakerConfig
-from accelerate.legacy.config_files import default_json_config_file
+from accelerate.legacy.config_classes import BaseConfig, ClusterConfig, SageMakerConfig, default_json_config_file
 
 __all__ = (
     "DYNAMO_BACKENDS",

@@ -17,7 +17,23 @@ from accel_state.errors import SettingError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.settings.schema import closest
 
-__all__ = ("BaseConfig", "ClusterConfig", "SageMakerConfig", "load_config_from_file")
+__all__ = (
+    "BaseConfig",
+    "ClusterConfig",
+    "SageMakerConfig",
+    "cache_dir",
+    "default_config_file",
+    "default_json_config_file",
+    "default_yaml_config_file",
+    "hf_cache_home",
+    "load_config_from_file",
+)
+
+default_config_file: Final = default_path(os.environ)
+default_yaml_config_file: Final = default_config_file
+default_json_config_file: Final = default_config_file
+cache_dir: Final = os.path.dirname(default_config_file)
+hf_cache_home: Final = os.path.dirname(cache_dir)
 
 C = TypeVar("C", bound="BaseConfig")
 

@@ -45,8 +45,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.commands.config": {
         "accelerate.legacy.command_parts": "default_command_parser update_command_parser",
         "accelerate.legacy.commands": "config_command_parser get_config_parser=config_command_parser main=config_main",
-        "accelerate.legacy.config_classes": "load_config_from_file",
-        "accelerate.legacy.config_files": "default_config_file",
+        "accelerate.legacy.config_classes": "default_config_file load_config_from_file",
     },
     "accelerate.commands.config.cluster": {"accelerate.legacy.command_parts": "get_cluster_input"},
     "accelerate.commands.config.config": {
@@ -54,9 +53,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.commands": "config_command config_command_parser main=config_main",
     },
     "accelerate.commands.config.config_args": {
-        "accelerate.legacy.config_classes": "BaseConfig ClusterConfig SageMakerConfig load_config_from_file",
-        "accelerate.legacy.config_files": """
-            cache_dir default_config_file default_json_config_file default_yaml_config_file hf_cache_home
+        "accelerate.legacy.config_classes": """
+            BaseConfig ClusterConfig SageMakerConfig cache_dir default_config_file default_json_config_file
+            default_yaml_config_file hf_cache_home load_config_from_file
         """,
     },
     "accelerate.commands.config.config_utils": {
