@@ -13,7 +13,8 @@ import pytest
 import accel_torch
 import accelerate
 from accelerate.legacy import error_texts
-from accelerate.names import BORROWED, NAMES, borrowed, owners, served
+from accelerate.names import NAMES, borrowed, owners, served
+from accelerate.names.lent import BORROWED
 
 # Worked out by its module each time it is read.
 COMPUTED = {"USE_TORCH_XLA"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import Missing
@@ -17,6 +16,7 @@ from accelerate.names import NAMES, OWN_MODULES, PACKAGES, owners, stub_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
 __all__ = ("Finder", "NamesLoader", "Refusal", "install")
@@ -66,6 +66,8 @@ class Finder:
 
         Python also asks for a module when a package has no attribute that `from package import name` wants.
         """
+        from importlib.machinery import ModuleSpec
+
         if name in NAMES:
             loader: Any = NamesLoader()
             spec = ModuleSpec(name, loader, origin=os.path.join(_FOLDER, stub_path(name)))

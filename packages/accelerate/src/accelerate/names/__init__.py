@@ -12,10 +12,8 @@ from functools import cache
 from typing import Final
 
 from .homes import NAMES
-from .lent import BORROWED
 
 __all__ = (
-    "BORROWED",
     "LOGGERS",
     "NAMES",
     "NOT_PROVIDED",
@@ -118,6 +116,9 @@ def owners(address: str) -> Mapping[str, Owner]:
 @cache
 def borrowed(address: str) -> Mapping[str, Owner]:
     """The names that an old module has from its neighbours."""
+    # A process that reads no name does without them.
+    from .lent import BORROWED
+
     own = owners(address)
     return {name: owner for name, owner in _resolved(BORROWED.get(address, {})) if name not in own}
 
