@@ -22,7 +22,7 @@ def launch(script: str, *arguments: str, processes: int) -> Finished:
     # Engines compile C++ with ninja, which lies beside the interpreter.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     script = str(Path(__file__).parent / script)
-    return run_command([*command, script, *arguments], timeout=500, env={"PATH": path, "OMP_NUM_THREADS": "1"})
+    return run_command([*command, script, *arguments], timeout=250, env={"PATH": path, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture

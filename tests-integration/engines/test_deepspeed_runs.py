@@ -17,7 +17,7 @@ from accel_state.testing.processes import Finished, run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 RUN = Path(__file__).parent / "deepspeed_run.py"
@@ -34,7 +34,7 @@ def launch(processes: int = 2, **told: Any) -> Finished:
     command = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", str(RUN))
     # The engine compiles a piece of C++ with ninja, which lies beside the interpreter.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    return run_command([*command, json.dumps(told)], timeout=500, env={"PATH": path, "OMP_NUM_THREADS": "1"})
+    return run_command([*command, json.dumps(told)], timeout=250, env={"PATH": path, "OMP_NUM_THREADS": "1"})
 
 
 def result(**told: Any) -> dict[str, Any]:

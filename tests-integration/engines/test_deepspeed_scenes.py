@@ -15,7 +15,7 @@ from accel_state.testing.processes import run_command
 
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 SCENES = "deepspeed_scenes.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,19 @@ def test_an_interrupted_wait_leaves_no_command_behind(tmp_path: Path, monkeypatc
         run_command(["sh", "-c", f"echo $$ > {fifo}; exec sleep 600"])
     with pytest.raises(ProcessLookupError):
         os.kill(told[0], 0)
+
+
+LAUNCHER = """
+import signal, subprocess, sys
+
+workers = []
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(max(worker.kill() or 1 for worker in workers) if workers else 1))
+workers.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+workers[0].wait()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_workers_in_sessions_of_their_own_end_with_a_command_that_takes_too_long() -> None:
+    with pytest.raises(AssertionError, match="was still running after 3 s"):
+        run_command([sys.executable, "-c", LAUNCHER], timeout=3)

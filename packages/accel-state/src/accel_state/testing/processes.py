@@ -273,13 +273,13 @@ def run_command(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill(process)
+        _end(process)
         stdout, stderr = process.communicate()
         shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
         raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
     except BaseException:
         # The time limit of the test itself, or an interrupt: neither the command nor its pipes live on.
-        _kill(process)
+        _end(process)
         process.communicate()
         raise
     return Finished(process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
@@ -302,6 +302,19 @@ def _environment(rank: int, count: int) -> dict[str, str]:
 
 def _loopback() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command and its group.
+
+    Launchers start workers in sessions of their own, and end them when SIGTERM comes. A worker that lives on would hold
+    the pipes open, and reading them would never end.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END)
+    _kill(process)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
