@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
 
 # A package of its own, which is tested where it is installed.
 collect_ignore = ["accel-backend-example"]
@@ -18,10 +17,3 @@ def clean_state() -> Iterator[None]:
     """No process, no run and no settings in the environment, before the test and after it."""
     with fresh():
         yield
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    """Two real processes over gloo, for all tests of one file."""
-    with Processes(2) as group:
-        yield group

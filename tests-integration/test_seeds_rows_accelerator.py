@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ from accelerate.utils import DynamoBackend, LoggerType
 from accelerate.utils.dataclasses import FP8BackendType
 
 pytestmark = pytest.mark.usefixtures("clean_state")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def parameters(function: Any) -> dict[str, Any]:

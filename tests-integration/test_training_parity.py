@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, GradientAccumulationPlugin, set_seed
 
 SAMPLES, GLOBAL_BATCH = 48, 8
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def data() -> TensorDataset:

@@ -281,12 +281,6 @@ def test_offloaded_weights_come_back_into_a_model(tmp_path: Path) -> None:
     assert torch.equal(output(other), expected)
 
 
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with Processes(2) as group:
-        yield group
-
-
 def from_the_first(folder: str, elsewhere: str, meta: bool) -> list[float]:
     from accel_state.process import PartialState
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,12 +102,6 @@ def refused(folder: str, spread: bool, strict: bool, only_second: bool = False) 
         unchanged = all(torch.equal(value, before[name]) for name, value in whole(model).items())
         return f"{type(error).__name__} {unchanged} {error}"
     return "loaded"
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -16,12 +16,6 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, length: int) -> None:
         self.length = length

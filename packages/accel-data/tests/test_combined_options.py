@@ -31,18 +31,6 @@ Steps = list[tuple[int, list[tuple[Any, ...]]]]
 DATA_SEED, SEED = 3, 7
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
-
-
 def sample(kind: str, index: int) -> Any:
     value = torch.tensor(float(index))
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,6 @@ pytest.importorskip("torchdata", reason="wraps the loader of torchdata, an optio
 multiprocessing.set_forkserver_preload(["torch", "datasets"])
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def data_set(kind: str, length: int = 22) -> Any:

@@ -17,12 +17,6 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Samples(Dataset[int]):
     """Has so many samples, and may claim another number."""
 

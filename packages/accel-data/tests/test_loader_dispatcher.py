@@ -22,12 +22,6 @@ from accel_state.testing.processes import Processes
 Pair = namedtuple("Pair", ["x", "name"])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Stream(IterableDataset[int]):
     """Counts what it is asked for; fails at a sample if told to."""
 

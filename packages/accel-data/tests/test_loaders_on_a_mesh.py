@@ -17,12 +17,6 @@ from accel_state.errors import SettingError
 from accel_state.testing.processes import Processes
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
-
-
 class Samples(Dataset[torch.Tensor]):
     """Samples that are their index and a random number."""
 

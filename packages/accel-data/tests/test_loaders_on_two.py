@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from accel_data import drop_padding, prepare_data_loader, skip_first_batches
 from accel_state import PartialState
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def epochs(seed_differs: bool, seedable: bool, kind: str, rng_types: list[str] | None) -> list[list[int]]:

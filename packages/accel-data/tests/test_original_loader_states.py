@@ -34,12 +34,6 @@ def clean() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Counting(IterableDataset[int]):
     """A stream that can tell its position, and counts what it was asked for."""
 

@@ -27,18 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 STATEFUL = ("stateful",) if importlib.util.find_spec("torchdata") else ()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
-
-
 class Samples(Dataset[torch.Tensor]):
     """Samples that are their index and, if told to, a random number."""
 

@@ -15,12 +15,6 @@ from accel_state import GradientState, PartialState
 from accel_state.testing.processes import Processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Stream(IterableDataset[int]):
     def __init__(self, begin: int, end: int) -> None:
         self.range = range(begin, end)

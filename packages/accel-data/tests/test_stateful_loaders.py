@@ -235,12 +235,6 @@ def test_a_second_interruption_after_skipping_by_hand(data: Any) -> None:
     assert len(rest) == 3
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def dispatched() -> list[tuple[Any, Any]]:
     PartialState(cpu=True)
     results = []

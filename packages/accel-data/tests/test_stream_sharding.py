@@ -21,12 +21,6 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Files(IterableDataset[int]):
     """A stream of several files of different lengths, which can be divided between processes; counts what is read."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -235,12 +235,6 @@ def test_requests_grow_with_the_number_of_ranks_and_not_with_its_square() -> Non
         assert many[kind] <= 4 * few[kind] + 32, kind
     # How often each waiting rank looks depends on time alone.
     assert sum(many.values()) < 8 * sum(few.values())
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def looked(failing: tuple[int, ...]) -> str:

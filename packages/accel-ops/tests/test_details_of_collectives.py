@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +34,6 @@ Pair = namedtuple("Pair", "first second")
 class Output:
     logits: torch.Tensor
     states: Any
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def rank() -> int:

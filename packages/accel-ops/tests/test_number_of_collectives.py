@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,12 +28,6 @@ from accel_state.testing.processes import Processes
 SLOT = ("all_gather", slot_size(2))
 MANY_SMALL = 3 * 48_000
 BEFORE = collectives._MOST_GATHERED
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def small() -> dict[str, torch.Tensor]:

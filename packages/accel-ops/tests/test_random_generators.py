@@ -27,12 +27,6 @@ def clean() -> Iterator[None]:
     np.random.set_state(state)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 

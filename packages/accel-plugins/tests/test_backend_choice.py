@@ -235,12 +235,6 @@ def test_settings_of_a_backend_are_found_among_others() -> None:
 # ------------------------------------------------------------------- several processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def choose_by_rank(names: list[str | None]) -> tuple[str, str]:
     state = PartialState(cpu=True)
     try:

@@ -216,12 +216,6 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_of_ours_and_not_damaged(tm
 # ------------------------------------------------------------------- several processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def save_together(target: str, failing: int | None = None, absent: int | None = None) -> str:
     PartialState(cpu=True)
     rank = current.process().rank

@@ -322,12 +322,6 @@ def test_a_state_that_cannot_be_pickled_leaves_no_file(tmp_path: Path, owner: St
 # ------------------------------------------------------------------- several processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def save_and_go_on(folder: str) -> tuple[list[float], list[float]]:
     owner = strategy()
     what = contents(owner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.marks import DEVICE_MAP
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def started(precision: str = "no", **options: Any) -> Strategy:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel_plugins import Context
 from accel_plugins.precision import choose
-from accel_plugins.testing import Processes, fresh
+from accel_plugins.testing import fresh
 from accel_plugins.transforms import context_parallel
 from accel_plugins.transforms.divided_sequence import divide
 from accel_state import PartialState, current
@@ -23,12 +23,6 @@ from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
 
 HEADS, LENGTH, WIDTH = 4, 8, 6
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

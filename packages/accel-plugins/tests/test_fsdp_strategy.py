@@ -22,7 +22,7 @@ from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
-from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing import Case, Session, fresh
 from accel_plugins.testing.backend_tasks import clipped_plain, count_collectives
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
@@ -35,24 +35,6 @@ from accel_state.gradient import GradientState
 from accel_state.testing.processes import Processes as Group
 
 Plugin = FullyShardedDataParallelPlugin
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Group]:
-    with Processes(1) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    with Processes(4) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

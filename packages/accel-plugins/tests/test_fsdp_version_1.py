@@ -22,7 +22,7 @@ from accel_plugins import extract_model_from_parallel
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.resolve import choose
-from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing import Case, Session, fresh
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_plugins.testing.two_halves import first_half, second_half
@@ -32,18 +32,6 @@ from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
 
 BY_SIZE: dict[str, Any] = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    with Processes(4) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

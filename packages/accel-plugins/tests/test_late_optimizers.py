@@ -11,7 +11,7 @@ import pytest
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
-from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing import Case, Session, fresh
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, make_model, make_optimizer
 from accel_state.errors import Conflict
@@ -20,12 +20,6 @@ from accel_state.testing.processes import Processes as Group
 IN_BLOCKS: dict[str, Any] = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50}
 CASES = [Case(FSDP1, Plugin(1, use_orig_params=whole, **IN_BLOCKS)) for whole in (True, False)]
 CASES += [Case(FSDP2, Plugin(2, **IN_BLOCKS))]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

@@ -27,18 +27,6 @@ from accel_state.testing.processes import Processes as Group
 R, S, C, Q, T = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE, Axis.TENSOR)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    with Processes(4) as group:
-        yield group
-
-
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with fresh():

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +26,6 @@ from accel_state.transport.control import ControlStore
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 
 PATIENT = 60.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def ends_after(watching: Preemption, seconds: float) -> int:

@@ -14,19 +14,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel_plugins import Bundle, Context, TorchTensorParallelPlugin
 from accel_plugins.precision import choose
-from accel_plugins.testing import Processes, fresh
+from accel_plugins.testing import fresh
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict, SettingError
 from accel_state.gradient import GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from accel_state.uncaught import explain_foreign
 
 HERE = Path(__file__).name
 TIMEOUT = 8.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def has_met() -> None:

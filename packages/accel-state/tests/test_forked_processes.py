@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,18 +22,6 @@ from accel_state.testing.processes import Processes, run_command
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Processes]:
-    with Processes(1) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def in_child(function: Callable[[], Any]) -> Any:

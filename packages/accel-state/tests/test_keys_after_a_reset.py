@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from accel_state import PartialState, current
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def told_before_and_after() -> list[bool]:

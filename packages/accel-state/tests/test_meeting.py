@@ -17,12 +17,6 @@ from accel_state.testing.processes import Processes
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Processes]:
     with Processes(3) as group:
         yield group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,12 +10,6 @@ from accel_state import PartialState, get_logger
 from accel_state.errors import NotReady
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def records() -> list[tuple[str, str]]:

@@ -30,12 +30,6 @@ def clean() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
-
-
 NAMES = ("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names", "fsdp_dim_names")
 
 

@@ -18,12 +18,6 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes, ProcessesFailed
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     with fresh():

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from accel_state.process import wait_for_everyone
 from accel_state.testing.processes import Processes
 
 HERE = Path(__file__).name
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def until(text: str, folder: Path) -> str:

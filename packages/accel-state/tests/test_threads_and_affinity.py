@@ -22,12 +22,6 @@ from accel_state.testing.processes import Processes
 can_bind = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     with fresh():

@@ -27,12 +27,6 @@ from accel_state.topology import Topology
 from accel_state.transport.xla import XLATransport
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
     parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, value)

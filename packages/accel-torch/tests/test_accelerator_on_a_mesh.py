@@ -33,12 +33,6 @@ SAMPLES = 16
 DIVIDED_COPIES = {"ACCELERATE_ALLOW_CP_STANDALONE": "true"}
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
-
-
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with fresh():

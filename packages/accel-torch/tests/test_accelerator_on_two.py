@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_state.errors import CheckpointError, SettingError, ShapeMismatch
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def who() -> tuple[str, int, bool, str]:

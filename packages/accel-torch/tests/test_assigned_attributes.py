@@ -168,12 +168,6 @@ def test_an_accelerator_that_was_pickled_takes_part_in_the_run() -> None:
     assert len(list(loader)) == 3
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def finds_unused() -> bool:
     accelerator = Accelerator(cpu=True)
     accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +118,6 @@ def resumes(folder: str, backend: str, accumulate: int) -> list[str]:
             if resumed != whole[done:]:
                 wrong.append(f"{order} restores={restores} step {done}: {resumed} is not {whole[done:]}")
     return wrong
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Processes]:
-    with Processes(1) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
 
 
 def combinations(*backends: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,6 @@ from accel_torch import Accelerator
 from accel_torch.options import ProjectConfiguration
 
 DEADLINE = 30.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def accelerator(**project: Any) -> Any:

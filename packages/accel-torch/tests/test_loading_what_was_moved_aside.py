@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,6 @@ def test_training_does_not_start_anew_after_a_death_between_the_two_renames(tmp_
         assert accelerator.load_state(str(tmp_path / "never saved"), missing_ok=True) is None
         with pytest.raises(CheckpointError, match="no such folder"):
             accelerator.load_state(str(tmp_path / "never saved"))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def load_together(folders: list[str], missing_ok: bool) -> tuple[str | None, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ from accel_state.errors import NotOffered, SettingError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def one_weight(accelerator: Accelerator, rate: float = 1.0) -> tuple[nn.Module, nn.Linear, Any]:

@@ -96,12 +96,6 @@ def refused(folder: str, backend: str, names: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Processes]:
-    with Processes(1) as group:
-        yield group
-
-
 def files_of(folder: Path) -> list[str]:
     (folder / MANIFEST_NAME).unlink()
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -33,12 +33,6 @@ def clean() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def parts() -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ from torch import Tensor, nn
 from accel_state.errors import Conflict
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def model_of() -> nn.Module:

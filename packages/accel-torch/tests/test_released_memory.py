@@ -29,12 +29,6 @@ def clean() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def options(version: int) -> dict[str, Any]:
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(version)} if version else {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, LocalSGD
 from accel_torch.replica_comparison import findings
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 class Kept(logging.Handler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -19,18 +18,6 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, ReplicasDiffer, set_seed
 from accel_torch.sentinel import bit_sums
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
 
 
 def trained(wrong: str, every: int = 2, seeds_differ: bool = False, options: dict[str, Any] | None = None) -> Any:

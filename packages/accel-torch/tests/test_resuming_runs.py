@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -174,12 +173,6 @@ def test_copies_of_a_signal_are_ignored_and_a_late_one_ends_the_process(monkeypa
             watching.between_batches()
         assert leaving.value.code == RESUME
         watching.leave()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def uneven(ahead: int, signalled: int) -> int:

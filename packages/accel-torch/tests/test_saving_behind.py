@@ -225,12 +225,6 @@ def test_the_end_of_the_program_completes_a_save_or_says_that_it_failed(tmp_path
     assert ("The disk is full." in done.stderr) is (how == "fail")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def resume_on_two(folder: str, backend: str) -> tuple[list[float], list[float]]:
     fsdp: dict[str, Any] = {}
     if backend == "fsdp2":

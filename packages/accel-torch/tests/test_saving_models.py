@@ -158,12 +158,6 @@ def test_automatic_checkpoints_go_on_after_the_newest(tmp_path: Path) -> None:
     assert run(1) == (str(newest), ["checkpoint_3"])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def save_on_two(folder: str, on_each_node: bool) -> None:
     project = ProjectConfiguration(save_on_each_node=on_each_node, fsync=False)
     accelerator = Accelerator(cpu=True, project_config=project)

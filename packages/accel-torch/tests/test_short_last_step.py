@@ -21,12 +21,6 @@ def clean() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 class Stream(IterableDataset[Any]):
     """Numbers; its length is unknown."""
 

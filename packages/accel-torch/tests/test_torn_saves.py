@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -333,12 +333,6 @@ def test_the_end_of_the_program_takes_it_again(tmp_path: Path) -> None:
     from accel_bigmodel.weight_files import load_weights_file
 
     assert load_weights_file(folder / "model.safetensors")["weight"].unique().tolist() == [3.0]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def torn_on_two(folder: str, hit: int, fsdp2: bool) -> tuple[int, int, bool]:

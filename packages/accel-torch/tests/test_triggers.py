@@ -16,12 +16,6 @@ from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 def raised_by_the_second() -> tuple[list[bool], int]:
     accelerator = Accelerator(cpu=True)
     seen = [accelerator.check_trigger()]

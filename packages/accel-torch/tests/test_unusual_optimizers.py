@@ -23,12 +23,6 @@ from accel_torch import Accelerator, FullyShardedDataParallelPlugin
 KINDS = ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
-
-
 @pytest.fixture
 def clean() -> Iterator[None]:
     with fresh():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +158,6 @@ def test_ranges_that_contradict_the_size_are_damage(tmp_path: Path, harm: Callab
     harm(document["files"]["model.safetensors"])
     (folder / MANIFEST_NAME).write_text(json.dumps(document))
     assert "is damaged" in verify(folder).damage[0]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def load_on_two(project: str, sharded: bool, damage: str | None) -> tuple[str, bool, int]:

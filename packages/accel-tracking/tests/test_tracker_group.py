@@ -133,12 +133,6 @@ def test_arguments_for_a_tracker_that_is_not_there_are_refused() -> None:
         TrackerGroup.of(Kept(), "project", init_kwargs={"wandb": {}})
 
 
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with Processes(2) as group:
-        yield group
-
-
 def log_something(folder: str) -> tuple[int, int, bool]:
     from accel_state.process import PartialState
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from torch import nn
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def sharded(kind: str, seed: int) -> tuple[Any, Any, Any]:

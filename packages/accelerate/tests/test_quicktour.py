@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -15,12 +13,6 @@ from accelerate import Accelerator
 
 SAMPLES = 61
 GLOBAL_BATCH = 8
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def train() -> tuple[list[float], int, list[float]]:
