@@ -23,15 +23,24 @@ def main(
     save: str | None = None,
     load: str | None = None,
     epochs: int = 2,
+    schedules_itself: bool = False,
 ) -> None:
-    """Train for a few epochs; `save` writes a checkpoint after the first one, `load` begins after it."""
+    """Train for a few epochs.
+
+    `save` writes a checkpoint after the first one, and `load` begins after it. With `schedules_itself`, `prepare` does
+    not get the scheduler.
+    """
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=accumulation,
         deepspeed_plugin=None if plugin is None else DeepSpeedPlugin(**plugin),
     )
-    model, optimizer, scheduler, loader = accelerator.prepare(*_made(dummies))
+    *made, scheduler = _made(dummies)
+    if schedules_itself:
+        model, optimizer, loader = accelerator.prepare(*made)
+    else:
+        model, optimizer, loader, scheduler = accelerator.prepare(*made, scheduler)
     losses: list[float] = []
     if load:
         accelerator.load_state(load)
@@ -50,9 +59,11 @@ def main(
             accelerator.save_state(save)
     whole = accelerator.get_state_dict(model) if _gathers(plugin) else {}
     inner = accelerator.unwrap_model(model)
+    watched = any(type(hook).__module__ == "accel_torch.misuse" for hook in model._forward_pre_hooks.values())
     if accelerator.is_main_process:
         weights = {name: list(value.shape) for name, value in whole.items()}
-        told = {"losses": losses, "weights": weights, "model": type(model).__name__, "inner": type(inner).__name__}
+        told = {"losses": losses, "weights": weights, "watched": watched}
+        told |= {"model": type(model).__name__, "inner": type(inner).__name__}
         print("RESULT " + json.dumps(told), flush=True)
 
 
@@ -69,9 +80,9 @@ def _made(dummies: bool) -> tuple[Any, Any, Any, Any]:
     loader = DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=4)
     if dummies:
         stand_in = DummyOptim(model.parameters(), lr=1e-2)
-        return model, stand_in, DummyScheduler(stand_in, warmup_num_steps=4), loader
+        return model, stand_in, loader, DummyScheduler(stand_in, warmup_num_steps=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), loader
+    return model, optimizer, loader, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,10 @@ def launch(processes: int = 2, **told: Any) -> Finished:
 
 
 def result(**told: Any) -> dict[str, Any]:
-    done = launch(**told)
+    return reported(launch(**told))
+
+
+def reported(done: Finished) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0, done.stderr
     return dict(json.loads(lines[0].removeprefix("RESULT ")))
@@ -78,6 +81,15 @@ def test_accumulation_is_that_of_the_run(stage: int) -> None:
 def test_the_run_accumulates_as_the_configuration_says() -> None:
     table = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
     assert result(plugin={"hf_ds_config": table})["losses"] == pytest.approx(expected("no", 2), abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_only_a_scheduler_outside_of_prepare_is_warned_about(stage: int) -> None:
+    plugin = {"zero_stage": stage, "gradient_clipping": 1.0, "zero3_save_16bit_model": True}
+    right, wrong = (launch(plugin=plugin, accumulation=2, schedules_itself=itself) for itself in (False, True))
+    assert "MisuseWarning" not in right.stderr
+    assert "MisuseWarning: A learning-rate scheduler moved within an accumulation window." in wrong.stderr
+    assert [reported(done)["watched"] for done in (right, wrong)] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,32 @@ def test_no_warning_for_a_right_loop(loop: Callable[..., None], steps: int) -> N
     assert warned(loop, gradient_accumulation_steps=steps) == []
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps by another optimizer, as engines and optimizers that average weights do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def right_with_an_optimizer_that_wraps_another(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    model, optimizer, loader = accelerator.prepare(model, Wrapping(optimizer), loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_no_warning_for_an_optimizer_that_wraps_another(precision: str) -> None:
+    assert warned(right_with_an_optimizer_that_wraps_another, mixed_precision=precision) == []
+
+
 def optimizer_outside_of_prepare(accelerator: Any) -> None:
     model, optimizer, loader = parts()
     model, loader = accelerator.prepare(model, loader)
@@ -164,6 +190,18 @@ def scheduler_outside_of_prepare(accelerator: Any) -> None:
             optimizer.zero_grad()
 
 
+def scheduler_of_a_wrapped_optimizer_outside_of_prepare(accelerator: Any) -> None:
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    model, optimizer, loader = accelerator.prepare(model, Wrapping(optimizer), loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("loop", "sentence"),
     [
@@ -177,6 +215,10 @@ def scheduler_outside_of_prepare(accelerator: Any) -> None:
         ),
         (plain_backward, "The optimizer steps with gradients that accelerator.backward() did not compute."),
         (scheduler_outside_of_prepare, "A learning-rate scheduler moved within an accumulation window."),
+        (
+            scheduler_of_a_wrapped_optimizer_outside_of_prepare,
+            "A learning-rate scheduler moved within an accumulation window.",
+        ),
     ],
 )
 def test_misuse_of_accumulation_is_warned_about_once(loop: Callable[..., None], sentence: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -165,7 +165,7 @@ class MisuseGuard:
         prepared = self._is_prepared(optimizer)
         if not (prepared or self._knows(parameters)):
             return
-        if optimizer is not self._stepping:
+        if not any(one is optimizer for one in _layers(self._stepping)):
             self._check_direct_step(optimizer, prepared)
         elif self._lacks_backward() and any(parameter.grad is not None for parameter in parameters):
             self._warn(
@@ -277,9 +277,8 @@ class MisuseGuard:
         registry = self._registry()
         if registry is None:
             return []
-        optimizers = [one for wrapped in registry.optimizers for one in (wrapped, getattr(wrapped, "optimizer", None))]
         prepared = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in registry.schedulers}
-        followed = {id(optimizer) for optimizer in optimizers if optimizer is not None}
+        followed = {id(one) for wrapped in registry.optimizers for one in _layers(wrapped)}
         # A scheduler refers to its optimizer and not the other way round; this is done once in a run.
         return [
             (weakref.ref(found), found.last_epoch)
@@ -295,7 +294,9 @@ class MisuseGuard:
         return any(known.has_any(parameters) for known in self._models)
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
-        return self._number(optimizer) is not None
+        registry = self._registry()
+        wrapped = [] if registry is None else registry.optimizers
+        return any(one is optimizer for outer in wrapped for one in _layers(outer))
 
     def _number(self, optimizer: Optimizer) -> int | None:
         registry = self._registry()
@@ -401,6 +402,13 @@ def _calling(reference: weakref.ref[MisuseGuard], method: Callable[[MisuseGuard,
 
 def _parameters(optimizer: Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _layers(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those within it: engines wrap the optimizer of the caller in one of their own."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def _outside() -> int:
