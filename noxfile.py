@@ -365,15 +365,18 @@ def compiled_before() -> str:
     return str(extensions)
 
 
-def client(session: nox.Session, tests: str, *libraries: str) -> None:
-    """Runs scripts of a client library here and, in an environment beside it, with the original library."""
+def client(session: nox.Session, tests: str, *libraries: str, own: tuple[str, ...] = ()) -> None:
+    """Runs scripts of a client library here and with the original, and `own` tests of it: see `own_tests.py`."""
     look_through_to_base(session)
-    own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
-    session.install("-q", "-c", str(CONSTRAINTS), *own, *libraries)
+    packages = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *packages, *libraries)
     both = {**ONE_THREAD, "ACCEL_ORIGINAL_PYTHON": original_beside(session)}
     both["TORCH_EXTENSIONS_DIR"] = compiled_before()
     files = sorted(map(str, ROOT.glob(f"tests-integration/clients/{tests}")))
     session.run("python", "-m", "pytest", *files, *session.posargs, env=both)
+    if own:
+        program = "tests-integration/clients/own_tests.py"
+        session.run("python", program, both["ACCEL_ORIGINAL_PYTHON"], libraries[0], *own, env=ONE_THREAD)
 
 
 def original_beside(session: nox.Session) -> str:
@@ -400,7 +403,10 @@ def clients_transformers(session: nox.Session) -> None:
 @nox.session(name="clients-peft", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
 def clients_peft(session: nox.Session) -> None:
     """Train adapters of PEFT here and with the original."""
-    client(session, "test_peft_adapters.py", "peft", "transformers")
+    # Those that ask for devices and number formats, and models that are dispatched; none needs a model hub.
+    files = ("test_custom_models.py", "test_*vera.py", "test_randlora.py", "test_shira.py", "test_vblora.py")
+    own = ("not custom_models or (device_map and LoraConfig)", *files)
+    client(session, "test_peft_adapters.py", "peft", "transformers", "datasets", own=own)
 
 
 @nox.session(name="clients-trl", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
@@ -412,7 +418,8 @@ def clients_trl(session: nox.Session) -> None:
 @nox.session(name="clients-diffusers", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
 def clients_diffusers(session: nox.Session) -> None:
     """Train a UNet of diffusers and make images here and with the original."""
-    client(session, "test_diffusers_unet.py", "diffusers", "transformers")
+    own = ("not slow", "models/unets/test_models_unet_2d.py", "others/test_ema.py", "others/test_training.py")
+    client(session, "test_diffusers_*.py", "diffusers", "transformers", own=own)
 
 
 @nox.session(
