@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import grimp
 
+from accelerate.names import NAMES
 from reference.drawing import Arrow, Box, drawn
 from reference.imports import package_edges, read_graph, reduced, supported
 from reference.published import ROOT, Library, read_library
@@ -90,7 +91,9 @@ def diagrams() -> dict[str, str]:
 
 
 def _layers(library: Library, graph: grimp.ImportGraph) -> str:
-    edges = reduced(package_edges(graph))
+    # The finder of `accelerate` imports the owners of its names by the table.
+    owners = {source.partition(".")[0] for sources in NAMES.values() for source in sources}
+    edges = reduced(package_edges(graph) | {("accelerate", owner) for owner in owners - {"accelerate"}})
     boxes = [Box(name, _said(library, name), *place) for name, place in _LAYERS.items()]
     about = "Arrows lead from a package to those it imports; an arrow that a longer way makes needless is left out."
     arrows = [Arrow(*edge) for edge in sorted(edges, key=lambda edge: (_LAYERS[edge[0]], _LAYERS[edge[1]]))]

@@ -150,6 +150,7 @@ def test_a_budget_is_the_free_memory_of_each_device() -> None:
 
 @pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential"])
 @pytest.mark.parametrize("ahead", [None, 2 * BLOCK])
+@pytest.mark.filterwarnings("ignore:Offloaded layers have")
 def test_a_checkpoint_larger_than_the_devices_is_loaded_and_runs(
     tmp_path: Path, device_map: str, ahead: int | None
 ) -> None:
