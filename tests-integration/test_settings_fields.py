@@ -19,8 +19,6 @@ ON_BY_DEFAULT: Final = {"use_orig_params", "sync_module_states"}
 # Types that differ: a class, a field, and why.
 OTHER_TYPES: Final = {
     ("DeepSpeedPlugin", "msamp_opt_level"): "None says that MS-AMP is off",
-    ("DeepSpeedPlugin", "offload_optimizer_nvme_path"): "None, where the original has the text 'none'",
-    ("DeepSpeedPlugin", "offload_param_nvme_path"): "None, where the original has the text 'none'",
     ("InitProcessGroupKwargs", "timeout"): "None leaves it to the device, which is not known yet",
     ("MegatronLMPlugin", "attention_backend"): "the name of a backend",
     ("MegatronLMPlugin", "consumed_samples"): "counted from the start",

@@ -287,14 +287,17 @@ from accel_state import PartialState, current
 PartialState(cpu=True)
 gather(torch.ones(1))
 store = current.process().transport.store()
+while "unknown" in where_is_everyone():
+    time.sleep(0.05)
+store.add("known", 1)
+while store.add("known", 0) < 4:
+    time.sleep(0.05)
 if rank == 3:
     # Says nothing any more, not even where it is, so that the reports are still waiting for it when the launcher acts.
     hold = ctypes.PyDLL(None).sleep
     store.add("ready", 1)
     hold(60)
     sys.exit()
-while "unknown" in where_is_everyone():
-    time.sleep(0.05)
 store.add("ready", 1)
 if rank == 1:
     while store.add("ready", 0) < 4:
