@@ -11,14 +11,14 @@ import signal
 import sys
 import traceback
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
 from accel_state.settings.environ import publish
 from accel_state.testing.fresh import fresh
 
-__all__ = ("main",)
+__all__ = ("serve",)
 
 
 def _module(name: str, file: str) -> ModuleType:
@@ -77,14 +77,19 @@ def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
     answers.flush()
 
 
-def main() -> None:
-    """Serve calls until the parent closes the pipe."""
+def serve(calls_from: int, answers_to: int) -> NoReturn:
+    """Serve calls until the other end of the pipe is closed.
+
+    Args:
+        calls_from: the descriptor that calls are read from.
+        answers_to: the descriptor that answers are written to.
+    """
     torch.set_num_threads(1)
     # Whoever runs the tests in the background may ignore interrupts, which this process would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where processes are not forked from this one (Python 3.14 and newer), each would import it anew.
     multiprocessing.set_forkserver_preload(["torch"])
-    calls, answers = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
+    calls, answers = os.fdopen(calls_from, "rb"), os.fdopen(answers_to, "wb")
     while True:
         try:
             call = pickle.load(calls)
@@ -99,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]), int(sys.argv[2]))

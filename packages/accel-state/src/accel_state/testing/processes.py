@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from accel_state.network import get_free_port as free_port
+from accel_state.testing.fork_server import Forked, ForkServer
 from accel_state.testing.ports import ReservedPort
 
 __all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "run_command")
@@ -181,15 +182,7 @@ class _Member:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         answers, their_answers = os.pipe()
         their_calls, calls = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "accel_state.testing.member", str(their_calls), str(their_answers)],
-            stdin=subprocess.DEVNULL,
-            stdout=self.output,
-            stderr=self.output,
-            env=_environment(rank, count),
-            pass_fds=(their_calls, their_answers),
-            start_new_session=True,
-        )
+        self.process = _start(rank, their_calls, their_answers, self.output.fileno(), _environment(rank, count))
         os.close(their_calls)
         os.close(their_answers)
         self._calls = os.fdopen(calls, "wb")
@@ -242,6 +235,29 @@ class _Member:
 
     def _idle(self) -> bool:
         return self._reader is None or not self._reader.is_alive()
+
+
+_servers: dict[int, ForkServer] = {}
+"""A server for each rank: strings hash differently in each, so that tests see what depends on the order of a set."""
+
+
+def _start(
+    rank: int, calls: int, answers: int, output: int, environment: dict[str, str]
+) -> Forked | subprocess.Popen[bytes]:
+    """Start a process that serves calls, in a session of its own."""
+    if not sys.platform.startswith("linux"):
+        return subprocess.Popen(
+            [sys.executable, "-m", "accel_state.testing.member", str(calls), str(answers)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=(calls, answers),
+            start_new_session=True,
+        )
+    if rank not in _servers or not _servers[rank].alive:
+        _servers[rank] = ForkServer()
+    return _servers[rank].fork(calls, answers, output, environment)
 
 
 def run_command(
@@ -317,7 +333,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     _kill(process)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Forked | subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
