@@ -131,11 +131,11 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, int] = {}
     while True:
-        readable = select.select([requests, awake], [], [])[0]
+        readable = select.select([requests.fileno(), awake], [], [])[0]
         if awake in readable:
             os.read(awake, 4096)
             _report_ended(children)
-        if requests in readable:
+        if requests.fileno() in readable:
             received = _receive(requests)
             if received is None:
                 os._exit(0)
