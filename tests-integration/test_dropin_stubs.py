@@ -103,7 +103,7 @@ def test_mypy_follows_every_name(source: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     write_stubs(source / "src")
-    # The stubs are part of what is checked, in the place of those in the checkout.
+    # The stubs are part of what is checked, instead of those in the checkout.
     settings = tmp_path / "mypy.toml"
     written = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     here = written.replace("$MYPY_CONFIG_FILE_DIR/packages/accelerate/src", (source / "src").as_posix())

@@ -14,7 +14,7 @@ def test_an_attribute_that_never_existed() -> None:
     with pytest.raises(AttributeError) as caught:
         _ = accelerate.utils.gatherr  # type: ignore[attr-defined]
     assert isinstance(caught.value, AccelError)
-    assert "'gatherr' was asked for from accelerate.utils." in str(caught.value)
+    assert "Cannot import 'gatherr' from 'accelerate.utils'." in str(caught.value)
     assert "Did you mean gather?" in str(caught.value)
 
 

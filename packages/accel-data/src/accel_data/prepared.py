@@ -346,7 +346,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return {name: value for name, value in vars(self).items() if name not in ("between_batches", "feed")}
 
     def _standing(self) -> dict[str, Any]:
-        """Plain values and tensors, equal on all processes but for torchdata's.
+        """Plain values and tensors, equal on all processes, except torchdata's.
 
         torchdata's own state is part of it, so that its loader and the original library can continue from there; where
         it says all, it is all there is.

@@ -105,11 +105,11 @@ def slice_tensors(
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Nested data of one structure, joined leaf by leaf along `dim`; tensors without dimensions are stacked.
 
-    A single item comes back with the leaves that are no tensors as they are.
+    A single item comes back with the leaves that are not tensors as they are.
 
     Raises:
         SettingError: there is nothing to join.
-        UnknownKind: a leaf of several items is no tensor.
+        UnknownKind: a leaf of several items is not a tensor.
         ShapeMismatch: the structures differ.
 
     Example:

@@ -132,7 +132,7 @@ def settings(manifest: Manifest, config: Any) -> Any:
         return from_environment(config_class, None, **defaults)
     if not isinstance(_first_of(config), config_class):
         raise Conflict(
-            f"The backend {manifest.name!r} was asked for with settings of type {type(config).__name__}.",
+            f"Cannot use settings of type {type(config).__name__} for the backend {manifest.name!r}.",
             f"Its settings are {manifest.config}.",
             "Leave out one of the two.",
         )

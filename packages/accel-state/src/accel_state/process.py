@@ -167,7 +167,7 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Whether more is told about collectives; what is assigned counts from then on."""
+        """Whether collectives report more; an assigned value takes effect at once."""
         return self._process.debug
 
     @debug.setter

@@ -55,7 +55,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     """Offer a tracker class under its `name`, in place of one that has it already; usable as a decorator.
 
     Raises:
-        SettingError: the class is no tracker, or does not say what it is called or whether it needs a folder.
+        SettingError: the class is not a tracker, or does not say what it is called or whether it needs a folder.
     """
     name = getattr(tracker_class, "name", None)
     is_tracker = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)

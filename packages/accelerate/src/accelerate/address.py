@@ -22,7 +22,7 @@ class UnknownName(AccelError, AttributeError):
     """Met when an attribute is asked for that a module at an old address does not have."""
 
 
-_NO_NAME: Final = "There is no such name at this address."
+_NO_NAME: Final = "This module has no such name."
 
 # Where a name was deleted from, until it is assigned again: `mock.patch` undoes itself in these two steps.
 _deleted: Final[dict[Owner, list[ModuleType]]] = {}
@@ -141,11 +141,11 @@ def _forget(owner: Owner) -> None:
 
 
 def _asked(address: str, name: str) -> str:
-    return f"{name!r} was asked for from {address}."
+    return f"Cannot import {name!r} from {address!r}."
 
 
 def _advice(address: str, name: str) -> tuple[str, str] | None:
-    """What stands in the way of a name that an old module does not have, and what to do, where more can be said."""
+    """Obstacle and remedy for a name that an old module does not have, where more is known."""
     from accel_state.settings.schema import closest
     from accelerate.installation import clash
 

@@ -1,7 +1,7 @@
 """Finding the files of another library named `accelerate` in our folder.
 
-An installer that is told not to remove the original first leaves the files that we have no namesake for. No import
-reaches them by an old address; who misses something they have is told about them, and `accel doctor` lists them.
+pip leaves files of the original that this package does not have, unless it removes the original first. No import
+reaches them by an old address; an error about a name that they have mentions them, and `accel doctor` lists them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 @cache
 def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
-    """What stands in the way where the folder holds files of another `accelerate`, and what to do."""
+    """Obstacle and remedy where the folder holds files of another `accelerate`."""
     found = foreign_files(folder)
     if not found:
         return None

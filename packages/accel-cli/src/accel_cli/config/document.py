@@ -137,7 +137,7 @@ def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[Entry]:
         if first[1] is not value_node:
             if value_node.id == "scalar" == first[1].id and value_node.value == first[1].value:
                 continue
-            obstacle = f"The key {key!r} stands in line {first[0]} and again in line {line}."
+            obstacle = f"Line {line} repeats the key {key!r} of line {first[0]}."
             raise SettingError(asked, obstacle, "Remove one of the two lines.")
         yield from _entry(key, value_node, line, asked, path)
 

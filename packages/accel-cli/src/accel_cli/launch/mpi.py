@@ -24,12 +24,12 @@ def find_mpi() -> str:
     """Which family the installed mpirun is of: "Open MPI", or "Hydra" for MPICH, MVAPICH and Intel MPI.
 
     Raises:
-        NotFound: there is no mpirun.
+        NotFound: `mpirun` is not on the path.
         SettingError: it does not say what it is.
     """
     if which("mpirun") is None:
         remedy = "Install one, for example with: conda install -c conda-forge openmpi"
-        raise NotFound(_ASKED, "There is no mpirun on the path.", remedy)
+        raise NotFound(_ASKED, "`mpirun` is not on the path.", remedy)
     try:
         answer = subprocess.check_output(
             ["mpirun", "--version"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_PATIENCE

@@ -56,7 +56,7 @@ def describe_job(
         further: arguments of the estimator that the config file gives below `additional_args`.
 
     Raises:
-        SettingError: the machine, the role or a table is missing, the target is no Python script, or an argument
+        SettingError: the machine, the role or a table is missing, the target is not a Python script, or an argument
             cannot be handed over.
         NotOffered: SageMaker's model parallelism was asked for.
     """
@@ -68,7 +68,7 @@ def describe_job(
     if kind not in _DISTRIBUTION:
         raise NotOffered(_ASKED, f"distributed_type={kind} is none of {', '.join(_DISTRIBUTION)}.", "Use one of these.")
     if not target.endswith(".py"):
-        raise SettingError(_ASKED, f"{target!r} is no Python script.", "Name a file that ends with .py.")
+        raise SettingError(_ASKED, f"{target!r} is not a Python script.", "Name a file that ends with .py.")
     metrics = _table(settings.sagemaker_metrics_file)
     estimator = {
         "entry_point": os.path.basename(target),

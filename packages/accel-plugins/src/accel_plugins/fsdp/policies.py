@@ -122,7 +122,7 @@ def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
 
 
 def offload(config: ShardingSettings, pins_memory: bool) -> OffloadPolicy:
-    """Where version 2 keeps parameters between uses; memory is pinned where the device can, unless told otherwise."""
+    """Where version 2 keeps parameters between uses; memory is pinned where the device can, by default."""
     policy = config.cpu_offload
     if not isinstance(policy, CPUOffloadPolicy):
         return OffloadPolicy()

@@ -153,7 +153,7 @@ class ViewsPage(Parts):
         """How loaders are prepared.
 
         Raises:
-            SettingError: what is assigned is no `DataLoaderConfiguration`.
+            SettingError: the value is not a `DataLoaderConfiguration`.
         """
         return self._options.loader
 

@@ -123,7 +123,7 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
     for names, meaning in (
         (("-q", "--quiet"), "Say nothing of what the launcher does."),
         (("-m", "--module"), "Run a module in place of a script."),
-        (("--no_python",), "Run a program that is no Python script."),
+        (("--no_python",), "Run a program that is not a Python script."),
     ):
         parser.add_argument(*names, action="store_true", default=None, help=meaning)
     parser.add_argument("training_script", help="Script to run, followed by its arguments.")

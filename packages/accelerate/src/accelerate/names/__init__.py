@@ -40,7 +40,7 @@ NOT_PROVIDED: Final[Mapping[str, tuple[str, str]]] = {
         "Use accel_state.testing (real processes, clean state) and accel_plugins.testing (suites for backends).",
     ),
 }
-"""Modules that cannot be had: what stands in the way, and what to do."""
+"""Modules that cannot be imported, with obstacle and remedy of each."""
 
 REMOVED: Final[Mapping[str, str]] = {
     "get_launch_prefix": "Call `accel launch`; on several machines it starts torch.distributed.run.",

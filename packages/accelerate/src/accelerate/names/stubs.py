@@ -1,4 +1,4 @@
-"""Stubs: what type checkers and editors read in the place of the old modules, one `.pyi` file for each.
+"""Stubs: what type checkers and editors read instead of the old modules, one `.pyi` file for each.
 
     python -m accelerate.names.stubs      write them beside the modules of an editable installation
 
