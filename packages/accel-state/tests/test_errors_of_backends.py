@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,39 @@ def test_an_error_in_a_call_of_torch_says_where_every_process_was(two: Processes
     assert "rank 0 is in all_reduce() at " in message.lower(), message
     assert "rank 1 is at " in message.lower(), message
     assert message.count(HERE) >= 2, message
+
+
+class CompletesWhenItsWaitEnds:
+    """Work whose first wait times out at the moment at which the work completes."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._waits = 0
+
+    def wait(self, timeout: Any = None) -> Any:
+        self._waits += 1
+        done = self._work.wait()
+        if self._waits == 1:
+            raise RuntimeError("Operation timed out!")
+        return done
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def meets_at_the_end_of_a_wait() -> int:
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+    transport = state._process.transport
+    if state.process_index == 1:
+        all_gather = transport.all_gather
+        transport.all_gather = lambda *args, **named: CompletesWhenItsWaitEnds(all_gather(*args, **named))  # type: ignore[method-assign]
+    wait_for_everyone()
+    return state.process_index
+
+
+def test_a_call_that_completes_as_a_wait_for_it_times_out_succeeds(two: Processes) -> None:
+    assert two.run(meets_at_the_end_of_a_wait) == [0, 1]
 
 
 def other_errors() -> list[str]:

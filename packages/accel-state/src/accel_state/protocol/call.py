@@ -248,12 +248,15 @@ class HeaderCall:
 
     def _wait_in_slices(self, work: Work) -> None:
         deadline = time.monotonic() + self._transport.timeout.total_seconds() + _GRACE
+        completed = False
         while True:
             try:
                 work.wait(_SLICE)
             except RuntimeError as error:
-                if work.is_completed() or time.monotonic() > deadline:
+                # Work may complete just after a wait for it timed out: only the error of a later wait is its own.
+                if completed or time.monotonic() > deadline:
                     raise self._failure(error) from error
+                completed = work.is_completed()
             else:
                 return
 
