@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-from accel_state.testing.processes import Finished, run_command
+from accel_state.testing.fresh import LAUNCH_VARIABLES
+from accel_state.testing.processes import Finished, Processes, run_command
 from documents import Block, Page, pages
 
 PAGES = pages()
@@ -64,9 +66,21 @@ def test_an_example_is_python(block: Block) -> None:
 def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block.code, encoding="utf-8")
-    count = block.marks.get("processes", "1")
-    launch = ["-m", "accel_cli.main", "launch", "--cpu", "--num_processes", count] if count != "1" else []
-    check(block, run_command([sys.executable, *launch, str(script)], LIMIT, cwd=tmp_path))
+    with Processes(int(block.marks.get("processes", "1")), timeout=LIMIT) as group:
+        outcomes = group.outcomes(as_a_script, script, environment={"ACCELERATE_USE_CPU": "true"})
+    shown = "\n".join(map(str, outcomes))
+    assert all(outcome.ok for outcome in outcomes), f"{block}\n{shown}"
+    assert block.missing_from(shown) == [], f"{block}\n{shown}"
+
+
+def as_a_script(script: Path) -> None:
+    """Runs a file as `python FILE` and `accel launch --cpu FILE` do, in a process that has imported torch already."""
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in {*LAUNCH_VARIABLES, "ACCELERATE_USE_CPU"}:
+            os.environ.pop(name, None)
+    sys.argv[:] = [str(script)]
+    os.chdir(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the commands are written for bash")
