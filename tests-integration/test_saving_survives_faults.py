@@ -1,4 +1,4 @@
-"""A part of the sweeps that docs/reliability.md tells of, and that document itself."""
+"""A part of the sweeps in docs/reliability.md, and that document itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from accel_state.errors import NotOffered
 
 TRACED = faults.obstacle(errors=True)
 
+# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs.
+SWEEPS = [
+    pytest.param(name, marks=pytest.mark.slow if name.startswith("hang") else ())
+    for name in reliability.SWEEPS
+    if not name.startswith("read")
+]
+
 
 @pytest.fixture(scope="module")
 def forking() -> Iterator[ProcessPoolExecutor]:
@@ -24,9 +31,9 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
-@pytest.mark.parametrize("name", [name for name in reliability.SWEEPS if not name.startswith("read")])
+@pytest.mark.parametrize("name", SWEEPS)
 def test_nothing_is_lost(forking: ProcessPoolExecutor, name: str) -> None:
-    every = 27 if name.startswith("shards") else 9
+    every = 27 if name.startswith(("shards", "two processes")) else 9
     try:
         tally = forking.submit(reliability.sweep, name, every=every).result(timeout=380)
     except NotOffered as reason:

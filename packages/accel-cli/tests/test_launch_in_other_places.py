@@ -134,7 +134,7 @@ def test_as_many_processes_as_the_hostfile_says(hosts):
 
 def test_mpi_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NotFound, match="no mpirun"):
+    with pytest.raises(NotFound, match="`mpirun` is not on the path"):
         find_mpi()
 
 

@@ -127,7 +127,7 @@ def test_a_prepared_command_of_mpirun(job, tmp_path, monkeypatch):
     assert command == ["mpirun", "-f", "/no/such/file", "-ppn", "2", "-n", "4", sys.executable, job, "--lr"]
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "99")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(OSError, match="no mpirun"):
+    with pytest.raises(OSError, match="`mpirun` is not on the path"):
         preparing.prepare_simple_launcher_cmd_env(parsed(*words, *place, job))
 
 
