@@ -4,7 +4,7 @@
     python tools/reliability.py --only NAME...  run the sweeps whose names contain NAME, and keep the other rows
     python tools/reliability.py --check         exit 1 when the document records a loss, or lacks a sweep
 
-The tests run a tenth or less of the same sweeps (tests-integration/test_saving_survives_faults.py). To add a sweep, write
+The tests run a tenth or less of each sweep (tests-integration/test_saving_survives_faults.py). To add a sweep, write
 it in `tools/reliability_<topic>.py` and give it one line in `SWEEPS`.
 """
 
