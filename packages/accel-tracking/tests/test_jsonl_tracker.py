@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_state.errors import NotReady, SettingError
@@ -198,11 +198,29 @@ JSON = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(lines=st.lists(JSON.map(json.dumps) | st.text(max_size=20), max_size=5))
-def test_whatever_follows_the_first_line_is_read_or_counted(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str]
+@given(documents=st.lists(JSON, max_size=5), texts=st.lists(st.text(max_size=20), max_size=2))
+@example(documents=[{"time": 10**400}, {"time": 1, "step": 10**400, "values": {}}, {"time": math.nan}], texts=["{"])
+def test_read_run_keeps_good_records_between_any_other_lines(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[Any], texts: list[str]
 ) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "run.jsonl"
-    head = json.dumps({"run": "r", "format": 1, "time": 1.0})
-    path.write_bytes("\n".join([head, *lines]).encode("utf-8", errors="surrogatepass"))
-    read_run(path).curves()
+    head, *good = ({"run": "r", "format": 1, "time": 1.0}, {"time": 2, "values": {"loss": 3}}, {"time": 4, "end": 1})
+    others = [*(json.dumps(document) for document in documents), *texts]
+    lines = [json.dumps(head), *others, json.dumps(good[0]), *others, json.dumps(good[1])]
+    path.write_bytes("\n".join(lines).encode("utf-8", errors="surrogatepass"))
+    run = read_run(path)
+    assert [record.time for record in run.records if "loss" in record.values] == [2]
+    assert [value for _, value in run.curves()["loss"]] == [3]
+    assert run.finished
+    no_object = 2 * sum(not isinstance(document, dict) for document in documents)
+    assert no_object <= run.damaged <= 2 * (len(documents) + sum(len(text.splitlines()) for text in texts))
+
+
+@pytest.mark.parametrize("time", [10**400, math.inf, "1", None, True])
+def test_read_run_counts_a_line_without_a_finite_time_as_damaged(tmp_path: Path, time: Any) -> None:
+    lines = [{"run": "r", "format": 1, "time": 1}, {"time": time, "values": {"a": 1}}, {"time": 2, "step": 10**400}]
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(json.dumps({**line, "values": {}}) for line in lines))
+    run = read_run(path)
+    assert run.damaged == 1
+    assert [(record.time, record.step) for record in run.records] == [(1.0, None), (2.0, None)]

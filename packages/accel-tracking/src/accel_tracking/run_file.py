@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from accel_state.errors import SettingError
 from accel_state.untrusted import open_regular
@@ -200,12 +201,17 @@ def _parse(line: str) -> dict[str, Any] | None:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not is_number(value.get("time")):
+    if not isinstance(value, dict) or not _is_finite(value.get("time")):
         return None
     mappings = [value[name] for name in ("values", "table", "config") if value.get(name) is not None]
     return value if all(isinstance(inner, dict) for inner in mappings) else None
 
 
+def _is_finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that a float can hold, which not every integer of a file is."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
 def _record(line: Mapping[str, Any]) -> Record:
     step = line.get("step")
-    return Record(step if is_number(step) else None, float(line["time"]), line.get("values") or {}, line.get("table"))
+    return Record(step if _is_finite(step) else None, float(line["time"]), line.get("values") or {}, line.get("table"))
