@@ -8,10 +8,11 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -172,20 +173,37 @@ ENTRY = st.dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    content=st.binary(max_size=60)
-    | st.dictionaries(st.text(max_size=6), ENTRY).map(lambda value: json.dumps(value).encode())
-)
-def test_whatever_an_index_holds_only_typed_errors_come_out(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
+@given(content=st.binary(max_size=60))
+def test_an_index_of_any_bytes_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "index.json").write_bytes(content)
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(ValueError):
+        assume(json.loads(content) != {})
+    with pytest.raises(CheckpointError):
+        OffloadedWeightsLoader(save_folder=folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(others=st.dictionaries(st.text(max_size=6).filter(lambda name: name != "good"), ENTRY))
+@example(others={})
+@example(others={"gone": {"dtype": "float32", "shape": [2]}})
+def test_entries_of_an_index_are_read_or_refused_apart_from_the_others(
+    tmp_path_factory: pytest.TempPathFactory, others: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    index = offload_weight(torch.ones(2), "good", str(folder), {})
+    (folder / "index.json").write_text(json.dumps({**index, **others}))
+    try:
         loader = OffloadedWeightsLoader(save_folder=folder)
-        for name in loader:
-            with contextlib.suppress(CheckpointError):
-                loader[name]
+    except CheckpointError:
+        # An entry that is none of the two kinds makes the whole index unreadable.
+        assert others
+        assert others != {"gone": {"dtype": "float32", "shape": [2]}}
+        return
+    assert torch.equal(loader["good"], torch.ones(2))
+    for name in others:
+        with pytest.raises(CheckpointError):
+            loader[name]
 
 
 def test_converted_weights_are_not_kept(tmp_path: Path) -> None:

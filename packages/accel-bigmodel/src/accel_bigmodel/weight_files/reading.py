@@ -128,8 +128,10 @@ class WeightFile:
     def __init__(self, path: Path, device: str = "cpu") -> None:
         self.path = path
         self.header = read_header(path)
+        self._device = device
         with self._typed():
-            opened: Any = safe_open(path, framework="pt", device=device)
+            # safetensors itself knows no device "meta".
+            opened: Any = safe_open(path, framework="pt", device="cpu" if device == "meta" else device)
             self._file = opened.__enter__()
 
     def get(self, name: str) -> Tensor:
@@ -141,7 +143,7 @@ class WeightFile:
         _check_present(self.path, [name], self.header.entries)
         with self._typed():
             weight: Tensor = self._file.get_tensor(name)
-        return weight
+        return weight.to(self._device)
 
     @contextmanager
     def _typed(self) -> Iterator[None]:
