@@ -6,7 +6,6 @@ Each row is a way in which users ask: through the Accelerator or the variables t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,12 +73,6 @@ CASES = [
         "a backend that nobody brings", variables={"ACCEL_BACKEND": "horovod"}, refused=("SettingError", "Installed")
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2, timeout=120) as group:
-        yield group
 
 
 def trained(made: str, variables: dict[str, str]) -> tuple[str, str, float]:

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, LoggerType
 from accelerate.utils.dataclasses import FP8BackendType
 
-pytestmark = pytest.mark.usefixtures("clean_state")
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def parameters(function: Any) -> dict[str, Any]:

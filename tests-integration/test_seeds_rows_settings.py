@@ -31,7 +31,7 @@ from accelerate.utils import (
     TorchTensorParallelPlugin,
 )
 
-pytestmark = pytest.mark.usefixtures("clean_state")
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 # ---------------------------------------------------------------- loaders, projects, accumulation

@@ -210,14 +210,13 @@ def groups(tensors: int, stages: int) -> tuple[int, int, int, list[float], int]:
         parallel_state.destroy_model_parallel()
 
 
-def test_groups_and_models_are_made_on_gloo() -> None:
-    with Processes(2, timeout=180) as two:
-        assert [found[:4] for found in two.run(groups, 1, 1)] == [(0, 0, 2, [0.5, 4.0])] * 2
-        divided = two.run(groups, 2, 1)
-        assert [found[:4] for found in divided] == [(0, 0, 1, [0.0, 4.0]), (1, 0, 1, [1.0, 4.0])]
-        assert divided[0][4] == divided[1][4]
-        stages = two.run(groups, 1, 2)
-        assert [found[:2] for found in stages] == [(0, 0), (0, 1)]
+def test_groups_and_models_are_made_on_gloo(two: Processes) -> None:
+    assert [found[:4] for found in two.run(groups, 1, 1, timeout=180)] == [(0, 0, 2, [0.5, 4.0])] * 2
+    divided = two.run(groups, 2, 1)
+    assert [found[:4] for found in divided] == [(0, 0, 1, [0.0, 4.0]), (1, 0, 1, [1.0, 4.0])]
+    assert divided[0][4] == divided[1][4]
+    stages = two.run(groups, 1, 2)
+    assert [found[:2] for found in stages] == [(0, 0), (0, 1)]
 
 
 def test_without_cuda_it_refuses_before_anything_is_built() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,9 @@ from accel_bigmodel.pipeline import find_pippy_batch_size, generate_device_map, 
 from accel_state.errors import AccelError, Missing, NotOffered, SettingError
 from accel_state.process import PartialState
 from accel_state.testing.processes import Processes
+
+# Seconds a call may take: it imports and traces on a busy machine.
+TRACING = 250
 
 
 class Model(nn.Module):
@@ -116,25 +118,19 @@ def three_stages() -> bool:
     return same(model(ids, mask=mask), 6, blocks=6)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2, timeout=250) as group:
-        yield group
-
-
 def test_the_last_process_gets_what_the_whole_model_gives(two: Processes) -> None:
-    first, last = two.run(run_batches, False, "auto", None)
+    first, last = two.run(run_batches, False, "auto", None, timeout=TRACING)
     assert first[:4] == [None] * 4
     assert last == [True, True, True, True, ["blocks.1"]]
 
 
 def test_every_process_gets_the_output_when_asked(two: Processes) -> None:
-    for found in two.run(run_batches, True, ["blocks.3"], 3):
+    for found in two.run(run_batches, True, ["blocks.3"], 3, timeout=TRACING):
         assert found == [True, True, True, True, ["blocks.3"]]
 
 
 def test_what_cannot_be_run_is_refused_on_every_process(two: Processes) -> None:
-    for found in two.run(refusals):
+    for found in two.run(refusals, timeout=TRACING):
         words = [
             "has no module 'nowhere'",
             "2 stages need 1 split points",
@@ -152,9 +148,8 @@ def test_what_cannot_be_run_is_refused_on_every_process(two: Processes) -> None:
         assert found[-1] == "True"
 
 
-def test_three_stages() -> None:
-    with Processes(3, timeout=250) as three:
-        assert three.run(three_stages) == [True, True, True]
+def test_three_stages(three: Processes) -> None:
+    assert three.run(three_stages, timeout=TRACING) == [True, True, True]
 
 
 def test_one_process_runs_the_model_as_it_is() -> None:

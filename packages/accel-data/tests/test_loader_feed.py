@@ -11,13 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import prepare_data_loader, skip_first_batches
 from accel_state.errors import DataError
-from accel_state.testing.fresh import fresh
 
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Recording:

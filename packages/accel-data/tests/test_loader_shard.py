@@ -15,15 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel_data import DataLoaderShard, prepare_data_loader, skip_first_batches
 from accel_state import GradientState
 from accel_state.errors import DataError, SettingError, UnknownKind
-from accel_state.testing.fresh import fresh
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
 
 Pair = namedtuple("Pair", ["pixels", "label"])
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Numbers(Dataset[Any]):

@@ -16,22 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import DataLoaderAdapter, prepare_data_loader
 from accel_state.errors import CheckpointError, NotOffered
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 stateful_dataloader = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="wraps the loader of torchdata, an optional library"
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning"), pytest.mark.usefixtures("fresh_state")]
 
 SAVED = Path(__file__).parent / "original_states"
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Counting(IterableDataset[int]):

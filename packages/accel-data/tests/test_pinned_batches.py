@@ -12,18 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
-from accel_state.testing.fresh import fresh
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
 
 simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device that is written in Python")
 
 Pair = namedtuple("Pair", ["x", "y"])
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 @pytest.fixture

@@ -25,20 +25,13 @@ from accel_data import (
 from accel_data.seeding import SampleSeed, SeededSamples, SeededStream
 from accel_state import PartialState
 from accel_state.errors import Conflict
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 stateful_dataloader = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="wraps the loader of torchdata, an optional library"
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = [pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning"), pytest.mark.usefixtures("fresh_state")]
 
 
 class Counting(IterableDataset[int]):

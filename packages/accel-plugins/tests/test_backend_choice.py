@@ -17,8 +17,9 @@ from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_state import PartialState, current
 from accel_state.errors import Conflict, Missing, NotOffered, PluginError, SettingError
 from accel_state.gradient import GradientState
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
+
+pytestmark = pytest.mark.usefixtures("cpu_state")
 
 Install = Callable[..., None]
 
@@ -40,13 +41,6 @@ def broken(process): return 1 / 0
 
 MANIFEST = Manifest(name={name!r}, strategy="{module}:{strategy}", {fields})
 """
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with fresh():
-        PartialState(cpu=True)
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,7 @@ from accel_plugins.checkpoint.manifest import read_manifest, verify
 from accel_plugins.checkpoint.sealing import Sealer
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with fresh():
-        PartialState(cpu=True)
-        yield
 
 
 def write(target: Path, text: str, **options: bool) -> None:
@@ -39,7 +30,7 @@ def entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 @pytest.mark.parametrize("fsync", [True, False])
 def test_a_new_checkpoint_appears_with_a_manifest_of_all_its_files(tmp_path: Path, fsync: bool) -> None:
     target = tmp_path / "deep" / "a"
@@ -58,7 +49,7 @@ def test_a_new_checkpoint_appears_with_a_manifest_of_all_its_files(tmp_path: Pat
     assert entries(target.parent) == {"a"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_save_is_completed_where_no_thread_can_be_started_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +97,7 @@ def test_saving_over_a_name_replaces_what_saving_wrote_and_keeps_the_rest(
     assert entries(tmp_path) == {"a"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "a"
@@ -124,7 +115,7 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, error: Ba
     assert entries(tmp_path) == {"a"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "a"
     write(target, "old")
@@ -143,7 +134,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatc
     assert entries(tmp_path) == {"a"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
 
@@ -153,7 +144,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None
     assert entries(tmp_path) == {"file"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -187,7 +178,7 @@ def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
         (lambda f: (f / MANIFEST_NAME).write_text(json.dumps({"format": 99})), "knows formats up to"),
     ],
 )
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_damage_is_told(tmp_path: Path, harm: object, sentence: str) -> None:
     write(tmp_path / "a", "old")
     harm(tmp_path / "a")  # type: ignore[operator]
@@ -197,7 +188,7 @@ def test_damage_is_told(tmp_path: Path, harm: object, sentence: str) -> None:
     assert sentence in " ".join(verdict.damage)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_sizes_alone_do_not_see_a_changed_content(tmp_path: Path) -> None:
     write(tmp_path / "a", "old")
     (tmp_path / "a" / "optimizer.bin").write_text("odl")

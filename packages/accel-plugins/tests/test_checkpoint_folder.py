@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +93,8 @@ def train(owner: Strategy, what: Contents, steps: int) -> list[float]:
 
 
 @pytest.fixture
-def owner() -> Iterator[Strategy]:
-    with fresh():
-        yield strategy()
+def owner(fresh_state: None) -> Strategy:
+    return strategy()
 
 
 def save(folder: Path, owner: Strategy, what: Contents, **options: Any) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from accel_plugins.checkpoint.ownership import Claim
 from accel_plugins.checkpoint.recovery import is_left_behind, recover, unfinished
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.sealing import Sealer
-from accel_state import PartialState
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
 
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--uts", "--kill-child")
 
@@ -80,13 +78,6 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
 
 def entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with fresh():
-        PartialState(cpu=True)
-        yield
 
 
 def write(target: Path, text: str, **options: Any) -> None:
@@ -221,7 +212,7 @@ save(target, "half", leave_a_child)
         process.communicate(timeout=100)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_the_folder_of_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     with staging(tmp_path / "a") as folder:
         (folder / "optimizer.bin").write_text("text")
@@ -322,7 +313,7 @@ def test_folders_of_older_releases_are_recognised_and_go_after_a_day(tmp_path: P
 # ------------------------------------------------------------------- saving under the hands of others
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_save_whose_folder_was_taken_over_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a", "old")
 
@@ -351,7 +342,7 @@ class Disturbed(Sealer):
         return manifest
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 @pytest.mark.parametrize(
     ("disturb", "named"),
     [
@@ -373,13 +364,13 @@ def test_a_folder_that_changed_after_it_was_sealed_is_not_put_in_place(
     assert entries(tmp_path) == {"a"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_file_that_was_only_touched_after_it_was_sealed_is_still_the_same(tmp_path: Path) -> None:
     write(tmp_path / "a", "new", sealer=Disturbed(lambda folder: os.utime(folder / "optimizer.bin", (1, 1))))
     assert verify(tmp_path / "a", hashes=True).good
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 @pytest.mark.parametrize("existed", [True, False])
 def test_a_checkpoint_that_another_run_puts_there_meanwhile_makes_way(tmp_path: Path, existed: bool) -> None:
     target = tmp_path / "a"
@@ -399,7 +390,7 @@ def test_a_checkpoint_that_another_run_puts_there_meanwhile_makes_way(tmp_path: 
     assert entries(tmp_path) == {"a"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_a_checkpoint_that_another_run_saved_again_is_not_removed_as_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +410,7 @@ def test_a_checkpoint_that_another_run_saved_again_is_not_removed_as_the_oldest(
     assert entries(tmp_path) == {"checkpoint_1", "checkpoint_2"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("cpu_state")
 def test_room_is_made_on_a_disk_that_takes_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2):
         write(tmp_path / f"checkpoint_{number}", "old")

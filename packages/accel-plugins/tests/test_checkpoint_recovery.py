@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,6 @@ from accel_plugins.checkpoint.ownership import Claim
 from accel_plugins.checkpoint.recovery import discard, located, recover, unfinished
 from accel_plugins.checkpoint.retention import find_newest
 from accel_plugins.testing import faults
-from accel_state import PartialState
-from accel_state.testing.fresh import fresh
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with fresh():
-        PartialState(cpu=True)
-        yield
 
 
 def write(target: Path, text: str) -> None:
@@ -52,7 +42,10 @@ def die_between_two_renames(target: Path) -> None:
     assert not target.exists()
 
 
-pytestmark = pytest.mark.skipif(faults.obstacle() is not None, reason=str(faults.obstacle()))
+pytestmark = [
+    pytest.mark.skipif(faults.obstacle() is not None, reason=str(faults.obstacle())),
+    pytest.mark.usefixtures("cpu_state"),
+]
 
 
 def test_exchanges_are_refused_by_the_kernel(tmp_path: Path) -> None:

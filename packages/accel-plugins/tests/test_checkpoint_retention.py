@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,15 @@ from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.retention import checkpoints, find_newest, remove_oldest
 from accel_state import PartialState
 from accel_state.errors import CheckpointError
-from accel_state.testing.fresh import fresh
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[Path]:
+def saved(cpu_state: PartialState, tmp_path: Path) -> Path:
     """A folder with checkpoints 2, 9 and 10."""
-    with fresh():
-        PartialState(cpu=True)
-        for number in (9, 2, 10):
-            with staging(tmp_path / f"checkpoint_{number}") as folder:
-                (folder / "optimizer.bin").write_text("state")
-        yield tmp_path
+    for number in (9, 2, 10):
+        with staging(tmp_path / f"checkpoint_{number}") as folder:
+            (folder / "optimizer.bin").write_text("state")
+    return tmp_path
 
 
 def numbers(folder: Path) -> list[int]:

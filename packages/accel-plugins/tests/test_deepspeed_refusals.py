@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,9 @@ from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_state import PartialState, current
 from accel_state.errors import Missing, SettingError
 from accel_state.settings.probe import importable
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import run_command
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 @pytest.mark.skipif(importable("deepspeed"), reason="DeepSpeed is installed")

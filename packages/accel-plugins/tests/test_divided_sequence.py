@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel_plugins import Context
 from accel_plugins.precision import choose
-from accel_plugins.testing import fresh
 from accel_plugins.transforms import context_parallel
 from accel_plugins.transforms.divided_sequence import divide
 from accel_state import PartialState, current
@@ -22,13 +20,10 @@ from accel_state.gradient import GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
 
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
 HEADS, LENGTH, WIDTH = 4, 8, 6
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def surroundings(axis: str) -> Context:

@@ -35,12 +35,14 @@ from accel_plugins.precision.fp8_library import FP8BackendType
 from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_plugins.resolve import build
 from accel_plugins.single.manifest import MANIFEST
-from accel_plugins.testing import fresh
 from accel_state import PartialState, current
 from accel_state.errors import Conflict, Missing, NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.settings.environ import Given, to_environment
 from accel_state.settings.schema import settings_of
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
 
 ENGINE = """
 import contextlib
@@ -93,12 +95,6 @@ def initialize(model, optimizer, opt_level="O1"):
     calls.append((model, optimizer, opt_level))
     return model, optimizer
 """
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh():
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,18 @@ from accel_plugins.precision.torchao import (
     find_first_last_linear_layers,
     has_ao_layers,
 )
-from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing import Case, Session
 from accel_state import PartialState, current
 from accel_state.errors import SettingError
 from accel_state.testing.processes import Processes as Group
 
 # torchao tells of kernels that its wheel lacks here, and of what torch will change.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.usefixtures("fresh_state"),
+]
 pytest.importorskip("torchao", reason="the extra accel-plugins[torchao] is not installed")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    with Processes(2, timeout=120) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Wide(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
-from accel_plugins.testing import Case, Session, fresh
+from accel_plugins.testing import Case, Session
 from accel_plugins.testing.backend_tasks import clipped_plain, count_collectives
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
@@ -34,13 +33,10 @@ from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState
 from accel_state.testing.processes import Processes as Group
 
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
 Plugin = FullyShardedDataParallelPlugin
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def case(*arguments: Any, **options: Any) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from accel_plugins import extract_model_from_parallel
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.resolve import choose
-from accel_plugins.testing import Case, Session, fresh
+from accel_plugins.testing import Case, Session
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_plugins.testing.two_halves import first_half, second_half
@@ -31,13 +30,10 @@ from accel_state.errors import AccelError
 from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
 
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
 BY_SIZE: dict[str, Any] = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50}
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def case(**options: Any) -> Case:

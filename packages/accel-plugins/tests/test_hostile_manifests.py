@@ -15,17 +15,14 @@ from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.retention import find_newest
 from accel_state import PartialState
-from accel_state.testing.fresh import fresh
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(cpu_state: PartialState, tmp_path: Path) -> Path:
     """A folder with the good checkpoints 0 and 1."""
-    with fresh():
-        PartialState(cpu=True)
-        for number in (0, 1):
-            with staging(tmp_path / f"checkpoint_{number}") as folder:
-                (folder / "optimizer.bin").write_text("state")
+    for number in (0, 1):
+        with staging(tmp_path / f"checkpoint_{number}") as folder:
+            (folder / "optimizer.bin").write_text("state")
     return tmp_path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,18 @@ import pytest
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
-from accel_plugins.testing import Case, Session, fresh
+from accel_plugins.testing import Case, Session
 from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, make_model, make_optimizer
 from accel_state.errors import Conflict
 from accel_state.testing.processes import Processes as Group
 
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
 IN_BLOCKS: dict[str, Any] = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50}
 CASES = [Case(FSDP1, Plugin(1, use_orig_params=whole, **IN_BLOCKS)) for whole in (True, False)]
 CASES += [Case(FSDP2, Plugin(2, **IN_BLOCKS))]
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Late(Session):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,9 @@ def save(folder: str) -> dict[str, list[object]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+def saved(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
-    with Processes(2) as two:
-        yield folder, two.run(save, str(folder))[0]
+    return folder, two.run(save, str(folder))[0]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_plugins import order
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing import Case, Session
 from accel_plugins.testing.arranged import COMBINATIONS, case_of, data, loss_of, name_of
 from accel_plugins.testing.sequences import SequenceModel
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
@@ -25,10 +25,8 @@ R, S, C, Q, T = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE, Axis.T
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh():
-        monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
-        yield
+def context_parallelism_alone(fresh_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
 
 
 # ------------------------------------------------------------------------------ order
@@ -168,8 +166,7 @@ def test_a_step_makes_a_known_number_of_collectives(four: Group, manifest: Manif
 
 
 @pytest.mark.slow
-def test_copies_of_divided_tensors_and_parameters_do_all_of_it() -> None:
+def test_copies_of_divided_tensors_and_parameters_do_all_of_it(processes: Callable[[int], Group]) -> None:
     case = case_of(FSDP2, frozenset({R, S, T}))
-    with Processes(8) as eight:
-        assert eight.run(orders, [case]) == [[IN_LAYERS.strip().splitlines()[0]]] * 8
-        assert eight.run(collectives_of_a_step, case) == [SHARDED_BY_BLOCK | IN_COPIES | DIVIDED_LAYERS] * 8
+    assert processes(8).run(orders, [case]) == [[IN_LAYERS.strip().splitlines()[0]]] * 8
+    assert processes(8).run(collectives_of_a_step, case) == [SHARDED_BY_BLOCK | IN_COPIES | DIVIDED_LAYERS] * 8

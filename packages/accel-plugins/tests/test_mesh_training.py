@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.testing import Case, Processes, Session, fresh
+from accel_plugins.testing import Case, Session
 from accel_plugins.testing.arranged import BY_BLOCK, COMBINATIONS, case_of, data, loss_of, name_of
 from accel_plugins.testing.nearness import near as near_to
 from accel_plugins.testing.sequences import SequenceModel
@@ -28,10 +28,8 @@ R, S, C, Q, T = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE, Axis.T
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh():
-        monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
-        yield
+def context_parallelism_alone(fresh_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
 
 
 def reference(clip: float | None) -> dict[str, Any]:
@@ -83,13 +81,12 @@ def test_losses_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_copies_of_divided_tensors_and_parameters() -> None:
+def test_copies_of_divided_tensors_and_parameters(processes: Callable[[int], Group]) -> None:
     expected = reference(0.05)
     axes = frozenset({R, S, T})
-    with Processes(8) as eight:
-        for answer in eight.run(train, case_of(FSDP2, axes), 0.05):
-            assert answer["losses"] == near(expected["losses"])
-            assert answer["norms"] == near(expected["norms"])
+    for answer in processes(8).run(train, case_of(FSDP2, axes), 0.05):
+        assert answer["losses"] == near(expected["losses"])
+        assert answer["norms"] == near(expected["norms"])
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -12,15 +10,12 @@ from accel_plugins.single.strategy import SingleStrategy
 from accel_state import PartialState, current
 from accel_state.errors import Conflict
 from accel_state.gradient import GradientState
-from accel_state.testing.fresh import fresh
 
 
 @pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with fresh():
-        PartialState(cpu=True)
-        process = current.process()
-        yield SingleStrategy(Context(process, GradientState(), choose("no", process.family)))
+def strategy(cpu_state: PartialState) -> Strategy:
+    process = current.process()
+    return SingleStrategy(Context(process, GradientState(), choose("no", process.family)))
 
 
 def test_one_process_trains_as_plain_torch_does(strategy: Strategy) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,11 +34,10 @@ broken = _load()
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
+def two(processes: Callable[[int], Processes]) -> Iterator[Processes]:
     sys.path.insert(0, str(HERE))
     try:
-        with Processes(2) as group:
-            yield group
+        yield processes(2)
     finally:
         sys.path.remove(str(HERE))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel_plugins import Bundle, Context, TorchTensorParallelPlugin
 from accel_plugins.precision import choose
-from accel_plugins.testing import fresh
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict, SettingError
@@ -22,11 +20,7 @@ from accel_state.gradient import GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.testing.processes import Processes as Group
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Language(nn.Module):

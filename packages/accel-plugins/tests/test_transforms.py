@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from accel_state import PartialState, current
 from accel_state.errors import NotOffered, SettingError
 from accel_state.gradient import GradientState
 from accel_state.labels import DynamoBackend
-from accel_state.testing.fresh import fresh
 
 
 class Block(nn.Module):
@@ -56,11 +54,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    with fresh():
-        PartialState(cpu=True)
-        process = current.process()
-        yield Context(process, GradientState(), choose("no", process.family))
+def context(cpu_state: PartialState) -> Context:
+    process = current.process()
+    return Context(process, GradientState(), choose("no", process.family))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

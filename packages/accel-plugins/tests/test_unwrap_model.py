@@ -16,7 +16,6 @@ from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state import PartialState, current
 from accel_state.devices.select import family_of
 from accel_state.gradient import GradientState
-from accel_state.testing.fresh import fresh
 
 
 class Engine(nn.Module):
@@ -102,11 +101,9 @@ class Wrapping(Strategy):
 
 
 @pytest.fixture
-def strategy() -> Iterator[Wrapping]:
-    with fresh():
-        PartialState(cpu=True)
-        process = current.process()
-        yield Wrapping(Context(process, GradientState(), choose("no", process.family)))
+def strategy(cpu_state: PartialState) -> Wrapping:
+    process = current.process()
+    return Wrapping(Context(process, GradientState(), choose("no", process.family)))
 
 
 MANIFEST = Manifest(name="wrapping", config="", strategy="wrapping.strategy:Wrapping")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,8 @@ from accel_state.errors import Missing, SettingError
 from accel_state.process import PartialState
 from accel_state.settings.environ import publish
 from accel_state.settings.probe import importable
-from accel_state.testing.fresh import fresh
 
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def test_manifest_and_settings_load_without_torch() -> None:

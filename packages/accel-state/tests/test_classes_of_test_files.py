@@ -21,7 +21,9 @@ def pickled():
 """
 
 
-def test_a_class_under_packages_that_exist_by_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_under_packages_that_exist_by_name_only(
+    one: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "made_up.py"
     file.write_text(SOURCE, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("no_such_package.tests.made_up", file)
@@ -30,5 +32,4 @@ def test_a_class_under_packages_that_exist_by_name_only(tmp_path: Path, monkeypa
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     spec.loader.exec_module(module)
-    with Processes(1) as group:
-        assert group.run(module.pickled) == [True]
+    assert one.run(module.pickled) == [True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,6 @@ from accel_state import PartialState, current, tqdm
 from accel_state.console import get_console, rich_enabled
 from accel_state.errors import Missing, SettingError
 from accel_state.settings import requirement
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 pytest.importorskip("tqdm")
@@ -19,10 +17,8 @@ rich = pytest.importorskip("rich")
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kept_excepthook(fresh_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with fresh():
-        yield
 
 
 def bars() -> list[bool]:

@@ -18,7 +18,6 @@ from accel_state.devices.select import get_current_device_type
 from accel_state.errors import Missing, NotOffered, SettingError
 from accel_state.settings import versions
 from accel_state.settings.versions import compare_versions, installed_version
-from accel_state.testing.fresh import fresh
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 from accel_state.topology import Topology
 
@@ -26,9 +25,8 @@ simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a de
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+def no_cached_versions(fresh_state: None) -> Iterator[None]:
+    yield
     installed_version.cache_clear()
 
 

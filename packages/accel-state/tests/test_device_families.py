@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,6 @@ from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered
 from accel_state.labels import DistributedType, RNGType
 from accel_state.testing.device_suite import DeviceSuite
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_state.testing.simulated_device import BACKEND, NAME, POSSIBLE, simulated_device
 
@@ -32,16 +31,10 @@ simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a de
 DEVICE_NAMES = ("xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron")
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[Processes]:
-    with Processes(2) as started:
-        yield started
-
-
 class TestCPU(DeviceSuite):
     @pytest.fixture
-    def two(self, group: Processes) -> Processes:  # type: ignore[override]
-        return group
+    def two(self, processes: Callable[[int], Processes]) -> Processes:  # type: ignore[override]
+        return processes(2)
 
     @pytest.fixture
     def family(self) -> DeviceFamily:
@@ -61,8 +54,8 @@ class TestSimulated(DeviceSuite):
     around = simulated_device
 
     @pytest.fixture
-    def two(self, group: Processes) -> Processes:  # type: ignore[override]
-        return group
+    def two(self, processes: Callable[[int], Processes]) -> Processes:  # type: ignore[override]
+        return processes(2)
 
     @pytest.fixture
     def family(self) -> DeviceFamily:
@@ -89,12 +82,6 @@ class TestXLA(DeviceSuite):
     @pytest.fixture
     def family(self) -> DeviceFamily:
         return XLA()
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def test_every_family_of_the_rows_can_be_asked_for() -> None:
@@ -209,7 +196,7 @@ def test_every_family_knows_what_others_say_when_memory_runs_out(text: str) -> N
 
 
 @simulated
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("fresh_state")
 def test_the_simulated_device_is_taken_and_left() -> None:
     with simulated_device():
         state = PartialState()
@@ -257,5 +244,5 @@ def train_with_ddp() -> tuple[str, str, list[float]]:
 
 
 @simulated
-def test_gradients_are_averaged_on_a_device_without_code_of_ours(group: Processes) -> None:
-    assert group.run(train_with_ddp) == [("MULTI_GPU", BACKEND, [1.5, 1.5])] * 2
+def test_gradients_are_averaged_on_a_device_without_code_of_ours(two: Processes) -> None:
+    assert two.run(train_with_ddp) == [("MULTI_GPU", BACKEND, [1.5, 1.5])] * 2

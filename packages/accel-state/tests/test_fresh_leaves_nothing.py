@@ -100,6 +100,5 @@ def total_over_a_mesh(groups_before: int) -> float:
     return float(ones.sum().full_tensor())
 
 
-def test_a_mesh_does_not_stand_for_an_equal_one_of_another_call() -> None:
-    with Processes(2) as two:
-        assert [two.run(total_over_a_mesh, groups) for groups in (3, 0)] == [[6.0, 6.0]] * 2
+def test_fresh_clears_the_meshes_that_dtensor_has_cached(two: Processes) -> None:
+    assert [two.run(total_over_a_mesh, groups) for groups in (3, 0)] == [[6.0, 6.0]] * 2

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from accel_state import GradientAccumulationPlugin, GradientState
 from accel_state.errors import NotReady, SettingError
-from accel_state.testing.fresh import fresh
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Loader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ import torch.distributed as dist
 from accel_state import PartialState
 from accel_state.errors import CollectiveError, SettingError
 from accel_state.testing.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Processes]:
-    with Processes(3) as group:
-        yield group
 
 
 def come() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +18,12 @@ from accel_state.memory import (
     release_memory,
     should_reduce_batch_size,
 )
-from accel_state.testing.fresh import fresh
 from accel_state.testing.simulated_device import MODULE, NAME, POSSIBLE, simulated_device
 
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
 simulated = pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def tries_of(limit: int, **options: Any) -> tuple[Any, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,9 @@ from accel_state.mesh import (
     TorchTensorParallelConfig,
 )
 from accel_state.settings.environ import to_environment
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 NAMES = ("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names", "fsdp_dim_names")

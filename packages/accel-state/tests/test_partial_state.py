@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections import namedtuple
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,14 +13,9 @@ import torch
 from accel_state import AcceleratorState, DistributedType, InitProcessGroupKwargs, PartialState, current
 from accel_state.errors import CollectiveError, Conflict, NotReady, SettingError, ShapeMismatch, UnknownKind
 from accel_state.split import split_inputs
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes, ProcessesFailed
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def test_the_debug_mode_is_switched_for_every_state() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +10,8 @@ import pytest
 from accel_state import AcceleratorState, PartialState
 from accel_state.errors import NoState, NotOffered, NotReady, SettingError
 from accel_state.labels import DistributedType
-from accel_state.testing.fresh import fresh
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,14 +15,9 @@ from accel_state.network import get_free_port, is_port_in_use
 from accel_state.process import do_nothing, wait_for_everyone
 from accel_state.run_state import is_initialized
 from accel_state.shared import SharedDict, ThreadLocalSharedDict
-from accel_state.testing.fresh import fresh
 from accel_state.testing.ports import ReservedPort
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def test_a_port_in_use() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from accel_state.affinity import override_numa_affinity, set_numa_affinity
 from accel_state.devices import cpu
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
 can_bind = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def threads(told: str | None) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +20,8 @@ SIZES = (0, 1, 7, MOST_IN_ONE_ROUND)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def group(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    with Processes(request.param) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as started:
-        yield started
+def group(request: pytest.FixtureRequest, processes: Callable[[int], Processes]) -> Processes:
+    return processes(request.param)
 
 
 def joined() -> Transport:

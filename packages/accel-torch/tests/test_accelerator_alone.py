@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from accel_plugins.manifest import Duty
 from accel_state import AcceleratorState, current
 from accel_state.errors import CheckpointError, Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientState
-from accel_state.testing.fresh import fresh
+from accel_state.testing.public_names import check_public_names
 from accel_torch import (
     Accelerator,
     AutocastKwargs,
@@ -32,11 +31,7 @@ from accel_torch import (
     ProjectConfiguration,
 )
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def parts(samples: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
@@ -48,13 +43,8 @@ def parts(samples: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoade
     return model, optimizer, DataLoader(data, batch_size=2), scheduler
 
 
-def test_every_public_name_can_be_had() -> None:
-    assert len(set(accel_torch.__all__)) == len(accel_torch.__all__)
-    for name in accel_torch.__all__:
-        assert getattr(accel_torch, name) is not None
-    assert set(accel_torch.__all__) <= set(dir(accel_torch))
-    with pytest.raises(AttributeError, match="no_such_name"):
-        accel_torch.no_such_name  # noqa: B018
+def test_public_names_of_accel_torch() -> None:
+    check_public_names("accel_torch")
 
 
 def test_other_libraries_find_sharding_in_the_environment_while_the_run_lasts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -34,10 +33,8 @@ DIVIDED_COPIES = {"ACCELERATE_ALLOW_CP_STANDALONE": "true"}
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh():
-        monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
-        yield
+def context_parallelism_alone(fresh_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_ALLOW_CP_STANDALONE", "true")
 
 
 def samples() -> TensorDataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,11 @@ from accel_data import DataLoaderConfiguration
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
 from accel_plugins.precision.config import AutocastKwargs
 from accel_state.errors import Conflict, SettingError, UnknownKind
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 from accel_tracking import GeneralTracker
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Seeing(nn.Linear):

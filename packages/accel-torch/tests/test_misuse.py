@@ -7,7 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,15 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state import PartialState
 from accel_state.errors import Conflict
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, LocalSGD, MisuseWarning
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def parts() -> tuple[Any, Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.errors import Conflict, SettingError
-from accel_state.testing.fresh import fresh
 from accel_torch import (
     Accelerator,
     AutocastKwargs,
@@ -22,11 +20,7 @@ from accel_torch import (
     ProjectConfiguration,
 )
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def prepared() -> tuple[Accelerator, Any, Any, Any, Any]:

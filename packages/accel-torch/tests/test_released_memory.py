@@ -18,15 +18,10 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.single.strategy import SingleStrategy
 from accel_state import AcceleratorState
 from accel_state.gradient import GradientState
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def options(version: int) -> dict[str, Any]:

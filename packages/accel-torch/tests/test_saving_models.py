@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from accel_torch import Accelerator, ProjectConfiguration
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with fresh():
-        yield Accelerator(cpu=True)
+def accelerator(fresh_state: None) -> Accelerator:
+    return Accelerator(cpu=True)
 
 
 class Tied(nn.Module):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from accel_state.testing.fresh import fresh
-from accel_state.testing.processes import Processes
 from accel_torch import selftest
 
 
@@ -30,16 +29,14 @@ def test_alone(capsys):
     assert capsys.readouterr().out.rstrip().endswith("All checks passed.")
 
 
-def test_on_two_processes():
-    with Processes(2) as two:
-        first, second = two.outcomes(passes)
-        assert (first.error, second.error) == (None, None)
-        assert "2 process(es)" in first.output
-        assert "All checks passed." in first.output
+def test_on_two_processes(two):
+    first, second = two.outcomes(passes)
+    assert (first.error, second.error) == (None, None)
+    assert "2 process(es)" in first.output
+    assert "All checks passed." in first.output
 
 
 @pytest.mark.parametrize("broken", [fails_in_training, fails_in_gathering])
-def test_what_is_wrong_is_found(broken):
-    with Processes(2) as two:
-        for outcome in two.outcomes(broken):
-            assert "CollectiveError" in str(outcome.error)
+def test_what_is_wrong_is_found(two, broken):
+    for outcome in two.outcomes(broken):
+        assert "CollectiveError" in str(outcome.error)

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from accel_state.testing.fresh import fresh
 from accel_torch import Accelerator
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class OfSizes(BatchSampler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,10 @@ class Slow(Dataset[torch.Tensor]):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with Processes(2) as group:
-        # Importing takes each process as long as it takes, and in the first run the other waits for it.
-        group.run(told, str(tmp_path_factory.mktemp("first") / "checkpoint"), -1)
-        yield group
+def two(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Processes:
+    # Importing takes each process as long as it takes, and in the first run the other waits for it.
+    two.run(told, str(tmp_path_factory.mktemp("first") / "checkpoint"), -1)
+    return two
 
 
 def told(folder: str, slow: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from accel_ops.testing.recording_transport import recording
 from accel_state.errors import Conflict, NotReady, SettingError
 from accel_state.protocol.slot import slot_size
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
 
@@ -29,9 +28,8 @@ TOKENS = [
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    with Processes(request.param) as group:
-        yield group
+def group(request: pytest.FixtureRequest, processes: Callable[[int], Processes]) -> Processes:
+    return processes(request.param)
 
 
 def model_of() -> nn.Module:
@@ -114,11 +112,9 @@ def near(actual: Any, expected: Any, rel: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(("loss_is", "as_tensor"), [("mean", False), ("sum", True)])
-def test_gradients_are_those_of_one_big_batch(
-    processes: Processes, backend: str, loss_is: str, as_tensor: bool
-) -> None:
-    expected = one_big_batch(processes.count)
-    for told in processes.run(train, backend, loss_is, as_tensor, "no"):
+def test_gradients_are_those_of_one_big_batch(group: Processes, backend: str, loss_is: str, as_tensor: bool) -> None:
+    expected = one_big_batch(group.count)
+    for told in group.run(train, backend, loss_is, as_tensor, "no"):
         for step in range(2):
             near(told["gradients"][step], expected["gradients"][step])
         near(told["norms"], expected["norms"])
@@ -126,14 +122,14 @@ def test_gradients_are_those_of_one_big_batch(
             near(told["weights"].values(), expected["weights"].values(), 1e-4)
 
 
-def test_one_exchange_a_step_and_one_at_the_start_is_all_it_takes(processes: Processes) -> None:
-    for told in processes.run(train, "ddp", "mean", False, "no"):
-        assert told["own"] == [("all_gather", slot_size(processes.count))] * (1 + 2)
+def test_one_exchange_a_step_and_one_at_the_start_is_all_it_takes(group: Processes) -> None:
+    for told in group.run(train, "ddp", "mean", False, "no"):
+        assert told["own"] == [("all_gather", slot_size(group.count))] * (1 + 2)
 
 
-def test_an_fp16_run_is_near_it(processes: Processes) -> None:
-    expected = one_big_batch(processes.count)
-    for told in processes.run(train, "ddp", "sum", False, "fp16"):
+def test_an_fp16_run_is_near_it(group: Processes) -> None:
+    expected = one_big_batch(group.count)
+    for told in group.run(train, "ddp", "sum", False, "fp16"):
         near(told["norms"], expected["norms"], 0.05)
 
 
@@ -161,8 +157,8 @@ def uneven_windows() -> tuple[list[float], list[float]]:
     return [actual for actual, _ in steps], [expected for _, expected in steps]
 
 
-def test_a_shorter_last_window_is_a_mean_over_its_own_tokens(processes: Processes) -> None:
-    for actual, expected in processes.run(uneven_windows):
+def test_a_shorter_last_window_is_a_mean_over_its_own_tokens(group: Processes) -> None:
+    for actual, expected in group.run(uneven_windows):
         assert len(actual) == 2
         assert actual == pytest.approx(expected)
 
@@ -180,9 +176,9 @@ def bad_weight(bad: float) -> str:
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_an_error_on_every_process(processes: Processes, bad: float) -> None:
-    for message in processes.run(bad_weight, bad):
-        assert f"on process {processes.count - 1}." in message
+def test_a_weight_that_is_none_is_an_error_on_every_process(group: Processes, bad: float) -> None:
+    for message in group.run(bad_weight, bad):
+        assert f"on process {group.count - 1}." in message
 
 
 def no_tokens_at_all() -> float:
@@ -196,55 +192,54 @@ def no_tokens_at_all() -> float:
     return float((next(model.parameters()) - before).abs().max())
 
 
-def test_a_step_without_tokens_changes_nothing(processes: Processes) -> None:
-    assert set(processes.run(no_tokens_at_all)) == {0.0}
+def test_a_step_without_tokens_changes_nothing(group: Processes) -> None:
+    assert set(group.run(no_tokens_at_all)) == {0.0}
 
 
-# ----------------------------------------------------------------------------- alone
+# ----------------------------------------------------------------------------- one process
 
 
 @pytest.fixture
-def alone() -> Iterator[Accelerator]:
-    with fresh():
-        yield Accelerator(cpu=True, gradient_accumulation_steps=2)
+def accelerator(fresh_state: None) -> Accelerator:
+    return Accelerator(cpu=True, gradient_accumulation_steps=2)
 
 
-def test_weights_for_some_micro_batches_of_a_window_are_refused(alone: Accelerator) -> None:
-    model = alone.prepare(nn.Linear(1, 1))
-    with alone.accumulate(model):
+def test_weights_for_some_micro_batches_of_a_window_are_refused(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
         pass
-    with pytest.raises(Conflict, match="every micro-batch a weight"), alone.accumulate(model, weight=2):
+    with pytest.raises(Conflict, match="every micro-batch a weight"), accelerator.accumulate(model, weight=2):
         pass
 
 
-def test_a_window_may_have_weights_and_the_next_none(alone: Accelerator) -> None:
+def test_a_window_may_have_weights_and_the_next_none(accelerator: Accelerator) -> None:
     plain = nn.Linear(1, 1, bias=False)
-    model, optimizer = alone.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
     gradients = []
     for weight in (1, 3, None, None, 1, 1):
-        with alone.accumulate(model, weight=weight):
-            alone.backward(model(torch.tensor([[float(weight or 2)]])).sum())
+        with accelerator.accumulate(model, weight=weight):
+            accelerator.backward(model(torch.tensor([[float(weight or 2)]])).sum())
             optimizer.step()
-            if alone.sync_gradients:
+            if accelerator.sync_gradients:
                 gradients.append(float(plain.weight.grad))
             optimizer.zero_grad()
     assert gradients == [2.5, 2.0, 1.0]
 
-    with alone.accumulate(model, weight=1):
+    with accelerator.accumulate(model, weight=1):
         pass
-    with pytest.raises(Conflict, match="every micro-batch a weight"), alone.accumulate(model):
+    with pytest.raises(Conflict, match="every micro-batch a weight"), accelerator.accumulate(model):
         pass
 
 
-def test_a_loss_is_a_mean_or_a_sum(alone: Accelerator) -> None:
+def test_a_loss_is_a_mean_or_a_sum(accelerator: Accelerator) -> None:
     wrong: Any = "median"
-    with pytest.raises(SettingError, match="'mean' or 'sum'"), alone.accumulate(weight=1, loss_is=wrong):
+    with pytest.raises(SettingError, match="'mean' or 'sum'"), accelerator.accumulate(weight=1, loss_is=wrong):
         pass
 
 
-def test_a_checkpoint_inside_a_weighted_window_is_refused(alone: Accelerator, tmp_path: Path) -> None:
-    model = alone.prepare(nn.Linear(1, 1))
-    with alone.accumulate(model, weight=1):
-        alone.backward(model(torch.ones(1, 1)).sum())
+def test_a_checkpoint_inside_a_weighted_window_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model, weight=1):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
     with pytest.raises(NotReady, match="have weights"):
-        alone.save_state(tmp_path / "state")
+        accelerator.save_state(tmp_path / "state")

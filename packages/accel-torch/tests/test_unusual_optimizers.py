@@ -6,7 +6,6 @@ The real libraries are used. That of LOMO needs transformers, so its tests run i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.errors import NotOffered, SettingError
-from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
 
 KINDS = ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"]
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def model_of() -> nn.Module:
@@ -115,7 +107,7 @@ def test_a_schedule_free_optimizer_averages_weights_as_in_one_process(
         assert told["resumed"] == told["expected"]
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("fresh_state")
 def test_what_does_not_switch_takes_being_told_to() -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
@@ -123,7 +115,7 @@ def test_what_does_not_switch_takes_being_told_to() -> None:
     optimizer.eval()
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("fresh_state")
 def test_stepping_in_evaluation_is_the_librarys_own_error() -> None:
     accelerator = Accelerator(cpu=True)
     model = model_of()
@@ -147,7 +139,7 @@ def lomo(kind: str, model: nn.Module) -> Any:
         return getattr(library, kind)(model, lr=0.1)
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize("kind", ["Lomo", "AdaLomo"])
 @pytest.mark.parametrize("by_name", [True, False])
 def test_lomo_steps_in_backward_at_the_rate_that_is_given(kind: str, by_name: bool) -> None:
@@ -172,7 +164,7 @@ def test_lomo_steps_in_backward_at_the_rate_that_is_given(kind: str, by_name: bo
     assert next(model.parameters()).device.type == accelerator.device.type
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize("kind", ["Lomo", "AdaLomo"])
 def test_lomo_without_a_rate_is_refused(kind: str) -> None:
     accelerator = Accelerator(cpu=True)
@@ -182,7 +174,7 @@ def test_lomo_without_a_rate_is_refused(kind: str) -> None:
         accelerator.backward(model(batch_of(0)[0]).mean())
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize("kind", ["Lomo", "AdaLomo"])
 def test_lomo_cannot_accumulate(kind: str) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -192,7 +184,7 @@ def test_lomo_cannot_accumulate(kind: str) -> None:
         accelerator.backward(model(batch_of(0)[0]).mean(), learning_rate=0.1)
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("fresh_state")
 def test_a_rate_without_lomo_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = model_of()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,11 +10,13 @@ import accelerate.utils.deepspeed as old
 from accel_plugins.deepspeed import config, document, optimizers, stand_ins, wrappers
 from accel_state.errors import AccelError, Missing, SettingError
 from accel_state.settings.probe import importable
-from accel_state.testing.fresh import fresh
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import GatheredParameters
 from accelerate.utils.operations import GatheredParameters as FromOperations
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
 
 HOMES = {
     "DeepSpeedEngineWrapper": wrappers,
@@ -27,12 +27,6 @@ HOMES = {
     "HfDeepSpeedConfig": document,
     "map_pytorch_optim_to_deepspeed": optimizers,
 }
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 @pytest.mark.parametrize("name", HOMES)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterator
 
 import pytest
 
 from accel_state.errors import SettingError
-from accel_state.testing.fresh import fresh
 from accelerate.legacy.environment import (
     CPUInformation,
     are_libraries_initialized,
@@ -26,11 +24,7 @@ from accelerate.legacy.environment import (
     str_to_bool,
 )
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def test_words_that_mean_yes_and_no() -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from accel_state.testing.fresh import fresh
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def test_shared_states_are_empty_until_one_is_made_and_after_a_reset() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -53,12 +52,6 @@ def replicated() -> None:
     assert number == TENSOR_TYPE_TO_INT[torch.float32]
     with pytest.raises(SettingError, match="No process"):
         copy_tensor_to_devices(None)
-
-
-@pytest.fixture
-def two() -> Iterator[Processes]:
-    with Processes(2) as group:
-        yield group
 
 
 def test_a_tensor_of_one_process_is_copied_to_all(two: Processes) -> None:

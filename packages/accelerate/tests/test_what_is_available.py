@@ -16,7 +16,6 @@ from accel_state.devices import select
 from accel_state.errors import Missing, SettingError
 from accel_state.settings.probe import _found
 from accel_state.settings.versions import installed_version
-from accel_state.testing.fresh import fresh
 from accel_state.testing.simulated_device import POSSIBLE, simulated_device
 from accelerate.legacy import availability
 
@@ -40,9 +39,8 @@ LIBRARIES = {
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with fresh():
-        yield
+def nothing_cached(fresh_state: None) -> Iterator[None]:
+    yield
     _found.cache_clear()
     installed_version.cache_clear()
 
