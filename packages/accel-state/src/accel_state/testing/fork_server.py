@@ -9,6 +9,8 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import gc
+import importlib
 import os
 import pickle
 import select
@@ -23,7 +25,13 @@ from typing import IO, Any
 __all__ = ("ForkServer", "Forked", "main")
 
 _REQUEST_BYTES = 1 << 20
-"""The largest request: environment and path of a process."""
+"""The largest request: environment and path of a process, and names of modules."""
+
+_PRELOADED = ("torch.", "accel_")
+"""Modules of these packages are imported before the fork, once the process of the tests has imported them."""
+
+_STARTS_THREADS = ("torch._inductor",)
+"""Their threads would be missing in the processes that are forked afterwards."""
 
 _STATUS = struct.Struct("i")
 
@@ -89,6 +97,7 @@ class ForkServer:
                 start_new_session=True,
             )
         self._owner = os.getpid()
+        self._preloaded: set[str] = set()
         atexit.register(self.close)
 
     @property
@@ -106,11 +115,17 @@ class ForkServer:
             environment: its variables.
         """
         status, theirs = os.pipe()
-        request = pickle.dumps((dict(environment), sys.path, os.getcwd()))
+        request = pickle.dumps((dict(environment), sys.path, os.getcwd(), self._to_preload()))
         fds = array.array("i", (calls, answers, output, theirs))
         self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
         os.close(theirs)
         return Forked(_STATUS.unpack(self._socket.recv(_STATUS.size))[0], status)
+
+    def _to_preload(self) -> list[str]:
+        """Modules that this process has imported since the last request, in the order in which it began with them."""
+        names = [name for name in list(sys.modules) if name not in self._preloaded and _can_preload(name)]
+        self._preloaded.update(names)
+        return names
 
     def close(self) -> None:
         """End it; processes that it forked live on until their pipes are closed."""
@@ -139,7 +154,8 @@ def main() -> None:
             received = _receive(requests)
             if received is None:
                 os._exit(0)
-            (environment, path, folder), (calls, answers, output, status) = received
+            (environment, path, folder, modules), (calls, answers, output, status) = received
+            _preload(modules)
             pid = os.fork()
             if pid == 0:
                 for fd in (requests.detach(), awake, wake, status, *children.values()):
@@ -156,6 +172,20 @@ def _receive(requests: socket.socket) -> tuple[Any, Sequence[int]] | None:
     """A request and its descriptors, or None where the other end is closed."""
     message, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
     return (pickle.loads(message), fds) if message else None
+
+
+def _can_preload(module: str) -> bool:
+    return module.startswith(_PRELOADED) and not module.startswith(_STARTS_THREADS)
+
+
+def _preload(modules: Sequence[str]) -> None:
+    """Import modules, as far as this process finds them, and spare the forked processes their garbage collection."""
+    for module in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    if modules:
+        gc.collect()
+        gc.freeze()
 
 
 def _report_ended(children: dict[int, int]) -> None:
