@@ -24,6 +24,7 @@ CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 SUPPORTED = nox.project.load_toml(PROJECT)["tool"]["accel"]["supported"]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+EDITABLE = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
 
 # What scripts were written for, and what is compared with.
 ORIGINAL = "accelerate==1.15.0"
@@ -126,6 +127,13 @@ def docs(session: nox.Session) -> None:
     run(session, "python", "tools/write_reference.py")
     run(session, "python", "tools/check_links.py")
     run(session, "python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", str(SITE))
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Change the code in small ways, see whether tests notice, and write docs/reliability.md; takes an hour or more."""
+    for command in ("run", "control", "write", "check"):
+        run(session, "python", "tools/mutants.py", command, *session.posargs)
 
 
 @nox.session(default=False)
@@ -271,8 +279,7 @@ def trackers(session: nox.Session) -> None:
 def optimizers(session: nox.Session) -> None:
     """Run the tests of unusual optimizers against their libraries, one of which `tests` does not install."""
     look_through_to_base(session)
-    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
-    session.install("-q", "-c", str(CONSTRAINTS), *own, "schedulefree", "lomo-optim")
+    session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "schedulefree", "lomo-optim")
     tests = "packages/accel-torch/tests/test_unusual_optimizers.py"
     session.run("python", "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
 
@@ -447,8 +454,7 @@ def engines_xla(session: nox.Session) -> None:
     """Train with torch_xla, whose devices are the CPU, on the torch it was built for; the environment takes 7 GB."""
     project = nox.project.load_toml(PROJECT)
     tools = [*nox.project.dependency_groups(project, "test"), *nox.project.dependency_groups(project, "integration")]
-    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
-    session.install("-q", "torch==2.9.0", "torch-xla==2.9.0", *tools, *own)
+    session.install("-q", "torch==2.9.0", "torch-xla==2.9.0", *tools, *EDITABLE)
     devices = {**ONE_THREAD, "PJRT_DEVICE": "CPU"}
     families = ("packages/accel-state/tests/test_device_families.py", "-k", "TestXLA")
     session.run("python", "-m", "pytest", *families, env=devices)
@@ -460,8 +466,7 @@ def engines_xla(session: nox.Session) -> None:
 def engines_megatron(session: nox.Session) -> None:
     """Train with Megatron-LM's released code on the processor, and compare its signatures with our calls."""
     look_through_to_base(session)
-    own = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
-    session.install("-q", "-c", str(CONSTRAINTS), *own, "-e", "packages/accel-plugins[megatron]")
+    session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "-e", "packages/accel-plugins[megatron]")
     tests = ["tests-integration/engines/test_megatron_runs.py", "tests-integration/engines/test_megatron_contract.py"]
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
 

@@ -29,6 +29,7 @@ import reliability_gadgets as gadgets
 import reliability_hangs as hangs
 import reliability_runs as runs
 from accel_plugins.testing import faults
+from mutants_report import PART_OF_MUTANTS
 from reliability_data_writes import data_writes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,8 +232,10 @@ def main() -> int:
             f"{name}: {tally.injected} injected, {len(tally.lost)} lost, {time.monotonic() - begun:.0f} s", flush=True
         )
         print("".join(f"    {lost}\n" for lost in tally.lost), end="", flush=True)
-    known = {**recorded(DOCUMENT.read_text(encoding="utf-8")), **tallies} if arguments.only else tallies
-    DOCUMENT.write_text(document({name: known[name] for name in SWEEPS if name in known}), encoding="utf-8")
+    before = DOCUMENT.read_text(encoding="utf-8")
+    known = {**recorded(before), **tallies} if arguments.only else tallies
+    after = document({name: known[name] for name in SWEEPS if name in known})
+    DOCUMENT.write_text(after + "".join(before.partition(PART_OF_MUTANTS)[1:]), encoding="utf-8")
     return 1 if any(tally.lost for tally in tallies.values()) else 0
 
 
