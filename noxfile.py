@@ -75,6 +75,19 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def coverage(session: nox.Session) -> None:
+    """Run the tests, and measure which lines and branches of the packages they execute, in every process."""
+    data = Path(session.create_tmp()) / "data"
+    for old in data.parent.glob("data*"):
+        old.unlink()
+    settings = ("--rcfile", str(PROJECT), "--data-file", str(data))
+    tests = ("-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow", *session.posargs)
+    run(session, "python", "-m", "coverage", "run", *settings, *tests)
+    run(session, "python", "-m", "coverage", "combine", "-q", *settings)
+    run(session, "python", "-m", "coverage", "report", "--skip-covered", "--sort", "miss", *settings)
+
+
+@nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """Run the tests that take long, which `tests` leaves out."""
     pytest(session, "-m", "slow")
