@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,18 @@ import torch.distributed as dist
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError, CollectiveError
+from accel_state.hang_report import failure
 from accel_state.testing.processes import Processes
 from accel_state.transport.control import ControlStore
 from accel_state.transport.local import LocalTransport
 
 PATIENT = 60.0
+
+
+@pytest.fixture(autouse=True)
+def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads do not publish where they are, so that reports would wait for them in vain."""
+    monkeypatch.setattr(failure, "_LONGEST_WAIT", 0.1)
 
 
 class CountingStore:
@@ -163,10 +169,15 @@ def test_the_missing_is_named_and_later_operations_meet(absent: int) -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_past_the_deadline_meets_nobody(late: int) -> None:
+    given_up = threading.Event()
+
     def save(rank: Any) -> None:
         if rank.rank == late:
-            time.sleep(3.0)
-        barrier(rank, deadline=0.5).wait("done", last=True)
+            given_up.wait(PATIENT)
+        try:
+            barrier(rank, deadline=0.5).wait("done", last=True)
+        finally:
+            given_up.set()
 
     for outcome in on_all(world(2), save):
         assert isinstance(outcome, CheckpointError)
@@ -176,14 +187,19 @@ def test_a_rank_that_comes_past_the_deadline_meets_nobody(late: int) -> None:
 def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:
     ranks = world(3)
     save = save_failing(1, OSError("disk full"))
+    reported = threading.Event()
 
     def late(rank: Any) -> None:
         if rank.rank == 2:
-            time.sleep(1.0)
+            reported.wait(PATIENT)
         meeting = barrier(rank)
-        with meeting.reporting():
+        try:
+            with meeting.reporting():
+                if rank.rank == 1:
+                    raise OSError("disk full")
+        finally:
             if rank.rank == 1:
-                raise OSError("disk full")
+                reported.set()
         meeting.wait("write", last=True)
 
     outcomes = on_all(ranks, late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -32,3 +33,12 @@ def import_alone() -> int:
 def test_a_process_begins_with_one_thread() -> None:
     with Processes(1) as group:
         assert group.run(import_alone) == [1]
+
+
+def test_a_group_ends_although_its_pipe_stays_open_elsewhere() -> None:
+    with Processes(1) as group:
+        group.run(imported)
+        (member,) = group._members
+        held = os.dup(member._calls.fileno())  # as a process has it that the tests forked
+    os.close(held)
+    assert member.process.returncode == 0

@@ -19,6 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -97,6 +98,7 @@ class ForkServer:
                 start_new_session=True,
             )
         self._owner = os.getpid()
+        self._one_request = threading.Lock()
         self._preloaded: set[str] = set()
         atexit.register(self.close)
 
@@ -115,11 +117,13 @@ class ForkServer:
             environment: its variables.
         """
         status, theirs = os.pipe()
-        request = pickle.dumps((dict(environment), sys.path, os.getcwd(), self._to_preload()))
         fds = array.array("i", (calls, answers, output, theirs))
-        self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        with self._one_request:
+            request = pickle.dumps((dict(environment), sys.path, os.getcwd(), self._to_preload()))
+            self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            pid = _STATUS.unpack(self._socket.recv(_STATUS.size))[0]
         os.close(theirs)
-        return Forked(_STATUS.unpack(self._socket.recv(_STATUS.size))[0], status)
+        return Forked(pid, status)
 
     def _to_preload(self) -> list[str]:
         """Modules that this process has imported since the last request, in the order in which it began with them."""

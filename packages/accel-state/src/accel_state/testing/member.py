@@ -77,8 +77,16 @@ def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
     answers.flush()
 
 
+def _next_call(calls: IO[bytes]) -> Any:
+    """What to call, or None where no call follows."""
+    try:
+        return pickle.load(calls)
+    except EOFError:
+        return None
+
+
 def serve(calls_from: int, answers_to: int) -> NoReturn:
-    """Serve calls until the other end of the pipe is closed.
+    """Serve calls until None comes, or the other end of the pipe is closed.
 
     Args:
         calls_from: the descriptor that calls are read from.
@@ -90,17 +98,14 @@ def serve(calls_from: int, answers_to: int) -> NoReturn:
     # Where processes are not forked from this one (Python 3.14 and newer), each would import it anew.
     multiprocessing.set_forkserver_preload(["torch"])
     calls, answers = os.fdopen(calls_from, "rb"), os.fdopen(answers_to, "wb")
-    while True:
-        try:
-            call = pickle.load(calls)
-        except EOFError:
-            # Taking torch down piece by piece would last longer than most calls.
-            for child in multiprocessing.active_children():
-                child.kill()
-            os._exit(0)
+    while (call := _next_call(calls)) is not None:
         value, error = _call(*call)
         sys.stdout.flush()
         _answer(answers, value, error)
+    # Taking torch down piece by piece would last longer than most calls.
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
 
 
 if __name__ == "__main__":

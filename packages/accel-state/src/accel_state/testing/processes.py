@@ -219,7 +219,13 @@ class _Member:
         return self.output.read().decode(errors="replace")
 
     def dismiss(self) -> None:
-        """Tell it that no call follows."""
+        """Tell it that no call follows.
+
+        It cannot learn that from the pipe's end where a process that the tests forked holds the pipe as well.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(None, self._calls)
+            self._calls.flush()
         with contextlib.suppress(BrokenPipeError):
             self._calls.close()
 
@@ -237,6 +243,7 @@ class _Member:
         return self._reader is None or not self._reader.is_alive()
 
 
+_starting = threading.Lock()
 _servers: dict[int, ForkServer] = {}
 """A server for each rank: strings hash differently in each, so that tests see what depends on the order of a set."""
 
@@ -255,8 +262,9 @@ def _start(
             pass_fds=(calls, answers),
             start_new_session=True,
         )
-    if rank not in _servers or not _servers[rank].alive:
-        _servers[rank] = ForkServer()
+    with _starting:
+        if rank not in _servers or not _servers[rank].alive:
+            _servers[rank] = ForkServer()
     return _servers[rank].fork(calls, answers, output, environment)
 
 
