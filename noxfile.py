@@ -486,7 +486,7 @@ def engines_megatron(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
-    """Measure against the original library, in one run, and write docs/benchmarks.md."""
+    """Measure against the original library, and write docs/benchmarks.md; `-- --compare OLD.json` compares."""
     session.install("-q", "-c", str(CONSTRAINTS), ORIGINAL, "torch", "psutil", "numpy")
     peer = str(Path(session.bin) / "python")
-    run(session, "python", "tools/bench/run.py", "--peer", peer, *session.posargs)
+    run(session, "python", "tools/measure.py", "--peer", peer, *session.posargs)

@@ -1,0 +1,299 @@
+"""Models larger than memory: offloaded forwards, loading 2 GB, device maps, empty models and offload set-up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from bench.case import Call, Case, Scope, Side, Work
+from bench.metering import paused
+
+GROUP: Final = "big_models"
+FORWARDS: Final = (
+    "Wall time of a forward over 16 blocks of two 2048 x 2048 layers, with the files in the page cache. The slow disk "
+    'gives each weight after the time that 500 MB/s need; "raw" reads and computes at the same time, without any work '
+    "between them."
+)
+LOADS: Final = (
+    "CPU time and peak memory of one load in a fresh process that has loaded a tiny model before; memory is what that "
+    "process held at most, less what it held before."
+)
+MAPS: Final = "CPU time of a call for 200 blocks of 20 modules on the meta device."
+EMPTY: Final = 'For an empty model, "raw" is `torch.device("meta")`.'
+SET_UP: Final = "CPU time until a model of 20 such blocks, held in memory, runs with its weights offloaded."
+
+BLOCKS, WIDTH, BATCH, LARGE_BATCH = 16, 2048, 4, 256
+LAYERS, SHARD, BYTES_PER_SECOND = 30, "256MB", 500e6
+
+
+def library(scope: Scope) -> Any:
+    """The functions of ours or of the original."""
+    return scope.library("accel_bigmodel", "accelerate", "accelerate.utils", "accelerate.hooks")
+
+
+# ---------------------------------------------------------------- forwards
+def blocks() -> Any:
+    """The model whose forward is measured."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2 * BLOCKS)]
+    pairs = [torch.nn.Sequential(*layers[number : number + 2]) for number in range(0, 2 * BLOCKS, 2)]
+    return torch.nn.Sequential(*pairs).eval()
+
+
+def forward(model: Any, batch: int = BATCH) -> Call:
+    """A forward, after one in which the order of the weights is seen."""
+    import torch
+
+    inputs = torch.randn(batch, WIDTH)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(inputs)
+
+    run()
+    return run
+
+
+def offloaded_forward(scope: Scope) -> Call:
+    """A forward on weights that are on the disk in the dtype of the model."""
+    model = blocks()
+    library(scope).disk_offload(model, scope.folder, "cpu")
+    return forward(model)
+
+
+def converted_forward(scope: Scope) -> Call:
+    """A forward on weights that are on the disk in another dtype, and so have to be read."""
+    state = {name: weight.bfloat16() for name, weight in blocks().state_dict().items()}
+    library(scope).offload_state_dict(scope.folder, state)
+    model = blocks()
+    library(scope).disk_offload(model, scope.folder, "cpu")
+    return forward(model)
+
+
+class SlowDisk(Mapping[str, Any]):
+    """Weights that come at 500 MB/s, one after the other."""
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self.weights[name]
+        time.sleep(weight.nbytes / BYTES_PER_SECOND)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def slow_forward(scope: Scope) -> Call:
+    """A forward whose weights come slowly, at a batch that makes computing about as long as reading."""
+    model = blocks()
+    disk = SlowDisk({name: weight.bfloat16() for name, weight in model.state_dict().items()})
+    library(scope).attach_align_device_hook(model, "cpu", offload=True, weights_map=disk)
+    return forward(model, LARGE_BATCH)
+
+
+def reading_beside_computing(scope: Scope) -> Call:
+    """The longer of reading and computing."""
+    compute = forward(blocks(), LARGE_BATCH)
+    # bfloat16 takes two bytes.
+    seconds = 2 * sum(weight.numel() for weight in blocks().state_dict().values()) / BYTES_PER_SECOND
+
+    def run() -> None:
+        reading = threading.Thread(target=time.sleep, args=(seconds,))
+        reading.start()
+        compute()
+        reading.join()
+
+    return run
+
+
+# ---------------------------------------------------------------- loading
+def layers() -> Any:
+    """The model that is loaded: 2 GB in float32."""
+    import torch
+
+    return torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(LAYERS)))
+
+
+def checkpoint(scope: Scope) -> str:
+    """The folder of the checkpoint that all turns load; whoever comes first, which is ours, writes it."""
+    import torch
+
+    folder = scope.kept / "checkpoint"
+    if not folder.exists():
+        folder.mkdir()
+        with torch.device("meta"):
+            shapes = layers().state_dict()
+        weights = {name: torch.rand(weight.shape) for name, weight in shapes.items()}
+        library(scope).save_weights(weights, folder, SHARD)
+    return str(folder)
+
+
+def load_small(functions: Any, folder: Path) -> None:
+    """Load a tiny model, so that what a library imports at its first load is not counted."""
+    import torch
+    from safetensors.torch import save_file
+
+    file = folder / "small.safetensors"
+    save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, file)
+    with functions.init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    functions.load_checkpoint_and_dispatch(model, str(file), device_map={"": "cpu"})
+
+
+def half_to_disk(folder: Path) -> dict[str, Any]:
+    """Options that bring every second layer to the disk."""
+    device_map = {str(number): "disk" if number % 2 else "cpu" for number in range(LAYERS)}
+    return {"device_map": device_map, "offload_folder": folder / "away"}
+
+
+def as_bf16(folder: Path) -> dict[str, Any]:
+    """Options that convert."""
+    import torch
+
+    return {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
+
+
+def to_cpu(folder: Path) -> dict[str, Any]:
+    """Options for the CPU alone."""
+    return {"device_map": {"": "cpu"}}
+
+
+def load(options: Callable[[Path], dict[str, Any]], copied: bool, scope: Scope) -> Call:
+    """One load, by some options; afterwards each weight is copied where a mapped file would not count."""
+    functions, folder = library(scope), checkpoint(scope)
+    with functions.init_empty_weights():
+        model = layers()
+    given = options(scope.folder)
+
+    def run() -> None:
+        loaded = functions.load_checkpoint_and_dispatch(model, folder, **given)
+        if copied:
+            for parameter in loaded.parameters():
+                parameter.data = parameter.data.clone()
+
+    with contextlib.redirect_stderr(open(os.devnull, "w")):
+        load_small(functions, scope.folder)
+    return run
+
+
+def loads(
+    title: str, memory: str, limits: tuple[float, float | None], options: Callable[[Path], Any], copied: bool = False
+) -> tuple[Case, Case]:
+    """What one way to load takes, and what it holds."""
+    side = partial(load, options, copied)
+    case = partial(Case, GROUP, figure="ours/peer", work=Work(side, side, once=True), method=LOADS)
+    return (
+        case(name=f"load 2 GB{title}", unit="CPU s", limit=limits[0]),
+        case(name=f"peak memory: {memory}", unit="MB", limit=limits[1]),
+    )
+
+
+# ---------------------------------------------------------------- maps, empty models and set-up
+def many_modules(number: int = 200) -> Any:
+    """Blocks of 20 modules, of which 14 have weights."""
+    from torch import nn
+
+    class Block(nn.ModuleDict):
+        pass
+
+    def block() -> Any:
+        attention = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkvo"})
+        inner = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for name in "ab"})
+        norms = nn.ModuleDict({str(number): nn.LayerNorm(64) for number in range(4)})
+        return Block({"attention": attention, "inner": inner, "norms": norms})
+
+    return nn.Sequential(nn.Embedding(1000, 64), *(block() for _ in range(number)), nn.Linear(64, 1000))
+
+
+def mapped(function: str, whole_blocks: bool, scope: Scope) -> Call:
+    """A device map, or balanced budgets."""
+    functions = library(scope)
+    with functions.init_empty_weights():
+        model = many_modules()
+    size = functions.compute_module_sizes(model)[""]
+    call = getattr(functions, function)
+    # The original takes no index of an accelerator that is not there; the order in which it fills them is the same.
+    budget = {"cpu": size // 3, "disk": size} if function == "infer_auto_device_map" else {0: size, 1: size}
+    kept = ["Block"] if whole_blocks else []
+    return lambda: call(model, dict(budget), no_split_module_classes=kept)
+
+
+def empty(scope: Scope) -> Call:
+    """Making the model without weights."""
+    import torch
+
+    make = (lambda: torch.device("meta")) if scope.kind == "raw" else library(scope).init_empty_weights
+
+    def run() -> None:
+        with make():
+            many_modules()
+
+    return run
+
+
+def set_up(function: str, scope: Scope) -> Call:
+    """Offloading the weights of a fresh model."""
+    functions, numbers = library(scope), count()
+
+    def run() -> None:
+        with paused():
+            model, folder = many_modules(20), scope.folder / f"{scope.kind}-{next(numbers)}"
+        if function == "disk_offload":
+            functions.disk_offload(model, folder, "cpu")
+        else:
+            functions.cpu_offload(model, "cpu")
+        with paused():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return run
+
+
+def beside_original(name: str, unit: str, limit: float, side: Side, method: str) -> Case:
+    """A case of ours beside the original."""
+    return Case(GROUP, name, unit, "ours/peer", limit, Work(side, side), method)
+
+
+SLOWLY: Final = Work(slow_forward, raw=reading_beside_computing)
+
+CASES: Final = (
+    beside_original("forward from the disk, in the page cache", "wall s", 0.5, offloaded_forward, FORWARDS),
+    beside_original(
+        "the same through the reader thread (bf16 on the disk)", "wall s", 0.65, converted_forward, FORWARDS
+    ),
+    Case(GROUP, "the same from a disk of 500 MB/s", "wall s", "ours/raw", 1.3, SLOWLY, FORWARDS),
+    *loads(" to the CPU", "to the CPU", (0.1, None), to_cpu),
+    *loads(", half to the disk", "half to the disk", (0.05, 1.0), half_to_disk),
+    *loads(" and copy each weight", "copied", (0.7, None), to_cpu, copied=True),
+    *loads(" as bf16", "as bf16", (0.7, 1.0), as_bf16),
+    beside_original(
+        "infer_auto_device_map, 200 blocks", "CPU ms", 0.2, partial(mapped, "infer_auto_device_map", True), MAPS
+    ),
+    beside_original(
+        "infer_auto_device_map that splits blocks, 200 blocks",
+        "CPU ms",
+        0.25,
+        partial(mapped, "infer_auto_device_map", False),
+        MAPS,
+    ),
+    beside_original(
+        "get_balanced_memory, 200 blocks", "CPU ms", 0.25, partial(mapped, "get_balanced_memory", True), MAPS
+    ),
+    Case(GROUP, "init_empty_weights, 200 blocks", "CPU ms", "ours/raw", 1.2, Work(empty, empty, empty), EMPTY),
+    beside_original("disk_offload, 20 blocks", "CPU ms", 0.8, partial(set_up, "disk_offload"), SET_UP),
+    beside_original("cpu_offload, 20 blocks", "CPU ms", 0.8, partial(set_up, "cpu_offload"), SET_UP),
+)

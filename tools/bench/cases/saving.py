@@ -1,0 +1,156 @@
+"""Saving and loading the state of a training: a model of 300 MB with Adam, on a disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+from bench.case import Call, Case, Scope, Side, Work
+from bench.metering import paused
+
+GROUP: Final = "checkpoints"
+SAVING: Final = (
+    "Wall time on a disk that has come to rest, with a model of 302 MB and twice that for Adam; "
+    '"raw" writes the same tensors with safetensors and torch and flushes both files.'
+)
+BEHIND: Final = (
+    "Blocked by an asynchronous save is the time that training stands still for it: until `save_state` returns, and "
+    'before the next step of the optimizer; "raw" is a synchronous save. Samples of the contents are a part of it, '
+    "taken once before `save_state` returns, and twice behind training."
+)
+PEAK: Final = "Peak memory of a load is what the process held at most above what it held before."
+
+WIDTH, LAYERS = 2048, 18
+
+
+def parts() -> tuple[Any, Any]:
+    """A model and an optimizer that has stepped."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+@cache
+def training(flushed: bool = True) -> tuple[Any, Any, Any]:
+    """An Accelerator of either library with a prepared model and optimizer, shared by all works of an interpreter."""
+    from accelerate import Accelerator, ProjectConfiguration
+
+    settings: dict[str, Any] = {} if flushed else {"project_config": ProjectConfiguration(fsync=False)}
+    accelerator = Accelerator(cpu=True, **settings)
+    return accelerator, *accelerator.prepare(*parts())
+
+
+def rested(call: Callable[[Path], object], folder: Path) -> Call:
+    """Writes into a folder that is not there yet, once the disk has come to rest."""
+
+    def run() -> None:
+        with paused():
+            shutil.rmtree(folder, ignore_errors=True)
+            os.sync()
+        call(folder)
+
+    return run
+
+
+def save(flushed: bool, scope: Scope) -> Call:
+    """A synchronous save; the original flushes nothing."""
+    accelerator, _, _ = training(flushed or scope.kind == "peer")
+    return rested(lambda folder: accelerator.save_state(str(folder)), scope.folder / scope.kind)
+
+
+def write(scope: Scope) -> Call:
+    """The same tensors written and flushed by hand."""
+    import torch
+    from safetensors.torch import save_file
+
+    _, model, optimizer = training()
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        save_file(model.state_dict(), folder / "model.safetensors")
+        torch.save(optimizer.optimizer.state_dict(), folder / "optimizer.bin")
+        for path in folder.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+    return rested(write, scope.folder / "raw")
+
+
+def save_behind(scope: Scope) -> Call:
+    """What an asynchronous save takes from training."""
+    import torch
+
+    accelerator, model, optimizer = training()
+    inputs = torch.randn(256, WIDTH)
+
+    def blocked(folder: Path) -> None:
+        accelerator.save_state(str(folder), async_save=True)
+        with paused():
+            accelerator.backward(model(inputs).square().mean())
+        for hook in list(optimizer.optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer.optimizer, (), {})
+        with paused():
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.wait_for_checkpoint()
+
+    return rested(blocked, scope.folder / "behind")
+
+
+def sample(scope: Scope) -> Call:
+    """The samples of contents by which an asynchronous save finds what changed under it."""
+    from accel_plugins.checkpoint.samples import samples_of
+    from accel_plugins.checkpoint.snapshot import steady_tensors
+
+    steady = steady_tensors([training()[2].optimizer])
+    return lambda: samples_of(steady)
+
+
+def load(scope: Scope) -> Call:
+    """A load of what was saved."""
+    accelerator, _, _ = training()
+    folder = str(scope.folder / "saved")
+    accelerator.save_state(folder)
+    os.sync()
+    return lambda: accelerator.load_state(folder)
+
+
+SAVE: Final = partial(save, True)
+
+
+def behind(name: str, limit: float, side: Side, once: bool = False) -> Case:
+    """A case of what an asynchronous save takes, beside a synchronous one."""
+    work = Work(side, raw=SAVE, once=once)
+    return Case(GROUP, f"async_save, {name}", "wall s", "ours/raw", limit, work, BEHIND)
+
+
+LOADING: Final = Work(load, load)
+
+CASES: Final = (
+    Case(GROUP, "save_state, flushed and hashed", "wall s", "ours/raw", 1.25, Work(SAVE, raw=write), SAVING),
+    Case(
+        GROUP,
+        "save_state, fsync=False",
+        "wall s",
+        "ours/peer",
+        1.3,
+        Work(partial(save, False), partial(save, False)),
+        SAVING,
+    ),
+    behind("blocked by the first", 0.25, save_behind, once=True),
+    behind("blocked by each later", 0.1, save_behind),
+    behind("samples of the contents", 0.05, sample),
+    Case(GROUP, "load_state", "wall s", "ours/peer", 0.6, LOADING, SAVING),
+    Case(GROUP, "load_state, peak memory", "MB", "ours", 100.0, LOADING, PEAK),
+)

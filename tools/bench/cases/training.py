@@ -1,0 +1,377 @@
+"""Training: steps, schedules, logging, comparing replicas, and sharding."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Final
+
+from bench.case import Call, Case, Scope, Side, Work
+from bench.metering import paused
+
+STEPS, LOGGED, PROCESSES, SCHEDULED = 400, 2000, 1024, 50
+
+ADDED: Final = (
+    "CPU time of the prepared loop (accumulate, backward, step, scheduler, zero_grad) on one process, in rounds of 400 "
+    'steps; "raw" is the loop without any library. The original\'s is what it adds to a raw loop in its interpreter.'
+)
+SCHEDULES: Final = (
+    "CPU time of a scheduler step in a run of 1024 processes, where a schedule moves on by 1024 of its own steps: of "
+    'the prepared one, and as "raw" of 1024 plain ones where the figure is a ratio. A step over milestones is allowed '
+    "0.1 microseconds more for each one passed."
+)
+LOGGING: Final = 'Rounds of 2,000 calls of `accelerator.log`; "raw" is `json.dumps` and a write of the same line.'
+WATCHING: Final = (
+    'Wall time of a step of about 1 ms on two processes over gloo, in rounds of 400; "raw" is an Accelerator that '
+    "compares nothing."
+)
+SHARDING: Final = (
+    'A model of 200 blocks on two processes over gloo; "raw" calls `fully_shard` for each block and for the model. '
+    "The original runs DDP when it is asked for FSDP on a CPU, so it is not here. Memory is what a process grew by at "
+    "most, from before the model was built until it had trained."
+)
+
+
+# ---------------------------------------------------------------- steps
+def parts() -> tuple[Any, Any, Any, Any]:
+    """A small model, its optimizer and schedule, and a loader."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    data = TensorDataset(torch.randn(STEPS * 4, 8), torch.randn(STEPS * 4, 1))
+    return model, optimizer, scheduler, DataLoader(data, batch_size=4)
+
+
+def plain_steps(precision: str, accumulation: int, scope: Scope) -> Call:
+    """The loop as it is written without any library."""
+    import torch
+
+    model, optimizer, scheduler, loader = parts()
+
+    def steps() -> None:
+        for index, (inputs, targets) in enumerate(loader, start=1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                outputs = model(inputs)
+            loss = torch.nn.functional.mse_loss(outputs.float(), targets)
+            (loss / accumulation if accumulation > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            if index % accumulation == 0:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    return steps
+
+
+def prepared_steps(precision: str, accumulation: int, scope: Scope) -> Call:
+    """The loop with an Accelerator."""
+    import torch
+
+    library = scope.library("accel_torch", "accelerate")
+    accelerator = library.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation)
+    model, optimizer, scheduler, loader = accelerator.prepare(*parts())
+
+    def steps() -> None:
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    return steps
+
+
+def steps(name: str, precision: str, accumulation: int) -> tuple[Case, Case]:
+    """What a library adds to a step: beside the plain step, and beside what the original adds."""
+    prepared = partial(prepared_steps, precision, accumulation)
+    work = Work(prepared, prepared, partial(plain_steps, precision, accumulation), alone=True)
+    case = partial(Case, "steps", work=work, method=ADDED, per=STEPS)
+    unit = "CPU us per step"
+    return (
+        case(name=name, unit=unit, figure="ours - raw", limit=20.0),
+        case(name=f"{name}: added alone", unit=unit, figure="(ours - raw)/(peer - raw)", limit=0.12),
+    )
+
+
+# ---------------------------------------------------------------- schedules
+HORIZON: Final = PROCESSES * (SCHEDULED + 2)
+"""Steps of its own that a schedule has."""
+
+EVERY: Final = 100
+"""Steps between two milestones."""
+
+MakeSchedule = Callable[[Any, Any], Any]
+"""Makes a schedule of a class in the module of schedules, for an optimizer."""
+
+
+def optimizer() -> Any:
+    """An optimizer of one number."""
+    import torch
+
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+
+
+def scheduled(make: MakeSchedule, scope: Scope) -> Call:
+    """Steps of the prepared schedule, each time of a new one that has stepped once."""
+    from torch.optim import lr_scheduler
+
+    from accel_plugins.wrapped.scheduler import AcceleratedScheduler
+    from accel_state.gradient import GradientState
+
+    def several() -> None:
+        with paused():
+            own = optimizer()
+            schedule = make(lr_scheduler, own)
+            prepared = AcceleratedScheduler(schedule, own, gradient=GradientState(), processes=PROCESSES)
+            prepared.step()
+        for _ in range(SCHEDULED):
+            prepared.step()
+
+    return several
+
+
+def plainly_scheduled(make: MakeSchedule, scope: Scope) -> Call:
+    """As many steps of the plain schedule."""
+    from torch.optim import lr_scheduler
+
+    def several() -> None:
+        with paused():
+            plain = make(lr_scheduler, optimizer())
+        for _ in range(PROCESSES * SCHEDULED):
+            plain.step()
+
+    return several
+
+
+def jump(name: str, make: MakeSchedule, passed: float = 0.0) -> Case:
+    """A step of a schedule whose state at a later step is computed; `passed` milestones lie in it."""
+    work, limit = Work(partial(scheduled, make)), 10.0 + 0.1 * passed
+    return Case("schedules", name, "CPU us", "ours", limit, work, SCHEDULES, SCHEDULED)
+
+
+def walk(name: str, make: MakeSchedule) -> Case:
+    """A step of a schedule that recurs, and so takes all of its own steps."""
+    work = Work(partial(scheduled, make), raw=partial(plainly_scheduled, make))
+    title = f"{name}, against 1024 plain steps"
+    return Case("schedules", title, "CPU us", "ours/raw", 0.2, work, SCHEDULES, SCHEDULED)
+
+
+# ---------------------------------------------------------------- logging
+VALUES = {f"metric_{number}": 0.1 * number + 1 / 3 for number in range(20)}
+
+
+def log(scope: Scope) -> Call:
+    """Lines of numbers through the tracker."""
+    accelerator = scope.library("accel_torch").Accelerator(cpu=True, log_with="jsonl", project_dir=scope.folder)
+    accelerator.init_trackers("run")
+
+    def lines() -> None:
+        for step in range(LOGGED):
+            accelerator.log(VALUES, step=step)
+
+    return lines
+
+
+def write(scope: Scope) -> Call:
+    """The same lines written plainly."""
+    file = os.open(scope.folder / "raw.jsonl", os.O_WRONLY | os.O_CREAT)
+
+    def lines() -> None:
+        for step in range(LOGGED):
+            line = {"step": step, "time": round(time.time(), 3), "values": VALUES}
+            os.write(file, (json.dumps(line) + "\n").encode())
+
+    return lines
+
+
+# ---------------------------------------------------------------- replicas
+def replicas(every: int | None, scope: Scope) -> Call:
+    """Steps of a model on several processes, whose replicas are compared now and then."""
+    import torch
+
+    settings = {} if every is None else {"check_replicas_every": every}
+    accelerator = scope.library("accel_torch").Accelerator(cpu=True, **settings)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(128, 128), torch.nn.ReLU())]
+    plain = torch.nn.Sequential(*layers)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.001))
+    inputs = torch.randn(16, 128)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return steps
+
+
+# ---------------------------------------------------------------- sharding
+Prepared = tuple[Any, Any, Callable[[Any], object]]
+"""Model, optimizer, and how to go backward."""
+
+
+def blocks() -> tuple[Any, Any]:
+    """A model of 200 blocks of a class of their own, and its optimizer."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inwards, self.outwards = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, inputs: Any) -> Any:
+            return inputs + self.outwards(self.inwards(inputs).relu())
+
+    model = nn.Sequential(*(Block() for _ in range(200)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+@cache
+def accelerator_of_shards(scope: Scope) -> Any:
+    """The Accelerator that shards each block."""
+    library = scope.library("accel_torch")
+    plugin = library.FullyShardedDataParallelPlugin(
+        2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+    )
+    return library.Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+def sharded(model: Any, optimizer: Any, scope: Scope) -> Prepared:
+    """The model, sharded by the Accelerator."""
+    accelerator = accelerator_of_shards(scope)
+    return *accelerator.prepare(model, optimizer), accelerator.backward
+
+
+@cache
+def mesh() -> Any:
+    """Both processes."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (2,))
+
+
+def plainly_sharded(model: Any, optimizer: Any, scope: Scope) -> Prepared:
+    """The same with torch alone."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model:
+        fully_shard(block, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), lambda loss: loss.backward()
+
+
+Shard = Callable[[Any, Any, Scope], Prepared]
+
+
+def prepare_shards(shard: Shard, scope: Scope) -> Call:
+    """Preparing a fresh model."""
+
+    def prepare() -> None:
+        with paused():
+            if scope.kind == "ours":
+                accelerator_of_shards(scope).free_memory()
+            model, optimizer = blocks()
+        shard(model, optimizer, scope)
+
+    return prepare
+
+
+def shard_step(prepared: Prepared) -> Call:
+    """A step of training."""
+    import torch
+
+    model, optimizer, backward = prepared
+    inputs = torch.randn(8, 256)
+
+    def step() -> None:
+        backward(model(inputs).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def train_shards(shard: Shard, scope: Scope) -> Call:
+    """A step of a model that was prepared before."""
+    return shard_step(shard(*blocks(), scope))
+
+
+def train_from_nothing(shard: Shard, scope: Scope) -> Call:
+    """Building, preparing and training a model, after all that this needs was imported with a model of one block."""
+    import torch
+
+    small = torch.nn.Sequential(type("Block", (torch.nn.Linear,), {})(2, 2))
+    shard(small, torch.optim.SGD(small.parameters(), lr=0.01), scope)
+
+    def train() -> None:
+        step = train_shards(shard, scope)
+        for _ in range(3):
+            step()
+
+    return train
+
+
+def sharding(name: str, unit: str, how: Callable[[Shard, Scope], Call], once: bool = False) -> Case:
+    """A case of sharding."""
+    sides: tuple[Side, Side] = (partial(how, sharded), partial(how, plainly_sharded))
+    work = Work(sides[0], raw=sides[1], processes=2, once=once)
+    return Case("sharding", f"FSDP2 {name}, 200 blocks, 2 processes", unit, "ours/raw", 1.3, work, SHARDING)
+
+
+PASSED: Final = PROCESSES / EVERY
+
+CASES: Final = (
+    *steps("full precision, accumulation 1", "no", 1),
+    *steps("full precision, accumulation 4", "no", 4),
+    *steps("bf16, accumulation 1", "bf16", 1),
+    jump("LambdaLR", lambda k, o: k.LambdaLR(o, lambda step: 1 / (1 + step))),
+    jump("OneCycleLR", lambda k, o: k.OneCycleLR(o, 0.1, total_steps=HORIZON + 1)),
+    jump("CyclicLR", lambda k, o: k.CyclicLR(o, 0.01, 0.1, step_size_up=500, cycle_momentum=False)),
+    jump("CosineAnnealingWarmRestarts", lambda k, o: k.CosineAnnealingWarmRestarts(o, 300, 2)),
+    jump("StepLR", lambda k, o: k.StepLR(o, EVERY, 0.999), PASSED),
+    jump("MultiStepLR", lambda k, o: k.MultiStepLR(o, list(range(EVERY, HORIZON, EVERY)), 0.999), PASSED),
+    jump("ConstantLR", lambda k, o: k.ConstantLR(o, 0.5, 5000), 1),
+    walk("CosineAnnealingLR", lambda k, o: k.CosineAnnealingLR(o, HORIZON)),
+    walk("ExponentialLR", lambda k, o: k.ExponentialLR(o, 0.99999)),
+    walk("LinearLR", lambda k, o: k.LinearLR(o, 0.5, total_iters=HORIZON)),
+    walk("PolynomialLR", lambda k, o: k.PolynomialLR(o, HORIZON, 2.0)),
+    Case(
+        "tracking",
+        "log of 20 numbers as a JSON line",
+        "CPU us",
+        "ours/raw",
+        2.0,
+        Work(log, raw=write),
+        LOGGING,
+        LOGGED,
+    ),
+    Case(
+        "watching",
+        "a step with replicas compared every 100 steps, 2 processes",
+        "wall ms",
+        "ours/raw",
+        1.01,
+        Work(partial(replicas, 100), raw=partial(replicas, None), processes=2),
+        WATCHING,
+        STEPS,
+    ),
+    sharding("prepare", "CPU ms", prepare_shards),
+    sharding("training step", "CPU ms", train_shards),
+    sharding("peak memory", "MB", train_from_nothing, once=True),
+)

@@ -1,0 +1,73 @@
+"""Measure the cases of bench/, and write docs/benchmarks.json and docs/benchmarks.md.
+
+    python tools/measure.py --peer PYTHON [group or 'pattern of a name' ...] [--compare OLD.json]
+
+`PYTHON` is an interpreter that has the original library. Rows that were not selected stay as they were. With
+`--compare` the exit code is 1 when a row got slower beyond noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from bench.case import Case
+from bench.comparison import compared, report
+from bench.results import document, machine, merged, read_rows, write_rows
+from bench.table import cases, groups, selected
+from bench.turns import ROOT, Pace, Runner
+
+DOCUMENTS = ROOT / "docs"
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """What was given on the command line."""
+    parser = argparse.ArgumentParser(description="Measure ours against the original library.")
+    parser.add_argument("--peer", required=True, help="interpreter that has the original library")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since an earlier run")
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the rows there, and leave docs/ as it is")
+    parser.add_argument("--turns", type=int, default=Pace.least, help="turns of interpreters at least")
+    parser.add_argument("--most-turns", type=int, default=Pace.most, help="turns at most")
+    parser.add_argument("--seconds", type=float, default=Pace.seconds, help="for further turns of unsteady works")
+    parser.add_argument("patterns", nargs="*", help=f"groups, or names with * and ?; groups: {', '.join(groups())}")
+    return parser.parse_args(given)
+
+
+def can_run(row: Case) -> bool:
+    """Whether this machine has what a case needs."""
+    code = f"import torch; raise SystemExit(not torch.{row.needs}.is_available())"
+    return not row.needs or subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure what was selected."""
+    options = arguments(given)
+    table = cases()
+    old = read_rows(options.compare) if options.compare else []
+    rows = [row for row in selected(options.patterns) if can_run(row)]
+    pace = Pace(options.turns, max(options.turns, options.most_turns), options.seconds)
+    begun = time.monotonic()
+    found, failures = Runner(table, options.peer, pace, machine()).measure(rows, partial(print, flush=True))
+    print(f"{len(found)} rows in {time.monotonic() - begun:.0f} s", flush=True)
+    if options.json:
+        write_rows(options.json, found)
+    else:
+        known = merged(table, read_rows(DOCUMENTS / "benchmarks.json"), found)
+        write_rows(DOCUMENTS / "benchmarks.json", known)
+        (DOCUMENTS / "benchmarks.md").write_text(document(table, known), encoding="utf-8")
+    slower = False
+    if options.compare:
+        asked = {row.key for row in rows}
+        changes = compared([row for row in old if row.key in asked or not options.patterns], found)
+        print(report(changes))
+        slower = any(change.verdict == "slower" for change in changes)
+    return 1 if failures or slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
