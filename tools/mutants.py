@@ -105,7 +105,7 @@ TESTS: Final[Mapping[str, Sequence[str]]] = {
 
 FIRST: Final = 6.0
 """Seconds of tests that a mutant is tried with first."""
-MOST: Final = 60.0
+MOST: Final = 20.0
 """Seconds of tests after which a mutant counts as a survivor, unless it is run again."""
 
 

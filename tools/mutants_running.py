@@ -39,6 +39,9 @@ _OPTIONS: Final = (
     *("-q", "-x", "--no-header", "--tb=line", "-rfE", "--hypothesis-seed=0"),
     *("-p", "no:randomly", "-p", "no:cacheprovider", *_PRELOADED),
 )
+_KEPT: Final = ".kept"
+"""What is appended to the name of a module while it is changed."""
+
 _RANKS: Final = 4
 """Processes that tests start at most."""
 
@@ -60,7 +63,9 @@ class Copy:
     root: Path
 
     def take(self, repository: Path) -> None:
-        """Copy the repository once; files that are there stay as they are."""
+        """Copy the repository once; what is there stays as it is, or was before a run that was ended."""
+        for kept in self.root.rglob(f"*{_KEPT}"):
+            kept.replace(kept.with_suffix(""))
         names = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=repository,
@@ -83,18 +88,19 @@ class Copy:
 @contextlib.contextmanager
 def changed(file: Path, source: bytes) -> Iterator[None]:
     """A block in which a module has another source; what Python compiled is removed, it may be of the same second."""
-    kept = file.read_bytes()
+    kept = shutil.copy2(file, file.with_name(file.name + _KEPT))
 
     def write(text: bytes) -> None:
+        file.write_bytes(text)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()
-        file.write_bytes(text)
 
     write(source)
     try:
         yield
     finally:
-        write(kept)
+        write(kept.read_bytes())
+        kept.unlink()
 
 
 def become_warm(copy: Copy) -> None:

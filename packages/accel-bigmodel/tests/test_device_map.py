@@ -152,6 +152,11 @@ def test_a_log_names_the_layer_that_finds_no_room_to_be_computed(caplog: pytest.
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(20, 20))
     assert infer_auto_device_map(model, {0: 0, 1: 200, "cpu": 10**5}) == {"0": 1, "1": 1, "2": "cpu"}
     assert "1 has insufficient memory to compute the offloaded layer '2'" in caplog.text
+    caplog.clear()
+    # There is room for any of the offloaded layers, one at a time.
+    narrow = nn.Sequential(nn.Linear(4, 4), nn.Linear(12, 12), nn.Linear(4, 4))
+    assert infer_auto_device_map(narrow, {0: 720, "cpu": 10**5})["1"] == "cpu"
+    assert caplog.text == ""
 
 
 def test_the_later_piece_is_the_largest_module_that_fits() -> None:
@@ -274,6 +279,8 @@ def test_devices_that_are_not_there_are_refused() -> None:
     for missing in ("disk", "cuda:99", 99, "xpu:3"):
         with pytest.raises(SettingError, match="Use the device"):
             resolve_device(missing)
+    with pytest.raises(SettingError, match="computed on the disk"):
+        resolve_device("disk")
     assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cuda:1"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cpu"), torch.device("cuda"))

@@ -150,6 +150,22 @@ def test_draws_with_replacement_or_of_another_number_are_those_of_torch(count: i
     assert list(BatchSamplerShard(make(), even_batches=False)) == expected
 
 
+@pytest.mark.parametrize(("replacement", "count"), [(True, None), (True, 9), (True, 5), (False, 5)])
+def test_seeded_draws_with_replacement_or_of_another_number_are_those_of_the_sampler(
+    replacement: bool, count: int | None
+) -> None:
+    def make() -> BatchSampler:
+        return BatchSampler(SeedableRandomSampler(range(9), replacement, count, data_seed=3), 2, False)
+
+    assert list(BatchSamplerShard(make(), even_batches=False)) == list(make())
+
+
+def test_a_batch_sampler_that_says_nothing_of_its_last_batches_loses_none() -> None:
+    own = Listed([[0, 1], [2, 3], [4]], 2)
+    del own.drop_last
+    assert [list(BatchSamplerShard(own, 2, index)) for index in (0, 1)] == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+
+
 def test_stock_samplers_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     def walk(self: object) -> Iterator[int]:
         raise AssertionError("walked")

@@ -193,6 +193,21 @@ def test_loaders_without_batching_give_single_samples(length: int) -> None:
     assert (padding.of(0), padding.of(1)) == (None, 0) if length == 5 else padding is None
 
 
+def test_a_single_process_shuffles_as_torch_does() -> None:
+    torch.manual_seed(4)
+    expected = lists(DataLoader(range(9), batch_size=2, shuffle=True)), torch.rand(1).item()
+    torch.manual_seed(4)
+    loader = prepare_data_loader(DataLoader(range(9), batch_size=2, shuffle=True))
+    assert (lists(loader), torch.rand(1).item()) == expected
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_seeded_epoch_has_as_many_samples_as_the_sampler_of_the_script_draws(replacement: bool) -> None:
+    sampler = RandomSampler(range(9), replacement, num_samples=5)
+    loader = prepare_data_loader(DataLoader(range(9), batch_size=2, sampler=sampler), use_seedable_sampler=True)
+    assert [len(batch) for batch in lists(loader)] == [2, 2, 1]
+
+
 def test_workers_that_stay_give_every_epoch() -> None:
     plain = DataLoader(range(7), batch_size=2, num_workers=2, persistent_workers=True)
     loader = prepare_data_loader(plain)

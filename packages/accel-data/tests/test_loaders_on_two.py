@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from accel_data import drop_padding, prepare_data_loader, skip_first_batches
 from accel_state import PartialState
@@ -54,6 +55,27 @@ def diverging() -> list[list[int]]:
 
 def test_generators_are_made_equal_when_an_epoch_begins(two: Processes) -> None:
     first, second = two.run(diverging)
+    assert sorted(chain.from_iterable(first + second)) == list(range(8))
+
+
+class Drawing(IterableDataset[int]):
+    """Draws its samples from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(8, generator=self.generator).tolist())
+
+
+def drawn_streams() -> list[list[int]]:
+    stream = Drawing(PartialState(cpu=True).process_index)
+    loader: Any = prepare_data_loader(DataLoader(stream, batch_size=2), rng_types=["generator"], dispatch_batches=False)
+    return [batch.tolist() for batch in loader]
+
+
+def test_the_generator_of_a_stream_is_made_equal_too(two: Processes) -> None:
+    first, second = two.run(drawn_streams)
     assert sorted(chain.from_iterable(first + second)) == list(range(8))
 
 
