@@ -9,9 +9,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +32,32 @@ LATEST = TIMEOUT + 30.0
 SOON = 50.0
 
 
+Cases = Mapping[Callable[..., Any], "Future[list[Outcome]]"]
+
+
 @pytest.fixture(scope="module")
-def three() -> Iterator[Processes]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+    """Every case on three processes of its own, at the same time: most of them wait for their timeout."""
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        *((waits_elsewhere, ()), (raw_collective, ()), (dies, (2,)), (host_dies, ())),
+        *((host_is_stopped, (tmp_path_factory.mktemp("stopped"),)), (comes_late, ()), (interrupted, ())),
+    ]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        yield {function: pool.submit(on_three, function, *arguments) for function, arguments in calls}
+
+
+def on_three(function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
     with Processes(3, timeout=100) as group:
-        yield group
+        # They have started and loaded all they need, so that they meet within a short timeout.
+        group.run(has_met)
+        return group.outcomes(function, *arguments)
+
+
+def returned(cases: Cases, function: Callable[..., Any]) -> list[Any]:
+    """What the function returned on each process."""
+    outcomes = cases[function].result()
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [outcome.value for outcome in outcomes]
 
 
 def line_of(function: object, text: str) -> int:
@@ -81,12 +105,6 @@ def has_met() -> None:
     gather_one()
 
 
-def warmed_up(three: Processes) -> Processes:
-    """Processes that have started and loaded all they need, so that they meet within a short timeout."""
-    three.run(has_met)
-    return three
-
-
 def waits_elsewhere() -> tuple[str, float]:
     state = PartialState(cpu=True, timeout=TIMEOUT)
     gather_one()
@@ -101,10 +119,10 @@ def waits_elsewhere() -> tuple[str, float]:
     return found
 
 
-def test_a_process_that_is_busy_elsewhere_is_named_with_its_line(three: Processes) -> None:
+def test_a_process_that_is_busy_elsewhere_is_named_with_its_line(cases: Cases) -> None:
     lines = [line_of(waits_elsewhere, text) for text in ("while shared.add", "time.sleep")]
     messages = []
-    for message, seconds in warmed_up(three).run(waits_elsewhere)[:2]:
+    for message, seconds in returned(cases, waits_elsewhere)[:2]:
         assert seconds < LATEST
         assert any(f"{HERE}:{line}, after gather() at " in message for line in lines), message
         assert "rank 2 is at " in message.lower()
@@ -133,10 +151,10 @@ def raw_collective() -> tuple[str, float]:
         return found
 
 
-def test_a_process_inside_of_a_collective_that_is_not_ours_is_named_too(three: Processes) -> None:
+def test_a_process_inside_of_a_collective_that_is_not_ours_is_named_too(cases: Cases) -> None:
     line = line_of(raw_collective, "dist.all_reduce")
     messages = []
-    for message, seconds in warmed_up(three).run(raw_collective)[::2]:
+    for message, seconds in returned(cases, raw_collective)[::2]:
         assert seconds < LATEST
         assert re.search(rf"rank 1 is in all_reduce\(\) at \S*{HERE}:{line}", message, re.IGNORECASE), message
         messages.append(message)
@@ -161,6 +179,10 @@ def dies(rank: int) -> tuple[str, float]:
     return found
 
 
+def host_dies() -> tuple[str, float]:
+    return dies(0)
+
+
 def survivors(outcomes: list[Outcome], died: int) -> list[tuple[str, float]]:
     assert outcomes[died].exitcode == -signal.SIGKILL
     alive = [outcome for outcome in outcomes if outcome.rank != died]
@@ -168,15 +190,15 @@ def survivors(outcomes: list[Outcome], died: int) -> list[tuple[str, float]]:
     return [outcome.value for outcome in alive]
 
 
-def test_a_killed_process_is_noticed_at_once_and_named(three: Processes) -> None:
-    for message, seconds in survivors(three.outcomes(dies, 2), 2):
+def test_a_killed_process_is_noticed_at_once_and_named(cases: Cases) -> None:
+    for message, seconds in survivors(cases[dies].result(), 2):
         assert seconds < SOON
         assert "rank 2 is gone (process " in message.lower()
         assert "cannot be reached" not in message
 
 
-def test_without_the_process_that_hosts_the_store_the_last_picture_is_shown(three: Processes) -> None:
-    for message, seconds in survivors(three.outcomes(dies, 0), 0):
+def test_without_the_process_that_hosts_the_store_the_last_picture_is_shown(cases: Cases) -> None:
+    for message, seconds in survivors(cases[host_dies].result(), 0):
         assert seconds < SOON
         assert "Rank 0 is gone (process " in message
         assert "The process that hosts the store cannot be reached" in message
@@ -212,10 +234,8 @@ def host_is_stopped(folder: Path) -> tuple[str, float, str]:
     return message, seconds, asked
 
 
-def test_with_the_host_of_the_store_stopped_the_others_report_within_the_deadline(
-    three: Processes, tmp_path: Path
-) -> None:
-    for message, seconds, asked in warmed_up(three).run(host_is_stopped, tmp_path)[1:]:
+def test_with_the_host_of_the_store_stopped_the_others_report_within_the_deadline(cases: Cases) -> None:
+    for message, seconds, asked in returned(cases, host_is_stopped)[1:]:
         assert seconds < TIMEOUT + 5
         assert "rank 0 is stopped (process " in message.lower(), message
         assert "rank 0 is stopped (process " in asked.lower(), asked
@@ -234,8 +254,8 @@ def comes_late() -> list[str]:
     return messages
 
 
-def test_the_late_process_and_later_calls_get_named_errors_too(three: Processes) -> None:
-    for first, second in warmed_up(three).run(comes_late):
+def test_the_late_process_and_later_calls_get_named_errors_too(cases: Cases) -> None:
+    for first, second in returned(cases, comes_late):
         assert "gather() at " in first
         assert "reduce() at " in second
 
@@ -263,8 +283,8 @@ def interrupted() -> str:
     return "interrupted"
 
 
-def test_a_waiting_process_can_be_interrupted(three: Processes) -> None:
-    assert three.run(interrupted) == ["interrupted", "", ""]
+def test_a_waiting_process_can_be_interrupted(cases: Cases) -> None:
+    assert returned(cases, interrupted) == ["interrupted", "", ""]
 
 
 SCRIPT = """
