@@ -73,8 +73,11 @@ class _Connection:
 _connections: Final[WeakKeyDictionary[Any, _Connection]] = WeakKeyDictionary()
 
 
-def _connection_of(process: Process) -> _Connection:
+def _connection_of(process: Process) -> _Connection | None:
+    """The way to the other ranks; None where there are no others, or simulated ones that say what this one says."""
     store: Any = process.transport.store()
+    if store is None:
+        return None
     known = _connections.get(store)
     if known is None:
         control = process.transport.control()
@@ -112,7 +115,7 @@ class StoreBarrier:
         self._error, self._remedy = error, remedy
         self._later = min(_LATER, deadline / 2)
         self._process = process
-        self._connection = _connection_of(process) if process.world_size > 1 else None
+        self._connection = _connection_of(process)
         self._number: int | None = None
         self._posts: list[str] = []
         self._results: list[str] = []
@@ -134,7 +137,7 @@ class StoreBarrier:
                 `accel_state.errors`), or did not come before the deadline (`error`).
         """
         if self._connection is None:
-            return combine([value])
+            return combine([value] * self._world_size)
         try:
             with self._store_named():
                 return self._wait(self._connection.control, phase, value, combine, last)

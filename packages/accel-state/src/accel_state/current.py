@@ -7,6 +7,7 @@ puts a new object there.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from accel_state.errors import NoState, NotReady
 from accel_state.identity import Process, Run
 from accel_state.settings.environ import publish
-from accel_state.topology import read_topology
+from accel_state.topology import Topology, read_topology
 
 __all__ = (
     "Process",
@@ -34,12 +35,11 @@ __all__ = (
     "set_gradient",
     "set_process",
     "set_run",
+    "slot_per_thread",
 )
 
 
 class _Slot:
-    __slots__ = ("clearing", "ending", "gradient", "process", "run")
-
     def __init__(self) -> None:
         self.process: Process | None = None
         self.run: Run | None = None
@@ -49,6 +49,21 @@ class _Slot:
 
 
 _slot = _Slot()
+
+
+class _SlotOfThread(_Slot, threading.local):
+    """A slot for each thread that looks into it."""
+
+
+@contextmanager
+def slot_per_thread() -> Iterator[None]:
+    """Give each thread a slot of its own for a while; `accel_state.testing.threads` runs ranks as threads in it."""
+    global _slot
+    before, _slot = _slot, _SlotOfThread()
+    try:
+        yield
+    finally:
+        _slot = before
 
 
 def process() -> Process:
@@ -86,7 +101,8 @@ def process_or_start() -> Process:
 
 def _checked(process: Process) -> Process:
     """The process, unless it is that of a parent and a launcher gave this one another place since the fork."""
-    if process.inherited and read_topology().variables() != process.topology.variables():
+    told = read_topology() if process.inherited else Topology()
+    if told.distributed and told.variables() != process.topology.variables():
         raise NotReady(
             "The state of this process was asked for.",
             f"It was made before the process was forked, by process {process.rank} of {process.world_size}; the "

@@ -16,7 +16,7 @@ from accel_state.labels import DistributedType
 from accel_state.settings.environ import from_environment, publish
 from accel_state.settings.run import ProcessSettings
 from accel_state.topology import Topology, read_topology
-from accel_state.transport.select import start_transport
+from accel_state.transport.select import place_in_group, start_transport
 
 __all__ = ("start_process",)
 
@@ -37,11 +37,12 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     group = InitProcessGroupKwargs(**{"backend": None, **options})
     family = wanted_family(settings)
     family.check_fork()
-    topology = family.placed(read_topology())
-    if topology.distributed:
-        publish(topology.variables())
+    told = family.placed(read_topology())
+    if told.distributed:
+        publish(told.variables())
+    topology = told if told.distributed else place_in_group(max(family.count(), 1)) or told
     device = _device(settings, family, topology)
-    family.settle(topology)
+    family.settle(told)
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout

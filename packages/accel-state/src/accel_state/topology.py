@@ -115,6 +115,9 @@ SCHEMES: Final = (
 )
 
 
+_TOLD: Final = frozenset(scheme.name for scheme in SCHEMES)
+
+
 class Topology(NamedTuple):
     """The place of one process.
 
@@ -128,7 +131,8 @@ class Topology(NamedTuple):
         master_port: its port.
         attempt: how often the run was restarted where its attempts share a store, 0 for the first start. Where each
             has a store of its own it stays 0: a machine that replaced another one counts its own restarts only.
-        scheme: name of the convention the place was read from, or "alone".
+        scheme: name of the convention the place was read from; "process group" where the script made one by itself, or
+            "alone".
     """
 
     rank: int = 0
@@ -143,8 +147,8 @@ class Topology(NamedTuple):
 
     @property
     def distributed(self) -> bool:
-        """Whether the process was started as one of several, or as the only one of a launched run."""
-        return self.scheme != "alone"
+        """Whether a launcher told the process its place, be it as the only one of a run."""
+        return self.scheme in _TOLD
 
     @property
     def is_main(self) -> bool:

@@ -54,7 +54,8 @@ class Preemption:
         self._left = threading.Event()
         self._error: AccelError | None = None
         self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}
-        if process.world_size > 1:
+        self._alone = process.transport.store() is None
+        if not self._alone:
             self._thread = threading.Thread(target=self._watch, name="accel-preemption", daemon=True)
             self._thread.start()
             atexit.register(self.leave)
@@ -79,7 +80,7 @@ class Preemption:
             leave_to_resume()
 
     def _ends_here(self) -> bool:
-        if self._process.world_size == 1:
+        if self._alone:
             return bool(self._signalled)
         ends = self._boundaries.reached()
         if self._error is not None:

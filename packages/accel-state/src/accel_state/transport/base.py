@@ -96,10 +96,10 @@ class Transport(ABC):
 
     @abstractmethod
     def store(self) -> Any | None:
-        """The key-value store that the processes share, or None when there is only one."""
+        """The key-value store that the processes share; None when there is only one, or the others are simulated."""
 
     def control(self) -> ControlStore | None:
-        """A new connection for control messages between the processes, or None when there is only one."""
+        """A new connection for control messages between the processes, or None when there is no store."""
         # Loads torch.distributed, which a process alone does without.
         from accel_state.transport.control import ControlStore
 

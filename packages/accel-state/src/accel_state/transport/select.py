@@ -15,7 +15,7 @@ from accel_state.topology import Topology
 from accel_state.transport.base import Transport
 from accel_state.transport.local import LocalTransport
 
-__all__ = ("backend_of", "start_transport")
+__all__ = ("backend_of", "place_in_group", "start_transport")
 
 
 def backend_of(family: DeviceFamily, asked: str | None) -> str:
@@ -31,6 +31,23 @@ def backend_of(family: DeviceFamily, asked: str | None) -> str:
     return asked
 
 
+def place_in_group(devices: int) -> Topology | None:
+    """The place of this process in the default group of torch.distributed; None before there is one.
+
+    For a process whose launcher left no trace. Ranks are taken to follow each other on each machine.
+
+    Args:
+        devices: of this machine. With several, as many processes as these are taken to be on each machine; with one,
+            which all share, all of them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_world_size = world_size if devices == 1 else min(devices, world_size)
+    node, local = divmod(rank, local_world_size)
+    return Topology(rank, world_size, local, local_world_size, node, scheme="process group")
+
+
 def start_transport(
     topology: Topology,
     family: DeviceFamily,
@@ -41,7 +58,7 @@ def start_transport(
 ) -> tuple[Transport, str | None]:
     """The transport of this process and the name of its torch.distributed backend (None when it runs alone).
 
-    A process group that the script initialised itself is used as it is.
+    A process group that the script initialised itself is used as it is, whatever its backend.
 
     Raises:
         SettingError: no address is known at which the processes could meet, or two have the same rank.

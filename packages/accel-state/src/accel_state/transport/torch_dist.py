@@ -1,13 +1,15 @@
 """The transport over torch.distributed, on process groups of our own.
 
 Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can
-then only wait, never mix. Headers always travel on the CPU; where the data lives on another device, a second group over
-gloo carries them. What travels over gloo takes the way that costs the processor least: in one round where it is small,
-in messages from tensor to tensor where it is not.
+then only wait, never mix. They have the backends of the default group, whoever made it. Headers always travel on the
+CPU: over the backend that the default group has for it, or over a second group with gloo. What travels over gloo takes
+the way that costs the processor least: in one round where it is small, in messages from tensor to tensor where it is
+not.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.forked_garbage import keep_garbage_at_forks
-from accel_state.transport.base import Reduction, Transport, Work
+from accel_state.transport.base import DONE, Reduction, Transport, Work
 from accel_state.transport.control import ControlStore
 from accel_state.transport.forked import ForkedTransport
 from accel_state.transport.leaving import leave_at_exit
@@ -47,24 +49,36 @@ class TorchDistTransport(Transport):
         self.world_size = dist.get_world_size()
         self.device = device
         self.timeout = timeout
-        self._data = dist.new_group(timeout=timeout)
+        backends = _backends_of_default_group()
+        host = backends.get("cpu", dist.Backend.GLOO)
+        self._header = dist.new_group(timeout=timeout, backend=None if "cpu" in backends else host)
+        over_header = "cpu" in backends or device.type not in backends
+        self._data = self._header if over_header else dist.new_group(timeout=timeout)
         # Each transport has keys of its own: what was told before a state was made anew is not heard afterwards.
         self._scope = f"transport{self._data.group_name}"
-        self._store = None if store is None else dist.distributed_c10d.PrefixStore(self._scope, store)
-        on_host = dist.get_backend(self._data) == dist.Backend.GLOO
-        self._header = self._data if on_host else dist.new_group(timeout=timeout, backend="gloo")
-        self._rounds = Rounds(self._header)
+        self._store = None
+        if host != dist.Backend.FAKE:
+            # Behind a fake group there are no other processes, and its store may hold nothing.
+            shared = self._host_store() if store is None else store
+            self._store = dist.distributed_c10d.PrefixStore(self._scope, shared)
+        self._rounds = Rounds(self._header) if host == dist.Backend.GLOO else None
         self._owner = owner
         leave_at_exit(self)
         keep_garbage_at_forks()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
-        if not self._over_gloo(tensor, group):
-            return _started(_all_gather(output, tensor, group=group, async_op=True))
-        if tensor.nbytes * self.world_size > MOST_IN_ONE_ROUND:
-            return exchange(output, tensor, group)
-        return _started(self._rounds.gather(output, tensor))
+        if self._rounds is not None and self._over_gloo(tensor, group):
+            if tensor.nbytes * self.world_size > MOST_IN_ONE_ROUND:
+                return exchange(output, tensor, group)
+            return _started(self._rounds.gather(output, tensor))
+        if tensor.is_cpu:
+            # Each backend for the CPU can gather into a list; MPI knows no other way.
+            rows = list(output.view(self.world_size, -1))
+            work = dist.all_gather(rows, tensor.view(-1), group=group, async_op=True)
+            # Threads wait in the call itself, and cannot wait for what it returns.
+            return DONE if work.is_completed() else _started(work)
+        return _started(_all_gather(output, tensor, group=group, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
         if self._is_pair(tensor):
@@ -110,13 +124,28 @@ class TorchDistTransport(Transport):
             _end_host_group(groups.pop())
 
     def _over_gloo(self, tensor: torch.Tensor, group: Any) -> bool:
-        return group is self._header and tensor.is_cpu
+        return self._rounds is not None and group is self._header and tensor.is_cpu
+
+    def _host_store(self) -> Any:
+        """A store on rank 0, for groups that were made without one, such as those of MPI."""
+        host, hosted, place = socket.gethostname(), None, [("", 0)]
+        if self.rank == 0:
+            hosted = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            place = [(host, hosted.port)]
+        dist.broadcast_object_list(place, src=0, group=self._header)
+        return hosted or dist.TCPStore(*place[0], is_master=False)  # type: ignore[attr-defined]
 
     def _is_pair(self, tensor: torch.Tensor) -> bool:
         return self.world_size == 2 and self._over_gloo(tensor, self._data)
 
     def in_child(self) -> Transport:
         return ForkedTransport(self.rank, self.world_size, self.device)
+
+
+def _backends_of_default_group() -> dict[str, str]:
+    """Which backend moves the tensors of which type of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs: Any = (pair.split(":") for pair in dist.get_backend_config().split(","))
+    return dict(pairs)
 
 
 def _end_host_group(group: Any) -> None:

@@ -1,0 +1,170 @@
+"""Ranks as threads of one process: many ranks in a test, with real collectives between them.
+
+    def rank() -> int:
+        return PartialState(cpu=True).process_index
+
+    assert run_as_threads(64, rank) == list(range(64))
+
+64 ranks begin and end within a second, where as many processes would take minutes. Each thread has a state of its own,
+and a default process group (torch's multi-threaded one) that connects it to the others. All else belongs to the
+process, and so to all ranks together: environment, modules, signals, random generators, the main thread. There are no
+messages from rank to rank, so pipelines do not work, nor does DistributedDataParallel. Threads that a rank starts have
+no rank. Use processes (`accel_state.testing.processes`) where any of this counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from accel_state import current
+from accel_state.errors import NotReady, SettingError
+from accel_state.protocol.call import exchange_of
+from accel_state.settings.environ import publish
+from accel_state.testing.fresh import LAUNCH_VARIABLES
+from accel_state.testing.processes import Outcome, ProcessesFailed
+
+__all__ = ("run_as_threads",)
+
+T = TypeVar("T")
+
+_WAKING: Final = 5.0
+"""Seconds for ranks that wait in a collective to end, after another has failed or time is up."""
+
+_one_world = threading.Lock()
+
+
+def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: float = 100.0) -> list[T]:
+    """Call a function on `count` ranks, each a thread of this process, and return each rank's value.
+
+    Args:
+        count: number of ranks.
+        function: what each rank calls; it begins without a state.
+        args: what it is called with; all ranks get the same objects.
+        timeout: seconds that all of it may take.
+
+    Raises:
+        ProcessesFailed: a rank raised, or was still busy when time was up; the message shows the traceback of each,
+            and where it was.
+        SettingError: there is no such number of ranks.
+        NotReady: other ranks are threads of this process.
+
+    Example:
+        >>> from accel_state import PartialState
+        >>> run_as_threads(3, lambda: PartialState(cpu=True).process_index)
+        [0, 1, 2]
+    """
+    if count < 1:
+        raise SettingError(f"Cannot run {count} ranks.", "There has to be one at least.", "Give a number from 1.")
+    if not _one_world.acquire(blocking=False):
+        raise NotReady(
+            f"Cannot run {count} ranks as threads.",
+            "Other ranks are threads of this process.",
+            "Let them end first, or call this in another process.",
+        )
+    try:
+        return _World(count, function, args).run(timeout)
+    finally:
+        _one_world.release()
+
+
+class _World:
+    """The ranks of one call.
+
+    Args:
+        count: number of ranks.
+        function: what each rank calls.
+        args: what it is called with.
+    """
+
+    def __init__(self, count: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._outcomes: list[Outcome | None] = [None] * count
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
+        self._ends = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._rank, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(count)
+        ]
+
+    def run(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        threads, hook = torch.get_num_threads(), sys.excepthook
+        launched = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
+        publish({}, remove=launched)
+        c10d: Any = torch._C._distributed_c10d
+        c10d._set_thread_isolation_mode(True)
+        multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
+        torch.set_num_threads(1)
+        try:
+            with current.slot_per_thread():
+                for thread in self._threads:
+                    thread.start()
+                outcomes = self._wait(deadline)
+        finally:
+            multi_threaded_pg.ProcessLocalGroup.reset()  # type: ignore[no-untyped-call]
+            multi_threaded_pg._uninstall_threaded_pg()  # type: ignore[no-untyped-call]
+            c10d._set_thread_isolation_mode(False)
+            torch.set_num_threads(threads)
+            publish(launched)
+            # Each rank has put another one around it.
+            sys.excepthook = hook
+        if not all(outcome.ok for outcome in outcomes):
+            raise ProcessesFailed([outcome for outcome in outcomes if not outcome.ok])
+        return [outcome.value for outcome in outcomes]
+
+    def _wait(self, deadline: float) -> list[Outcome]:
+        """What became of each rank, once all have ended or time is up."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        frames = sys._current_frames()
+        hung = {
+            rank: Outcome(rank, error="".join(traceback.format_stack(frames.get(thread.ident or 0))), hung=True)
+            for rank, thread in enumerate(self._threads)
+            if thread.is_alive()
+        }
+        if hung:
+            _wake()
+            until = time.monotonic() + _WAKING
+            for thread in self._threads:
+                thread.join(max(0.0, until - time.monotonic()))
+        ended = enumerate(self._outcomes)
+        return [hung.get(rank) or outcome or Outcome(rank, hung=True) for rank, outcome in ended]
+
+    def _rank(self, rank: int) -> None:
+        """What the thread of one rank does."""
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=len(self._threads), store=self._store)
+            try:
+                value = self._function(*self._args)
+            finally:
+                _leave()
+            self._outcomes[rank] = Outcome(rank, value)
+        except BaseException as error:
+            woken = isinstance(error, SystemExit) and multi_threaded_pg.ProcessLocalGroup._terminate.is_set()
+            told = "It waited for a rank that had failed.\n" if woken else traceback.format_exc()
+            self._outcomes[rank] = Outcome(rank, error=told)
+            _wake()
+
+
+def _wake() -> None:
+    """End all ranks that wait in a collective."""
+    multi_threaded_pg.ProcessLocalGroup.exception_handle(None)  # type: ignore[no-untyped-call]
+
+
+def _leave() -> None:
+    """End what the rank of this thread has opened."""
+    process = current.process_or_none()
+    if process is not None:
+        exchange_of(process.transport).watch.stop()
+    current.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
