@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -29,6 +32,12 @@ from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
 
 Pair = namedtuple("Pair", "first second")
 X = torch.arange(6.0).reshape(2, 3)
+
+
+@dataclass
+class Sample:
+    name: str
+    tensor: torch.Tensor
 
 
 @pytest.mark.parametrize("data", [X, [X], {"a": {"b": X}, "c": torch.ones(9)}, Pair((X,), None)])
@@ -58,6 +67,27 @@ def test_data_without_a_batch_size_are_refused(data: Any, error: type[Exception]
 def test_the_device_is_that_of_the_first_tensor() -> None:
     assert find_device([1, {"a": torch.ones(1, device="meta")}]) == torch.device("meta")
     assert find_device(["text", []]) is None
+
+
+def test_find_device_reads_nothing_behind_the_first_tensor() -> None:
+    class Counting(list[Any]):
+        read = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                self.read += 1
+                yield item
+
+    data = Counting(["text", torch.ones(1), *(torch.ones(1, device="meta") for _ in range(200))])
+    assert find_device({"leaves": data}) == torch.device("cpu")
+    assert data.read == 2
+
+
+def test_find_device_looks_into_containers_of_all_kinds() -> None:
+    on_meta = torch.ones(1, device="meta")
+    for data in (on_meta, (1, [on_meta]), Pair("a", on_meta), MappingProxyType({"a": on_meta}), Sample("a", on_meta)):
+        assert find_device(data) == torch.device("meta")
+    assert find_device(TensorInformation(torch.Size([1]), torch.float32)) is None
 
 
 def test_shapes_structures_and_numbers_take_the_place_of_tensors() -> None:

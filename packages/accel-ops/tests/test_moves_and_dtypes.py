@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_half_precision_becomes_float32_and_all_else_stays() -> None:
     assert converted["tensors"][2] is given[2]
     assert converted["text"] == "a"
     assert converted["none"] is None
+
+
+def test_one_tensor_is_converted_without_a_walk() -> None:
+    half, double = torch.ones(1, dtype=torch.float16), torch.ones(1, dtype=torch.float64)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        converted, kept = convert_to_fp32(half), convert_to_fp32(double)
+    finally:
+        sys.setprofile(None)
+    assert called == ["convert_to_fp32", "convert_to_fp32"]
+    assert converted.dtype == torch.float32
+    assert kept is double
 
 
 def test_a_wrapped_forward_converts_and_knows_the_original() -> None:

@@ -23,6 +23,9 @@ class CannotPickle(AccelError, pickle.PicklingError):
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Nested data with its float16 and bfloat16 tensors as float32; all other leaves stay as they are."""
+    # Most outputs of models are one tensor, which needs no walk.
+    if isinstance(tensor, torch.Tensor):
+        return tensor.float() if tensor.dtype in _HALF else tensor
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
 
 

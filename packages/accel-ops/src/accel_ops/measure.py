@@ -9,8 +9,8 @@ import torch
 
 from accel_ops.tree import (
     TensorInformation,
+    children,
     is_tensor_information,
-    leaves_with_paths,
     recursively_apply,
 )
 from accel_state.errors import SettingError, UnknownKind
@@ -62,8 +62,14 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor; None when there is none."""
-    return next((leaf.device for _, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)), None)
+    """Device of the first tensor; None when there is none. What follows that tensor is not visited."""
+    if isinstance(data, torch.Tensor):
+        return data.device
+    for item in children(data):
+        device = find_device(item)
+        if device is not None:
+            return device
+    return None
 
 
 def get_shape(data: Any) -> Any:

@@ -18,6 +18,7 @@ from accel_state.errors import UnknownKind
 __all__ = (
     "Structure",
     "TensorInformation",
+    "children",
     "flatten",
     "honor_type",
     "is_namedtuple",
@@ -171,6 +172,17 @@ def map_children(value: Any, walk: Callable[[Any], Any], refuse: Callable[[Any],
     if refuse is not None:
         refuse(value)
     return value
+
+
+def children(value: Any) -> Iterable[Any]:
+    """What a container of any kind holds; nothing for what is no container."""
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, (dict, Mapping)):  # a dict is recognised sooner than a mapping
+        return value.values()
+    if _is_dataclass(value) and not isinstance(value, TensorInformation):
+        return (getattr(value, field.name) for field in dataclasses.fields(value))
+    return ()
 
 
 def mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
