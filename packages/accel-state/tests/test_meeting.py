@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,12 +22,6 @@ def come() -> None:
     PartialState(cpu=True)
 
 
-def started(group: Processes) -> Processes:
-    """Processes that have loaded all they need, so that they come at nearly the same time."""
-    group.run(come)
-    return group
-
-
 def start_as(ranks: list[int], world_size: int, timeouts: list[float]) -> str:
     """Become the rank that the list has for this process, and say what went wrong."""
     number = int(os.environ["RANK"])
@@ -37,52 +34,86 @@ def start_as(ranks: list[int], world_size: int, timeouts: list[float]) -> str:
     return "met"
 
 
-def test_a_rank_that_was_given_twice_is_told_to_everybody(three: Processes) -> None:
-    for told in three.run(start_as, [0, 1, 1], 3, [60.0] * 3):
-        assert told.startswith("SettingError")
-        assert "Two processes were started as rank 1" in told
+def on_new(count: int, *arguments: Any, ready: bool = False, environment: dict[str, str] | None = None) -> list[str]:
+    """What each of so many new processes says of its start."""
+    with Processes(count) as group:
+        if ready:
+            # They have loaded all they need, so that they come at nearly the same time.
+            group.run(come)
+        return group.run(start_as, *arguments, environment=environment)
 
 
-def test_rank_0_given_twice_finds_its_port_in_use(two: Processes) -> None:
-    told = started(two).run(start_as, [0, 0], 2, [6.0, 6.0])
-    assert any("a second process that was started as rank 0" in text for text in told)
-    assert all(text.startswith("CollectiveError") for text in told)
+@contextmanager
+def held_port(listening: bool) -> Iterator[str]:
+    """A port that nobody else is given, on which nobody listens or this process does without an answer."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        if listening:
+            held.listen()
+        yield str(held.getsockname()[1])
 
 
-def test_a_process_that_never_comes(two: Processes) -> None:
-    for told in two.run(start_as, [0, 1], 3, [1.5, 1.5]):
-        assert told.startswith("CollectiveError")
-        assert "of 3 wanted to meet the others" in told
+Told = Mapping[str, tuple[str, "Future[list[str]]"]]
 
 
-def test_a_process_that_never_comes_is_named_where_the_store_is_there_without_it(two: Processes) -> None:
+@pytest.fixture(scope="module")
+def told() -> Iterator[Told]:
+    """What processes that do not meet are told, and the port of some; they wait for their timeouts at the same time."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for told in started(two).run(start_as, [0, 2], 3, [6.0, 6.0], environment=agent):
-        assert told.startswith("CollectiveError")
-        assert "these had not come: 1." in told
+    with held_port(True) as taken, held_port(False) as first, held_port(False) as second, ThreadPoolExecutor(7) as pool:
+        unknown = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": first}
+        silent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": second}
+        yield {
+            "twice": ("", pool.submit(on_new, 3, [0, 1, 1], 3, [60.0] * 3)),
+            "rank 0 twice": ("", pool.submit(on_new, 2, [0, 0], 2, [6.0, 6.0], ready=True)),
+            "missing": ("", pool.submit(on_new, 2, [0, 1], 3, [1.5, 1.5])),
+            "missing at an agent": (
+                "",
+                pool.submit(on_new, 2, [0, 2], 3, [6.0, 6.0], ready=True, environment=agent),
+            ),
+            "taken": ("", pool.submit(on_new, 2, [0, 1], 2, [60.0, 1.0], environment={"MASTER_PORT": taken})),
+            "no-such-host.invalid": (first, pool.submit(on_new, 2, [1, 1], 2, [2.0, 2.0], environment=unknown)),
+            "127.0.0.1": (second, pool.submit(on_new, 2, [1, 1], 2, [2.0, 2.0], environment=silent)),
+        }
 
 
-def test_a_port_that_another_program_holds(two: Processes) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        place = {"MASTER_PORT": str(taken.getsockname()[1])}
-        first, second = two.run(start_as, [0, 1], 2, [60.0, 1.0], environment=place)
+def test_a_rank_that_was_given_twice_is_told_to_everybody(told: Told) -> None:
+    for text in told["twice"][1].result():
+        assert text.startswith("SettingError")
+        assert "Two processes were started as rank 1" in text
+
+
+def test_rank_0_given_twice_finds_its_port_in_use(told: Told) -> None:
+    found = told["rank 0 twice"][1].result()
+    assert any("a second process that was started as rank 0" in text for text in found)
+    assert all(text.startswith("CollectiveError") for text in found)
+
+
+def test_a_process_that_never_comes(told: Told) -> None:
+    for text in told["missing"][1].result():
+        assert text.startswith("CollectiveError")
+        assert "of 3 wanted to meet the others" in text
+
+
+def test_a_process_that_never_comes_is_named_where_the_store_is_there_without_it(told: Told) -> None:
+    for text in told["missing at an agent"][1].result():
+        assert text.startswith("CollectiveError")
+        assert "these had not come: 1." in text
+
+
+def test_a_port_that_another_program_holds(told: Told) -> None:
+    first, second = told["taken"][1].result()
     assert "the port is in use" in first
     assert second.startswith("CollectiveError")
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
-def test_an_address_at_which_nobody_listens(two: Processes, address: str) -> None:
-    # Nobody else is given a port that is held, and nobody listens on it.
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": address, "MASTER_PORT": str(held.getsockname()[1])}
-        found = two.run(start_as, [1, 1], 2, [2.0, 2.0], environment=place)
-    for told in found:
-        assert told.startswith("CollectiveError")
-        assert f"{address}:{place['MASTER_PORT']}" in told
+def test_an_address_at_which_nobody_listens(told: Told, address: str) -> None:
+    port, found = told[address]
+    for text in found.result():
+        assert text.startswith("CollectiveError")
+        assert f"{address}:{port}" in text
 
 
 def leave_a_key(old: str | None) -> tuple[bool, str]:
