@@ -29,9 +29,9 @@ for `or`, a negated condition, a number one higher or lower, another arithmetic 
 `all`, a changed bool or bound of a slice, an argument, a statement or the value of a `return` left out. {drawn} of
 {possible}. Texts of messages, docstrings, annotations and log calls are not changed. Each mutant is tried with the
 tests that execute the changed line, in real processes where the tests have some, until one fails. It is *killed* when
-a test fails, and *hung* when a test does not end even at the second try with more time; both count as noticed. Each
-test that failed passes on the unchanged code. Tests marked `slow` and those that need a GPU or another library are left
-out, and what tests do in new interpreters is not watched.
+a test fails, and *hung* when a test does not end within ten times its usual time and at least 20 seconds; both count
+as noticed. Each test that noticed something passes on the unchanged code. Tests marked `slow` and those that need a GPU
+or another library are left out, and what tests do in new interpreters is not watched.
 
 """
 

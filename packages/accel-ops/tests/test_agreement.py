@@ -110,6 +110,13 @@ def test_all_get_what_rank_0_made_of_the_values() -> None:
         assert on_all(ranks, save) == [["folder-0", "0,1,2"]] * 3
 
 
+def test_values_are_combined_on_the_first_rank() -> None:
+    def combined(rank: Any) -> str:
+        return barrier(rank).wait("done", "", lambda _: f"on rank {rank.rank}", last=True)
+
+    assert on_all(world(3), combined) == ["on rank 0"] * 3
+
+
 def save_failing(failing: int, error: BaseException) -> Callable[[Any], None]:
     def save(rank: Any) -> None:
         meeting = barrier(rank)
@@ -206,6 +213,17 @@ def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:
     assert all("disk full" in str(outcome) for outcome in outcomes)
     assert all("disk full" in str(outcome) for outcome in on_all(ranks, save))
     assert on_all(ranks, works) == ["0,1,2"] * 3
+
+
+def test_a_failure_that_was_reported_is_seen_without_waiting() -> None:
+    first, second = (barrier(rank) for rank in world(2))
+    second.check()
+    reporting = threading.Thread(target=first.fail, args=(OSError(28, "No space left on device"),))
+    reporting.start()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        while reporting.is_alive():
+            second.check()
+    reporting.join()
 
 
 def test_two_topics_at_once_do_not_mix() -> None:

@@ -16,6 +16,7 @@ from accel_ops import broadcast, gather, gather_object, pad_across_processes, re
 from accel_ops.packing import as_bytes
 from accel_ops.tree import flatten, leaves_with_paths
 from accel_state import PartialState
+from accel_state.protocol.slot import HEADER, slot_size
 from accel_state.testing.processes import Processes
 
 Pair = namedtuple("Pair", "first second")
@@ -214,3 +215,31 @@ def test_padding_equals_plain_torch(group: Processes, sizes: list[int], dim: int
 )
 def test_scatter_equals_plain_torch(group: Processes, specs: list[Any]) -> None:
     group.run(compare_scatters, specs)
+
+
+def around_the_slot() -> list[int]:
+    rank, limit = PartialState(cpu=True).process_index, slot_size(2)
+    wrong = []
+    for length in range(limit - 2 * HEADER, limit + HEADER):
+        own = torch.full((length,), rank, dtype=torch.uint8)
+        if gather(own).tolist() != [0] * length + [1] * length or gather_object([bytes(length)]) != [bytes(length)] * 2:
+            wrong.append(length)
+    return wrong
+
+
+def test_nothing_is_lost_between_what_fits_into_a_slot_and_what_does_not(two: Processes) -> None:
+    assert two.run(around_the_slot) == [[], []]
+
+
+def grad_modes() -> list[bool]:
+    PartialState(cpu=True)
+    found = []
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            gather(torch.ones(1))
+            found.append(torch.is_grad_enabled())
+    return found
+
+
+def test_gradients_are_recorded_after_a_collective_as_before_it(two: Processes) -> None:
+    assert two.run(grad_modes) == [[True, False]] * 2

@@ -160,8 +160,9 @@ def test_the_test_decides_what_a_leaf_is() -> None:
     ],
 )
 def test_the_path_of_an_unsupported_leaf_is_named(data: Any, path: str) -> None:
-    with pytest.raises(UnknownKind, match=path):
+    with pytest.raises(UnknownKind, match=path) as refused:
         recursively_apply(plus_one, data, error_on_other_type=True)
+    assert "plus_one" in str(refused.value)
     with pytest.raises(UnknownKind, match=path):
         flatten(data, "gather")
     with pytest.raises(TypeError):

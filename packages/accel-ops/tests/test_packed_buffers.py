@@ -72,6 +72,10 @@ def test_each_unpacked_tensor_owns_its_memory(given_kinds: list[tuple[torch.dtyp
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
+def test_nothing_takes_no_bytes() -> None:
+    assert Packing([], 2).nbytes == 0
+
+
 def test_segments_begin_where_every_dtype_can_be_read() -> None:
     packing = Packing([((1,), torch.bool), ((3,), torch.complex128), ((), torch.int8), ((5,), torch.bool)])
     assert all(segment.start % ALIGNMENT == 0 for segment in packing.segments)
