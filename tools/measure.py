@@ -62,8 +62,8 @@ def main(given: Sequence[str] | None = None) -> int:
         (DOCUMENTS / "benchmarks.md").write_text(document(table, known), encoding="utf-8")
     slower = False
     if options.compare:
-        asked = {row.key for row in rows}
-        changes = compared([row for row in old if row.key in asked or not options.patterns], found)
+        left_out = {case.key for case in table} - {case.key for case in rows}
+        changes = compared([row for row in old if row.key not in left_out], found)
         print(report(changes))
         slower = any(change.verdict == "slower" for change in changes)
     return 1 if failures or slower else 0

@@ -16,7 +16,9 @@ from bench.case import Call
 ROUND_SECONDS: Final = 0.1
 """How long a round of calls should take; a longer call is a round by itself."""
 
-SIDE_SECONDS: Final = 1.0
+SIDE_SECONDS: Final = 0.5
+"""How long the rounds of a side should take in one interpreter."""
+
 LEAST_ROUNDS, MOST_ROUNDS = 2, 9
 
 

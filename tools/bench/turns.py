@@ -42,7 +42,7 @@ class Pace:
 
     least: int = 4
     most: int = 15
-    seconds: float = 20.0
+    seconds: float = 15.0
     steady: float = 0.01
 
 
@@ -141,7 +141,8 @@ class Runner:
         """Measures rows and shows each as a line; returns them, and why others could not be measured."""
         found: list[Row] = []
         failures: list[str] = []
-        with tempfile.TemporaryDirectory(prefix="bench.tmp-", dir=ROOT / "tools") as kept:
+        (ROOT / ".nox").mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=ROOT / ".nox") as kept:
             for session in sessions(rows):
                 try:
                     self._turns(session, Path(kept))

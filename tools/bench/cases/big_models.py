@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -155,51 +153,37 @@ def load_small(functions: Any, folder: Path) -> None:
     functions.load_checkpoint_and_dispatch(model, str(file), device_map={"": "cpu"})
 
 
-def half_to_disk(folder: Path) -> dict[str, Any]:
-    """Options that bring every second layer to the disk."""
-    device_map = {str(number): "disk" if number % 2 else "cpu" for number in range(LAYERS)}
-    return {"device_map": device_map, "offload_folder": folder / "away"}
-
-
-def as_bf16(folder: Path) -> dict[str, Any]:
-    """Options that convert."""
+def load(how: str, scope: Scope) -> Call:
+    """One load in one of four ways; "copied" copies each weight, since a mapped file takes no memory."""
     import torch
 
-    return {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
-
-
-def to_cpu(folder: Path) -> dict[str, Any]:
-    """Options for the CPU alone."""
-    return {"device_map": {"": "cpu"}}
-
-
-def load(options: Callable[[Path], dict[str, Any]], copied: bool, scope: Scope) -> Call:
-    """One load, by some options; afterwards each weight is copied where a mapped file would not count."""
     functions, folder = library(scope), checkpoint(scope)
     with functions.init_empty_weights():
         model = layers()
-    given = options(scope.folder)
+    options: dict[str, Any] = {"device_map": {"": "cpu"}}
+    if how == "half to the disk":
+        options = {"device_map": {str(number): "disk" if number % 2 else "cpu" for number in range(LAYERS)}}
+        options["offload_folder"] = scope.folder / "away"
+    if how == "as bf16":
+        options["dtype"] = torch.bfloat16
 
     def run() -> None:
-        loaded = functions.load_checkpoint_and_dispatch(model, folder, **given)
-        if copied:
+        loaded = functions.load_checkpoint_and_dispatch(model, folder, **options)
+        if how == "copied":
             for parameter in loaded.parameters():
                 parameter.data = parameter.data.clone()
 
-    with contextlib.redirect_stderr(open(os.devnull, "w")):
-        load_small(functions, scope.folder)
+    load_small(functions, scope.folder)
     return run
 
 
-def loads(
-    title: str, memory: str, limits: tuple[float, float | None], options: Callable[[Path], Any], copied: bool = False
-) -> tuple[Case, Case]:
+def loads(name: str, how: str, seconds: float, memory: float | None) -> tuple[Case, Case]:
     """What one way to load takes, and what it holds."""
-    side = partial(load, options, copied)
+    side = partial(load, how)
     case = partial(Case, GROUP, figure="ours/peer", work=Work(side, side, once=True), method=LOADS)
     return (
-        case(name=f"load 2 GB{title}", unit="CPU s", limit=limits[0]),
-        case(name=f"peak memory: {memory}", unit="MB", limit=limits[1]),
+        case(name=name, unit="CPU s", limit=seconds),
+        case(name=f"peak memory: {how}", unit="MB", limit=memory),
     )
 
 
@@ -220,8 +204,8 @@ def many_modules(number: int = 200) -> Any:
     return nn.Sequential(nn.Embedding(1000, 64), *(block() for _ in range(number)), nn.Linear(64, 1000))
 
 
-def mapped(function: str, whole_blocks: bool, scope: Scope) -> Call:
-    """A device map, or balanced budgets."""
+def mapped(function: str, kept: tuple[str, ...], scope: Scope) -> Call:
+    """A device map, or balanced budgets; blocks of the classes `kept` are not split."""
     functions = library(scope)
     with functions.init_empty_weights():
         model = many_modules()
@@ -229,8 +213,7 @@ def mapped(function: str, whole_blocks: bool, scope: Scope) -> Call:
     call = getattr(functions, function)
     # The original takes no index of an accelerator that is not there; the order in which it fills them is the same.
     budget = {"cpu": size // 3, "disk": size} if function == "infer_auto_device_map" else {0: size, 1: size}
-    kept = ["Block"] if whole_blocks else []
-    return lambda: call(model, dict(budget), no_split_module_classes=kept)
+    return lambda: call(model, dict(budget), no_split_module_classes=list(kept))
 
 
 def empty(scope: Scope) -> Call:
@@ -276,22 +259,17 @@ CASES: Final = (
         "the same through the reader thread (bf16 on the disk)", "wall s", 0.65, converted_forward, FORWARDS
     ),
     Case(GROUP, "the same from a disk of 500 MB/s", "wall s", "ours/raw", 1.3, SLOWLY, FORWARDS),
-    *loads(" to the CPU", "to the CPU", (0.1, None), to_cpu),
-    *loads(", half to the disk", "half to the disk", (0.05, 1.0), half_to_disk),
-    *loads(" and copy each weight", "copied", (0.7, None), to_cpu, copied=True),
-    *loads(" as bf16", "as bf16", (0.7, 1.0), as_bf16),
-    beside_original(
-        "infer_auto_device_map, 200 blocks", "CPU ms", 0.2, partial(mapped, "infer_auto_device_map", True), MAPS
-    ),
-    beside_original(
-        "infer_auto_device_map that splits blocks, 200 blocks",
-        "CPU ms",
-        0.25,
-        partial(mapped, "infer_auto_device_map", False),
-        MAPS,
-    ),
-    beside_original(
-        "get_balanced_memory, 200 blocks", "CPU ms", 0.25, partial(mapped, "get_balanced_memory", True), MAPS
+    *loads("load 2 GB to the CPU", "to the CPU", 0.1, None),
+    *loads("load 2 GB, half to the disk", "half to the disk", 0.05, 1.0),
+    *loads("load 2 GB and copy each weight", "copied", 0.7, None),
+    *loads("load 2 GB as bf16", "as bf16", 0.7, 1.0),
+    *(
+        beside_original(f"{name}, 200 blocks", "CPU ms", limit, partial(mapped, function, kept), MAPS)
+        for name, function, kept, limit in (
+            ("infer_auto_device_map", "infer_auto_device_map", ("Block",), 0.2),
+            ("infer_auto_device_map that splits blocks", "infer_auto_device_map", (), 0.25),
+            ("get_balanced_memory", "get_balanced_memory", ("Block",), 0.25),
+        )
     ),
     Case(GROUP, "init_empty_weights, 200 blocks", "CPU ms", "ours/raw", 1.2, Work(empty, empty, empty), EMPTY),
     beside_original("disk_offload, 20 blocks", "CPU ms", 0.8, partial(set_up, "disk_offload"), SET_UP),

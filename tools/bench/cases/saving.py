@@ -44,7 +44,8 @@ def parts() -> tuple[Any, Any]:
 @cache
 def training(flushed: bool = True) -> tuple[Any, Any, Any]:
     """An Accelerator of either library with a prepared model and optimizer, shared by all works of an interpreter."""
-    from accelerate import Accelerator, ProjectConfiguration
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
 
     settings: dict[str, Any] = {} if flushed else {"project_config": ProjectConfiguration(fsync=False)}
     accelerator = Accelerator(cpu=True, **settings)
