@@ -220,9 +220,13 @@ def test_a_failure_that_was_reported_is_seen_without_waiting() -> None:
     second.check()
     reporting = threading.Thread(target=first.fail, args=(OSError(28, "No space left on device"),))
     reporting.start()
-    with pytest.raises(CheckpointError, match="No space left on device"):
+
+    def look() -> None:
         while reporting.is_alive():
             second.check()
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        look()
     reporting.join()
 
 
