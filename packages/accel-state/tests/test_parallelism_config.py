@@ -172,7 +172,7 @@ def test_it_can_be_written_as_json() -> None:
 
 
 @pytest.fixture
-def sixteen() -> None:
+def sixteen(fresh_state: None) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
