@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import json
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import tomli
 
-from accel_state.settings.schema import _known, settings_of
+from accel_state.settings.schema import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path(__file__).parent / "reference"
@@ -46,7 +45,10 @@ def settings_classes() -> Iterator[type]:
 
 
 def has_settings(cls: type) -> bool:
-    return cls in _known or dataclasses.is_dataclass(cls)
+    try:
+        return bool(settings_of(cls))
+    except TypeError:  # it is no dataclass
+        return False
 
 
 @cache

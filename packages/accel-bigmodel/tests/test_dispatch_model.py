@@ -169,7 +169,7 @@ def test_weights_read_ahead_are_the_right_ones_also_when_the_order_changes(max_b
     for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0], [2], [0, 0, 3, 3], [], [0, 1, 2, 3], [0, 1, 2, 3]):
         model.order = plain.order = order
         assert torch.equal(model(IDS), plain(IDS))
-        assert reader._shared.held() <= reader.budget
+        assert reader.held <= reader.budget
     assert torch.equal(model(IDS), expected)
 
 
@@ -190,8 +190,7 @@ def test_the_next_blocks_are_read_by_the_thread() -> None:
         found = []
         for block in blocks:
             weights = reader.take(block)
-            with reader._shared.changed:
-                reader._shared.changed.wait_for(lambda: not reader._shared.queue and reader._shared.loading is None, 30)
+            assert reader.wait(30)
             found.append(weights["w"][0].item())
             reader.give_back(weights)
         return found
@@ -245,11 +244,11 @@ def test_an_error_of_the_thread_is_met_by_whoever_needs_the_weights() -> None:
 
 def test_the_thread_ends_with_the_reader() -> None:
     model, _ = made()
+    before = threading.enumerate()
     reader = read_ahead_model(model)
     for _ in range(2):
         model(IDS)
-    thread = reader._shared.thread
-    assert thread is not None
+    (thread,) = set(threading.enumerate()) - set(before)
     remove_hook_from_submodules(model)
     del reader, model
     import gc
@@ -468,13 +467,11 @@ def test_a_thread_that_finds_no_memory_stops_reading_ahead(caplog: pytest.LogCap
 
     blocks = [Block({"w": source}, {"w": torch.float64}, torch.device("cpu"), 16) for _ in range(3)]
     reader = BlockReader(1000)
-    shared = reader._shared
     for number in range(20):
         full[0] = number > 1
         for block in blocks:
             reader.give_back(reader.take(block))
-            with shared.changed:
-                assert shared.changed.wait_for(lambda: not shared.queue and shared.loading is None, 30)
+            assert reader.wait(30)
     assert len(tried) == 1
     assert reader.budget == 0
     assert caplog.text.count("not read ahead any more") == 1

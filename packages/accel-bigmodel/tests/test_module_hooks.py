@@ -160,7 +160,7 @@ def test_layers_are_skipped_by_name_and_class_and_restored_after_an_error() -> N
     model = Net()
     attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern="^do")
     assert model.down.weight.dtype == torch.float32
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model.up(torch.ones(1, 3))
     assert model.up.weight.dtype == torch.float8_e4m3fn
     other = Net()

@@ -111,7 +111,7 @@ def test_weights_left_in_safetensors_files_are_found(tmp_path: Path) -> None:
     assert list(loader) == ["m", "x", "z"]
     assert loader["x"].tolist() == [0, 1, 2]
     assert loader["z"].dtype == torch.float16
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="nothing"):
         loader["nothing"]
 
 

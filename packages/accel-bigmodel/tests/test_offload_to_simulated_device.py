@@ -83,7 +83,7 @@ def two_devices() -> Iterator[None]:
     with simulated_device(devices=2, memory=MEMORY), torch.no_grad():
         yield
         # A thread that still reads ahead would do so on the devices of the next test.
-        prefetch._end_threads()
+        prefetch.end_threads()
 
 
 def made(**options: Any) -> tuple[Net, torch.Tensor]:
@@ -225,9 +225,7 @@ def test_what_was_read_ahead_makes_way_when_the_device_is_full() -> None:
     for _ in range(2):
         for one in blocks:
             reader.give_back(reader.take(one))
-    shared = reader._shared
-    with shared.changed:
-        assert shared.changed.wait_for(lambda: not shared.queue and shared.loading is None, 30)
+    assert reader.wait(30)
     assert used(FIRST) == 3 * 4000
     taken = torch.empty((MEMORY - used(FIRST)) // 4, device=FIRST)
     assert reader.take(other)["w"][0].item() == 9

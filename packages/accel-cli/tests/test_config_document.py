@@ -105,16 +105,28 @@ def test_bytes_that_are_no_text(tmp_path):
 
 @settings(deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("ab:1 -\n\t[]{},&*!|>'\"#?%@~"), max_size=60), json=st.booleans())
-def test_any_text_gives_entries_or_a_typed_error(tmp_path_factory, text, json):
+def test_any_text_gives_entries_or_an_error_that_names_the_file(tmp_path_factory, text, json):
     path = tmp_path_factory.getbasetemp() / ("any.json" if json else "any.yaml")
     path.write_text(text, encoding="utf-8")
-    refused, entries = None, ()
     try:
         entries = read_document(str(path))
     except SettingError as error:
         refused = error
-    assert refused is None or str(path) in refused.obstacle or str(path) in refused.asked
-    assert all(isinstance(entry.key, str) and entry.line >= 1 for entry in entries)
+    else:
+        refused = None
+        assert all(isinstance(entry.key, str) and entry.line >= 1 for entry in entries)
+    assert refused is None or str(path) in refused.obstacle + refused.asked
+
+
+@settings(deadline=None)
+@given(keys=st.dictionaries(st.text("ab_", min_size=1, max_size=5), st.integers(-99, 99)), json=st.booleans())
+def test_any_table_of_numbers_is_read_with_its_lines(tmp_path_factory, keys, json):
+    path = tmp_path_factory.getbasetemp() / ("table.json" if json else "table.yaml")
+    rows = [f'"{key}": {value}' if json else f"{key}: {value}" for key, value in keys.items()]
+    path.write_text("{\n" + ",\n".join(rows) + "\n}" if json else "\n".join(rows), encoding="utf-8")
+    entries = read_document(str(path))
+    assert {entry.key: entry.value for entry in entries} == {key: str(value) for key, value in keys.items()}
+    assert json or [entry.line for entry in entries] == list(range(1, len(keys) + 1))
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_a_launch_inside_torchrun_is_a_run_by_itself():
     assert without_outer({**inside, "TORCHELASTIC_RUN_ID": "none"}) == {"PATH": "/bin"}
 
 
-def test_plans_are_values():
+def test_launch_plans_compare_by_value():
     assert plan(num_processes=2) == plan(num_processes=2)
+    assert plan(num_processes=2) != plan(num_processes=3)
     assert isinstance(plan(), LaunchPlan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from accel_cli.config import document
@@ -78,6 +78,7 @@ PIECES += ["'NO'", "#", " # x", "/x", "~", "*a", "&a", "%", "?", "!", "é", "\t"
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+@example(USUAL)
 def test_the_library_reads_the_same(tmp_path, text):
     entries = plain_entries(text)
     if entries is None:

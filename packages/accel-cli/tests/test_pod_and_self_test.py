@@ -96,10 +96,12 @@ def test_checks_that_do_not_pass(accel, installed_script):
 
 
 def test_without_the_script_the_install_line_is_shown(monkeypatch):
+    from argparse import Namespace
+
     from accel_cli.commands import test as command
     from accel_state.errors import Missing
     from accel_state.settings import extension
 
     monkeypatch.setattr(extension, "extensions", lambda group: ())
     with pytest.raises(Missing, match="pip install accel-torch"):
-        command._script()
+        command.COMMAND.run(Namespace(config_file=None, launch=[]))

@@ -77,7 +77,7 @@ def test_the_stream_is_dealt_out_step_by_step(
 
 
 def test_a_stream_without_length_has_none() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="has no len"):
         len(IterableDatasetShard(Stream(3)))
 
 

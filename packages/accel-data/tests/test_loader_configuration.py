@@ -20,7 +20,7 @@ def test_positions_and_defaults() -> None:
     assert config.use_seedable_sampler is True
     assert config.data_seed == 7
     assert config.non_blocking is True
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional argument"):
         DataLoaderConfiguration(True, False, False, True, 7, True, False, True)  # type: ignore[misc]
     assert DataLoaderConfiguration().sharding == "auto"
     assert DataLoaderConfiguration() == DataLoaderConfiguration(even_batches=True)

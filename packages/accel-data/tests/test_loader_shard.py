@@ -154,7 +154,7 @@ def test_a_prepared_loader_is_a_loader_with_all_that_the_plain_one_has() -> None
     assert loader.total_batch_size == 2
     assert loader.total_dataset_length == 7
     assert len(loader) == 3
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = loader.nothing_of_the_kind
 
 

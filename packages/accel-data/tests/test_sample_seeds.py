@@ -145,5 +145,5 @@ def test_the_data_set_still_shows_itself() -> None:
     assert loader.dataset[3][0] == 3
     loader.batch_sampler.even_batches = False
     assert loader.source.shard.even_batches is False
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = loader.dataset.nothing_of_the_kind

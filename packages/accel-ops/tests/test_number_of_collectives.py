@@ -10,7 +10,6 @@ import torch
 from accel_ops import (
     broadcast,
     broadcast_object_list,
-    collectives,
     gather,
     gather_object,
     pad_across_processes,
@@ -27,7 +26,6 @@ from accel_state.testing.processes import Processes
 
 SLOT = ("all_gather", slot_size(2))
 MANY_SMALL = 3 * 48_000
-BEFORE = collectives._MOST_GATHERED
 
 
 def small() -> dict[str, torch.Tensor]:
@@ -51,8 +49,9 @@ def mixed() -> dict[str, Any]:
     }
 
 
-def four_dtypes() -> list[torch.Tensor]:
-    return [torch.ones(12_000, dtype=d) for d in (torch.float32, torch.float64, torch.half, torch.complex64)]
+def four_dtypes(of_each: int = 1) -> list[torch.Tensor]:
+    dtypes = (torch.float32, torch.float64, torch.half, torch.complex64)
+    return [torch.ones(12_000, dtype=dtype) for dtype in dtypes for _ in range(of_each)]
 
 
 def records_of(name: str) -> list[tuple[str, int]]:
@@ -128,22 +127,20 @@ def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
         assert records[1][1] == MANY_SMALL
 
 
-def reduced_with_little_memory() -> list[str]:
+def reduced_beyond_64_mib() -> list[str]:
+    """Reduce many small tensors of four dtypes; the rows of both processes together take 81 MiB."""
     PartialState(cpu=True)
-    data = four_dtypes()
-    usual = reduce(data, "sum")
-    collectives._MOST_GATHERED = 100_000  # type: ignore[misc]
-    try:
-        with recording() as records:
-            frugal = reduce(data, "sum")
-    finally:
-        collectives._MOST_GATHERED = BEFORE  # type: ignore[misc]
-    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(usual, frugal, strict=True))
+    data = four_dtypes(of_each=160)
+    assert sum(tensor.nbytes for tensor in data) > 40 * 2**20
+    with recording() as records:
+        sums = reduce(data, "sum")
+    assert all(torch.equal(total, tensor * 2) for total, tensor in zip(sums, data, strict=True))
+    assert [total.dtype for total in sums] == [tensor.dtype for tensor in data]
     return [record.operation for record in records]
 
 
-def test_where_all_rows_together_would_be_too_large_each_dtype_is_added_up_on_the_way(two: Processes) -> None:
-    assert two.run(reduced_with_little_memory) == [["all_gather"] + ["all_reduce"] * 4] * 2
+def test_reduce_of_large_rows_starts_one_all_reduce_a_dtype(two: Processes) -> None:
+    assert two.run(reduced_beyond_64_mib) == [["all_gather"] + ["all_reduce"] * 4] * 2
 
 
 def test_the_first_call_and_the_next_are_alike(two: Processes) -> None:

@@ -13,7 +13,7 @@ from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.strategy import Strategy
-from accel_state.settings.schema import Kind, setting
+from accel_state.settings.schema import INTEGER, Kind, setting
 
 
 def manifest(strategy: type[Strategy], **changes: Any) -> Manifest:
@@ -270,6 +270,23 @@ class LosesADigit:
     )
 
 
+@dataclasses.dataclass
+class WritesTheDefault:
+    """Settings of which every value is written as the default."""
+
+    size: int = setting(1, kind=Kind("a size", int, lambda value: "1"), variable="BROKEN_SIZE")
+
+
+@dataclasses.dataclass
+class IgnoresVariables:
+    """Settings that are what they were, whatever a variable says."""
+
+    size: int = setting(1, kind=INTEGER, variable="BROKEN_SIZE")
+
+    def __post_init__(self) -> None:
+        self.size = 1
+
+
 def says_maybe(process: Any) -> str:
     """An answer that is neither yes nor no."""
     return "maybe"
@@ -319,7 +336,10 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (Sound, {"protocol": 2}, "test_the_manifest_fits_this_version_of_the_interface", ()),
     (Sound, {"config": "accel_plugins.ddp.strategy:DDPStrategy"}, "test_manifest_and_settings_load_without_torch", ()),
     (Sound, {"config": "broken_backends:NeedsAnArgument"}, "test_settings_have_defaults_and_survive_pickling", ()),
-    (Sound, {"config": "broken_backends:LosesADigit"}, "test_settings_survive_the_way_through_the_environment", ()),
+    *(
+        (Sound, {"config": f"broken_backends:{config}"}, "test_settings_survive_the_way_through_the_environment", ())
+        for config in ("LosesADigit", "WritesTheDefault", "IgnoresVariables")
+    ),
     (Sound, {"present": "broken_backends:says_maybe"}, "test_presence_is_answered_by_yes_or_no", ()),
     (Sound, {"config": "builtins:object"}, "test_settings_of_another_backend_are_refused", ()),
 ]

@@ -179,7 +179,7 @@ def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("cpu_state")
-def test_damage_is_told(tmp_path: Path, harm: object, sentence: str) -> None:
+def test_verify_reports_each_kind_of_damage(tmp_path: Path, harm: object, sentence: str) -> None:
     write(tmp_path / "a", "old")
     harm(tmp_path / "a")  # type: ignore[operator]
     verdict = verify(tmp_path / "a", hashes=True)

@@ -89,11 +89,24 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.text(max_size=60))
-def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
-    try:
+def test_a_configuration_of_any_text_is_refused_with_a_typed_error(text: str) -> None:
+    with pytest.raises(AccelError):
         HfDeepSpeedConfig(text)
-    except AccelError:
-        return
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+TABLES = st.recursive(
+    SCALARS | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=8), TABLES, max_size=4))
+def test_any_table_of_json_in_base64_is_read_as_it_is(table: dict[str, Any]) -> None:
+    text = base64.urlsafe_b64encode(json.dumps(table).encode()).decode()
+    assert HfDeepSpeedConfig(text).config == table
 
 
 def test_facts_take_the_place_of_auto() -> None:

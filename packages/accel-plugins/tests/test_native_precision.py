@@ -84,7 +84,7 @@ def test_prepared_models_inside_prepared_models() -> None:
 
 def test_a_forward_that_raises_leaves_autocast() -> None:
     model = choose("bf16", CPU).prepare(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model(torch.ones(1, 3))
 
     assert not torch.is_autocast_enabled("cpu")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from accel_plugins.checkpoint import preemption
 from accel_plugins.checkpoint.preemption import Preemption
-from accel_state import PartialState
+from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE
@@ -42,7 +42,8 @@ def ends_after(watching: Preemption, seconds: float) -> int:
 
 def hear_a_forged_request() -> tuple[int, list[str], int]:
     os.environ[SECRET_VARIABLE] = "of this run"
-    process = PartialState(cpu=True)._process
+    PartialState(cpu=True)
+    process = current.process()
     store: Any = process.transport.store()
     reports: list[str] = []
     handler = logging.Handler()
@@ -92,7 +93,8 @@ class FailsOnce:
 
 
 def end_over_a_store_that_fails_once() -> int:
-    process = PartialState(cpu=True)._process
+    PartialState(cpu=True)
+    process = current.process()
     inner = process.transport
     broken = FailsOnce(inner.store())
     transport = SimpleNamespace(

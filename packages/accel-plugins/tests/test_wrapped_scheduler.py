@@ -86,7 +86,7 @@ def test_it_shows_and_restores_the_scheduler_inside() -> None:
         assert other.scheduler.last_epoch == 1
         assert scheduler.base_lrs == [1.0]
         assert scheduler.optimizers == [optimizer]
-        with pytest.raises(AttributeError):
+        with pytest.raises(AttributeError, match="no_such_attribute"):
             _ = scheduler.no_such_attribute
 
 

@@ -107,7 +107,7 @@ def worker_of_a_rank() -> tuple[int, int, str]:
     with pytest.raises(NotReady) as caught:
         in_child(collective)
     total = torch.ones(1)
-    state._process.transport.all_reduce(total).wait()
+    current.process().transport.all_reduce(total).wait()
     return index, count, f"{total.item()} {caught.value}"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import PartialState
+from accel_state import PartialState, current
 from accel_state.errors import CollectiveError, SettingError
 from accel_state.testing.processes import Processes
 
@@ -118,13 +118,13 @@ def test_an_address_at_which_nobody_listens(told: Told, address: str) -> None:
 
 def leave_a_key(old: str | None) -> tuple[bool, str]:
     state = PartialState(cpu=True, timeout=60)
-    store = state._process.transport.store()
+    store = current.process().transport.store()
     assert store is not None
     seen = old is not None and store.check([old])
     state.wait_for_everyone()
     store.set(f"left by {state.process_index}", "x")
     total = torch.ones(1)
-    state._process.transport.all_reduce(total).wait()
+    current.process().transport.all_reduce(total).wait()
     assert total.item() == 2.0
     part = dist.new_group([0, 1])
     state.destroy_process_group(part)

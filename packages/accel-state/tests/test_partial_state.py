@@ -103,7 +103,8 @@ def test_the_collectives_of_the_transport(two: Processes) -> None:
 
 
 def collectives_alone() -> None:
-    transport = PartialState(cpu=True)._process.transport
+    PartialState(cpu=True)
+    transport = current.process().transport
     gathered, mine = torch.zeros(2), torch.zeros(1)
     transport.all_gather(gathered, torch.tensor([1.0, 2.0])).wait()
     transport.scatter(mine, [torch.tensor([3.0])], source=0).wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import PartialState
+from accel_state import PartialState, current
 from accel_state.testing.processes import Processes
 from accel_state.transport.base import Transport
 from accel_state.transport.messages import MOST_IN_ONE_ROUND
@@ -25,7 +25,8 @@ def group(request: pytest.FixtureRequest, processes: Callable[[int], Processes])
 
 
 def joined() -> Transport:
-    return PartialState(cpu=True, timeout=100)._process.transport
+    PartialState(cpu=True, timeout=100)
+    return current.process().transport
 
 
 def value(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:

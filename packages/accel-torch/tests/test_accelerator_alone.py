@@ -114,7 +114,7 @@ def test_prepare_returns_what_it_does_not_know() -> None:
     model, optimizer, _, _ = parts()
     made, text, _ = accelerator.prepare(model, "text", optimizer)
     assert text == "text"
-    assert accelerator._registry.models == [made]
+    assert accelerator._models == [made]
     assert accelerator.prepare([model]) == [model]
 
 
@@ -393,7 +393,7 @@ def test_freeing_forgets_what_was_prepared() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = accelerator.prepare(*parts())
     assert accelerator.free_memory(model, optimizer) == [None, None]
-    assert accelerator._registry.models == []
+    assert accelerator._models == []
     assert accelerator.clear() == []
 
 

@@ -267,7 +267,7 @@ def evaluation(sizes: dict[str, int] | None) -> dict[str, Any]:
         "same": frozen is teacher,
         "dtype": str(outputs.dtype),
         "wrapped": type(trained) is not SequenceModel,
-        "registered": len(accelerator._registry.models),
+        "registered": len(accelerator._models),
         "outputs": outputs.tolist(),
     }
 

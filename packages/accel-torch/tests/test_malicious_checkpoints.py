@@ -55,7 +55,7 @@ def made(backend: str = "single") -> Accelerator:
     optimizer = torch.optim.Adam(model.parameters())
     parts = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
     loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(4)))
-    accelerator._registry.loaders.append(loader)
+    accelerator._dataloaders.append(loader)
     accelerator.register_for_checkpointing(Counter())
     accelerator.backward(parts[0](torch.ones(1, 3)).sum())
     parts[1].step()

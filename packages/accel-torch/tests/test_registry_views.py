@@ -41,7 +41,7 @@ def test_they_show_what_was_prepared() -> None:
     assert accelerator._custom_objects == []
 
 
-def test_what_is_popped_is_gone_from_checkpoints(tmp_path: Any) -> None:
+def test_what_is_popped_is_gone_from_checkpoints(tmp_path: Path) -> None:
     accelerator, _, optimizer, _, _ = prepared()
     assert accelerator._optimizers.pop() is optimizer
     assert not accelerator.optimizer_step_was_skipped
@@ -50,12 +50,13 @@ def test_what_is_popped_is_gone_from_checkpoints(tmp_path: Any) -> None:
     assert (tmp_path / "saved" / "scheduler.bin").exists()
 
 
-def test_what_is_assigned_is_what_counts() -> None:
+def test_models_that_are_assigned_or_appended_are_saved(tmp_path: Path) -> None:
     accelerator, model, _, _, _ = prepared()
     accelerator._models = [model, nn.Linear(2, 2)]
-    assert accelerator._registry.models is accelerator._models
     accelerator._models.append(nn.Linear(3, 3))
-    assert len(accelerator._registry.models) == 3
+    accelerator.save_state(str(tmp_path / "saved"))
+    saved = {path.name for path in (tmp_path / "saved").glob("*.safetensors")}
+    assert saved == {"model.safetensors", "model_1.safetensors", "model_2.safetensors"}
     accelerator.free_memory()
     assert accelerator._models == []
 

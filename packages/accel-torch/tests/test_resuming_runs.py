@@ -177,7 +177,8 @@ def test_copies_of_a_signal_are_ignored_and_a_late_one_ends_the_process(monkeypa
 
 def uneven(ahead: int, signalled: int) -> int:
     """Processes that are at different boundaries, as inside accumulation windows; where they end."""
-    process = PartialState(cpu=True)._process
+    PartialState(cpu=True)
+    process = current.process()
     watching = Preemption(process, lambda: None, deadline=30.0)
     passed = 0
     try:

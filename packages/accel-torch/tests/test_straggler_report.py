@@ -97,7 +97,7 @@ def test_one_process_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         accelerator = Accelerator(cpu=True, straggler_report=True)
         model = accelerator.prepare(nn.Linear(2, 1))
         accelerator.backward(model(torch.ones(1, 2)).sum())
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model(torch.ones(1, 3))
         accelerator.end_training()
     heading, line = capsys.readouterr().out.splitlines()

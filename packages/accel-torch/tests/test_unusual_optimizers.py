@@ -108,11 +108,17 @@ def test_a_schedule_free_optimizer_averages_weights_as_in_one_process(
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_what_does_not_switch_takes_being_told_to() -> None:
+def test_train_and_eval_change_nothing_of_an_optimizer_without_modes() -> None:
     accelerator = Accelerator(cpu=True)
-    optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-    optimizer.train()
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    before = optimizer.state_dict()
     optimizer.eval()
+    optimizer.train()
+    assert optimizer.state_dict() == before
+    accelerator.backward(weight.sum())
+    optimizer.step()
+    assert weight.item() == 0.5
 
 
 @pytest.mark.usefixtures("fresh_state")

@@ -53,14 +53,19 @@ def test_a_tracker_attribute_may_be_set_before_the_base_is_initialised() -> None
     assert Late().tracker == "writer"
 
 
-def test_a_blank_tracker_takes_everything() -> None:
-    blank = GeneralTracker(_blank=True)
-    blank.start()
-    blank.store_init_configuration({"a": 1})
-    blank.log({"a": 1}, step=1, more=2)
-    blank.log_images({"a": []})
-    blank.log_table("t", columns=["a"], data=[[1]])
-    blank.finish()
+def test_a_blank_tracker_takes_every_call_and_keeps_nothing() -> None:
+    blank: Any = GeneralTracker(_blank=True)
+    before = dict(vars(blank))
+    answers = [
+        blank.start(),
+        blank.store_init_configuration({"a": 1}),
+        blank.log({"a": 1}, step=1, more=2),
+        blank.log_images({"a": []}),
+        blank.log_table("t", columns=["a"], data=[[1]]),
+        blank.finish(),
+    ]
+    assert answers == [None] * 6
+    assert vars(blank) == before
 
 
 def test_what_a_tracker_cannot_keep_it_refuses() -> None:

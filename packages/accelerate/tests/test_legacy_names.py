@@ -75,7 +75,7 @@ def test_the_table_of_trackers_is_emptied_and_filled_again() -> None:
         assert dict(tracking.LOGGER_TYPE_TO_CLASS) == {}
         with pytest.raises(ValueError, match="tensorboard"):
             tracking.filter_trackers("tensorboard", "logs")
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="tensorboard"):
             del tracking.LOGGER_TYPE_TO_CLASS["tensorboard"]
     finally:
         tracking.LOGGER_TYPE_TO_CLASS.update(before)

@@ -86,7 +86,7 @@ def load_alone(folder: str) -> str:
 
     accelerator, model, _ = sharded("SHARDED_STATE_DICT", 2)
     with pytest.raises(CheckpointError) as refused:
-        load_fsdp_model(accelerator._engine.strategy.config, accelerator, model, folder, 1, use_dcp=False)
+        load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder, 1, use_dcp=False)
     return str(refused.value)
 
 
@@ -159,7 +159,7 @@ def adapted(kind: str, folder: str, use_dcp: bool, library: str) -> dict[str, An
     try:
         peft = importlib.import_module("peft")
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(2, state_dict_type=kind))
-        plugin = accelerator._engine.strategy.config
+        plugin = accelerator.state.fsdp_plugin
 
         def model(seed: int) -> Any:
             torch.manual_seed(seed)

@@ -60,7 +60,7 @@ def test_old_modules_have_loggers_that_can_be_replaced(address: str) -> None:
 
 
 def test_other_modules_have_no_logger() -> None:
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="logger"):
         _ = importlib.import_module("accelerate.hooks").logger
 
 

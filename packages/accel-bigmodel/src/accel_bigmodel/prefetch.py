@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accel_state.devices.select import family_of
 
-__all__ = ("Block", "BlockReader")
+__all__ = ("Block", "BlockReader", "end_threads")
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ _at_work: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_threads() -> None:
+def end_threads() -> None:
     """End what still reads: a thread that comes out of torch into an interpreter that is gone aborts the process."""
     for shared in list(_at_work):
         shared.close()
@@ -111,6 +111,18 @@ class BlockReader:
         if self.max_bytes is not None:
             return self.max_bytes
         return min([_AHEAD * self._largest, *(free // 2 for free in self._free.values())])
+
+    @property
+    def held(self) -> int:
+        """Bytes of blocks that are queued, being read or ready."""
+        with self._shared.changed:
+            return self._shared.held()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no block is queued or being read; False when that takes longer than `timeout` seconds."""
+        shared = self._shared
+        with shared.changed:
+            return shared.changed.wait_for(lambda: not shared.queue and shared.loading is None, timeout)
 
     def take(self, block: Block) -> dict[str, Tensor]:
         """The weights of a block, on its device."""

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from accel_state import current
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import families, family_of
 from accel_state.errors import NotOffered
@@ -34,7 +35,7 @@ def _gather_ranks(around: Callable[[], AbstractContextManager[None]]) -> tuple[s
     """What each process calls: the type of its device, and what it gathered there from all."""
     with around():
         state = PartialState()
-        transport = state._process.transport
+        transport = current.process().transport
         output = torch.zeros(transport.world_size, device=transport.device)
         transport.all_gather(output, torch.full((1,), float(transport.rank), device=transport.device)).wait()
         kind, gathered = state.device.type, output.cpu().tolist()
