@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = [*sorted(ROOT.glob("packages/*/src/**/*.py")), *sorted(ROOT.glob("tools/**/*.py")), ROOT / "noxfile.py"]
 
-MOST_LINES = 480
+MOST_LINES = 700
 VAGUE = {"common", "core", "helpers", "misc", "other", "utils"}
 
 # Its module names are given: they are those of the library it stands in for.
