@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops.agreement import StoreBarrier, raise_on_any_rank
+from accel_ops import agreement
+from accel_ops.agreement import StoreBarrier, all_agree, raise_on_any_rank
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError, CollectiveError
 from accel_state.hang_report import failure
@@ -29,25 +32,86 @@ def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_LONGEST_WAIT", 0.1)
 
 
-class CountingStore:
-    """A store of one rank that counts its requests."""
+class Memory:
+    """What all ranks see of one store: values, and who waits for which."""
 
-    def __init__(self, shared: dist.Store, requests: Counter[str]) -> None:
-        self.shared, self.requests = shared, requests
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.waiting: dict[str, list[threading.Event]] = {}
+        self.lock = threading.Lock()
+
+
+class CountingStore:
+    """The store of one rank, which counts its requests and answers them as torch's stores do."""
+
+    def __init__(self, memory: Memory, requests: Counter[str]) -> None:
+        self.memory, self.requests = memory, requests
+        self.timeout = timedelta(seconds=PATIENT)
 
     def clone(self) -> CountingStore:
-        return CountingStore(self.shared, self.requests)
+        return CountingStore(self.memory, self.requests)
 
-    def set_timeout(self, timeout: Any) -> None:
-        """Nothing here waits."""
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
 
-    def __getattr__(self, name: str) -> Any:
-        def request(*arguments: Any) -> Any:
-            if name != "has_extended_api":
-                self.requests[name] += 1
-            return getattr(self.shared, name)(*arguments)
+    def has_extended_api(self) -> bool:
+        return True
 
-        return request
+    def set(self, key: str, value: bytes) -> None:
+        self.requests["set"] += 1
+        with self.memory.lock:
+            self._put(key, value)
+
+    def compare_set(self, key: str, expected: str, value: bytes) -> bytes:
+        assert expected == ""
+        self.requests["compare_set"] += 1
+        with self.memory.lock:
+            if key not in self.memory.values:
+                self._put(key, value)
+            return self.memory.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests["add"] += 1
+        with self.memory.lock:
+            count = int(self.memory.values.get(key, b"0")) + amount
+            self._put(key, b"%d" % count)
+            return count
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests["check"] += 1
+        return all(key in self.memory.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        return self._wait([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests["multi_get"] += 1
+        return self._wait(keys)
+
+    def delete_key(self, key: str) -> None:
+        self.requests["delete_key"] += 1
+        self.memory.values.pop(key, None)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.memory.values[key] = value
+        for event in self.memory.waiting.pop(key, ()):
+            event.set()
+
+    def _wait(self, keys: list[str]) -> list[bytes]:
+        until = time.monotonic() + self.timeout.total_seconds()
+        for key in keys:
+            event = threading.Event()
+            with self.memory.lock:
+                if key in self.memory.values:
+                    continue
+                self.memory.waiting.setdefault(key, []).append(event)
+            if not event.wait(max(until - time.monotonic(), 0.0)):
+                raise dist.DistStoreError("time is up")
+        with self.memory.lock:
+            if not all(key in self.memory.values for key in keys):
+                raise dist.DistStoreError("a key was deleted")
+            return [self.memory.values[key] for key in keys]
 
 
 class Way(LocalTransport):
@@ -60,22 +124,23 @@ class Way(LocalTransport):
     def store(self) -> Any:
         return self._store
 
-    def control(self) -> ControlStore:
+    def control(self) -> ControlStore:  # type: ignore[override]
         return ControlStore(self._store, self.rank, secret="s")
 
 
 class Rank:
     """What `StoreBarrier` asks of a process; ranks are threads here."""
 
-    def __init__(self, rank: int, world_size: int, shared: dist.Store, requests: Counter[str] | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, memory: Memory) -> None:
         self.rank, self.world_size = rank, world_size
-        store = CountingStore(shared, Counter() if requests is None else requests)
-        self.transport = Way(rank, world_size, store)
+        self.requests: Counter[str] = Counter()
+        self.memory = memory
+        self.transport = Way(rank, world_size, CountingStore(memory, self.requests))
 
 
-def world(size: int, requests: Counter[str] | None = None) -> list[Any]:
-    shared = dist.HashStore()
-    return [Rank(rank, size, shared, requests) for rank in range(size)]
+def world(size: int) -> list[Any]:
+    memory = Memory()
+    return [Rank(rank, size, memory) for rank in range(size)]
 
 
 def on_all(ranks: list[Any], work: Callable[[Any], Any]) -> list[Any]:
@@ -250,29 +315,86 @@ def test_two_topics_at_once_do_not_mix() -> None:
     assert on_all(ranks, both) == [["a0,a1,a2", "b0,b1,b2"]] * 3
 
 
-def requests_of(size: int) -> Counter[str]:
-    requests: Counter[str] = Counter()
-    ranks = world(size, requests)
+@pytest.mark.parametrize("size", [2, 64, 1024])
+def test_an_agreement_takes_each_rank_four_requests_and_rank_0_one_for_each_rank(size: int) -> None:
+    ranks = world(size)
+    assert on_all(ranks, lambda rank: barrier(rank).wait("done", "", last=True)) == [""] * size
+    assert max(sum(rank.requests.values()) for rank in ranks[1:]) <= 4
+    assert sum(ranks[0].requests.values()) <= size + 8
+    assert ranks[0].memory.values == {}
+
+
+def test_an_operation_of_five_phases_takes_less_than_five_agreements() -> None:
+    ranks = world(16)
 
     def save(rank: Any) -> None:
         meeting = barrier(rank)
         for phase in ("open", "enter", "write", "complete", "commit"):
             meeting.wait(phase, str(rank.rank), last=phase == "commit")
 
-    assert on_all(ranks, save) == [None] * size
-    # Nothing is left behind.
-    assert ranks[0].transport.store().shared.num_keys() == 0
-    return requests
+    assert on_all(ranks, save) == [None] * 16
+    assert max(sum(rank.requests.values()) for rank in ranks[1:]) <= 5 * 4
+    assert sum(ranks[0].requests.values()) <= 5 * (16 + 8)
+    assert ranks[0].memory.values == {}
 
 
-def test_requests_grow_with_the_number_of_ranks_and_not_with_its_square() -> None:
-    few, many = requests_of(8), requests_of(32)
-    assert few["set"] == 5 * 8 + 5 + 7
-    assert many["set"] == 5 * 32 + 5 + 31
-    for kind in ("get", "multi_get", "delete_key"):
-        assert many[kind] <= 4 * few[kind] + 32, kind
-    # How often each waiting rank looks depends on time alone.
-    assert sum(many.values()) < 8 * sum(few.values())
+def test_waiting_takes_no_further_requests() -> None:
+    ranks = world(3)
+
+    def late(rank: Any) -> None:
+        if rank.rank == 2:
+            time.sleep(2.0)
+        barrier(rank).wait("done", last=True)
+
+    assert on_all(ranks, late) == [None] * 3
+    assert max(sum(rank.requests.values()) for rank in ranks[1:]) <= 4
+    assert sum(ranks[0].requests.values()) <= 3 + 8
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_a_failure_takes_the_rank_that_fails_as_many_requests_as_there_are_ranks(size: int) -> None:
+    ranks = world(size)
+
+    def fail(rank: Any) -> None:
+        with (meeting := barrier(rank)).reporting():
+            if rank.rank == 1:
+                raise OSError("disk full")
+        meeting.wait("done", last=True)
+
+    assert all("disk full" in str(outcome) for outcome in on_all(ranks, fail))
+    assert max(sum(rank.requests.values()) for rank in ranks) <= 2 * size + 12
+    assert on_all(ranks, works) == [",".join(map(str, range(size)))] * size
+    assert ranks[0].memory.values == {}
+
+
+def test_a_failure_is_heard_while_another_rank_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_FAREWELL", 0.2)
+    ranks = world(3)
+    reported = threading.Event()
+
+    def one_stays_away(rank: Any) -> None:
+        meeting = barrier(rank)
+        if rank.rank == 2:
+            reported.wait(PATIENT)
+        with meeting.reporting():
+            if rank.rank == 1:
+                raise OSError("disk full")
+        try:
+            meeting.wait("done", last=True)
+        finally:
+            # Rank 0 hears it before rank 2 comes.
+            reported.set()
+
+    assert all("disk full" in str(outcome) for outcome in on_all(ranks, one_stays_away))
+
+
+def test_values_that_differ_are_named_on_all_ranks() -> None:
+    ranks = world(4)
+    same = on_all(ranks, lambda rank: all_agree(rank, "seed", "7", "Cannot begin."))
+    assert same == ["7"] * 4
+    for outcome in on_all(ranks, lambda rank: all_agree(rank, "seed", str(rank.rank // 3), "Cannot begin.")):
+        assert isinstance(outcome, CollectiveError)
+        assert "'0' on ranks 0-2; '1' on rank 3" in str(outcome)
 
 
 def looked(failing: tuple[int, ...]) -> str:

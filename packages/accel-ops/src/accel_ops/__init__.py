@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from accel_state.settings.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from accel_ops.agreement import StoreBarrier as StoreBarrier
+    from accel_ops.agreement import all_agree as all_agree
+    from accel_ops.agreement import raise_on_any_rank as raise_on_any_rank
     from accel_ops.checked import DistributedOperationException as DistributedOperationException
     from accel_ops.checked import chained_operation as chained_operation
     from accel_ops.checked import verify_operation as verify_operation
@@ -44,12 +47,22 @@ if TYPE_CHECKING:
     from accel_ops.tree import is_tensor_information as is_tensor_information
     from accel_ops.tree import is_torch_tensor as is_torch_tensor
     from accel_ops.tree import recursively_apply as recursively_apply
+    from accel_state.errors import CollectiveError as CollectiveError
+    from accel_state.errors import SettingError as SettingError
+    from accel_state.errors import ShapeMismatch as ShapeMismatch
+    from accel_state.errors import UnknownKind as UnknownKind
 
 __all__ = (
     "CannotPadNestedTensorWarning",
+    "CollectiveError",
     "ConvertOutputsToFp32",
     "DistributedOperationException",
+    "SettingError",
+    "ShapeMismatch",
+    "StoreBarrier",
     "TensorInformation",
+    "UnknownKind",
+    "all_agree",
     "broadcast",
     "broadcast_object_list",
     "chained_operation",
@@ -72,6 +85,7 @@ __all__ = (
     "listify",
     "pad_across_processes",
     "pad_input_tensors",
+    "raise_on_any_rank",
     "recent_calls",
     "recursively_apply",
     "reduce",
@@ -90,6 +104,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "accel_ops.agreement": ("StoreBarrier", "all_agree", "raise_on_any_rank"),
         "accel_ops.checked": ("DistributedOperationException", "chained_operation", "verify_operation"),
         "accel_ops.collectives": ("broadcast", "gather", "reduce"),
         "accel_ops.dtype": ("ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"),
@@ -123,5 +138,6 @@ __getattr__, __dir__ = lazy_names(
             "is_torch_tensor",
             "recursively_apply",
         ),
+        "accel_state.errors": ("CollectiveError", "SettingError", "ShapeMismatch", "UnknownKind"),
     },
 )

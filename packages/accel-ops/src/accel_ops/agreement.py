@@ -6,9 +6,10 @@
         write(folder)
     barrier.wait("write", last=True)
 
-The ranks meet in the store of the run, not in a collective: one that fails says so and goes on, and one that is missing
-is named when the deadline passes. Each rank posts once for each phase; rank 0 reads all posts with two requests and
-posts one result. So a phase costs O(world size) requests in all.
+The ranks meet in the store of the run, not in a collective: it works from any thread and beside collectives, one that
+fails says so and goes on, and one that is missing is named when the deadline passes. Nobody asks again and again: the
+store answers each request when what it asks for is there. An agreement of W ranks takes each rank at most 4 requests,
+and rank 0 at most W + 8, with which it also removes all keys. A failure takes the rank that fails W more.
 
 Each `StoreBarrier` is one operation, with a number that is the same on all ranks. A rank that did not take part in an
 operation, because it raised before, finds itself named as missing there, and takes the next number.
@@ -22,19 +23,20 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
 from accel_state.hang_report.failure import everyone
+from accel_state.hang_report.sightings import ranks
 from accel_state.protocol.call import exchange_of
 
 if TYPE_CHECKING:
     from accel_state.identity import Process
     from accel_state.transport.control import ControlStore
 
-__all__ = ("StoreBarrier", "first", "raise_on_any_rank")
+__all__ = ("StoreBarrier", "all_agree", "first", "raise_on_any_rank")
 
 T = TypeVar("T")
 
@@ -48,11 +50,13 @@ _FAREWELL: Final = 10.0
 """Seconds that rank 0 stays after the end of an operation: often its process hosts the store that the others read."""
 
 _MOST_NAMED: Final = 16
-_FIRST_PAUSE: Final = 0.001
-_LONGEST_PAUSE: Final = 0.05
-_LOOKS_PER_SECOND: Final = 2000
-"""How often all ranks together look for a result at most, however many they are: one process serves the store."""
+_PAUSE: Final = 0.2
+"""Seconds before a request is made again whose connection broke, or whose answer was not signed by a rank."""
 _MOST_BREAKS: Final = 3
+
+_WELL: Final = b"+"
+_BADLY: Final = b"-"
+"""How what a rank posts begins, and the result: a value follows, or a failure."""
 
 
 def first(values: Sequence[str]) -> str:
@@ -61,10 +65,16 @@ def first(values: Sequence[str]) -> str:
 
 
 class _Connection:
-    """What one process keeps for the operations over one store."""
+    """What one process keeps for the operations over one store.
 
-    def __init__(self, control: ControlStore) -> None:
-        self.control = control
+    Attributes:
+        free: connections that no operation uses; one that waits for others keeps its own busy.
+        operations: how many there were of each topic.
+        failed: keys of operations that failed, by topic; those read them that come late.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[ControlStore] = []
         self.operations: Counter[str] = Counter()
         self.failed: defaultdict[str, list[str]] = defaultdict(list)
         self.lock = threading.Lock()
@@ -78,12 +88,7 @@ def _connection_of(process: Process) -> _Connection | None:
     store: Any = process.transport.store()
     if store is None:
         return None
-    known = _connections.get(store)
-    if known is None:
-        control = process.transport.control()
-        assert control is not None
-        known = _connections[store] = _Connection(control)
-    return known
+    return _connections.setdefault(store, _Connection())
 
 
 class StoreBarrier:
@@ -116,9 +121,10 @@ class StoreBarrier:
         self._later = min(_LATER, deadline / 2)
         self._process = process
         self._connection = _connection_of(process)
+        self._taken: ControlStore | None = None
         self._number: int | None = None
-        self._posts: list[str] = []
-        self._results: list[str] = []
+        self._index = 0
+        self._collects = False
         self._over = False
 
     def wait(
@@ -140,7 +146,10 @@ class StoreBarrier:
             return combine([value] * self._world_size)
         try:
             with self._store_named():
-                return self._wait(self._connection.control, phase, value, combine, last)
+                answer = self._wait(self._control, phase, value, combine)
+                if last:
+                    self.leave()
+                return answer
         except BaseException as error:
             # What `combine` raised, or an interrupt; a failure that all know of is not reported again.
             self.fail(error)
@@ -153,11 +162,17 @@ class StoreBarrier:
         """
         if self._connection is None or self._over:
             return
+        control = self._control
         try:
-            self._end(self._connection.control, {**_failure(error), "rank": self.rank})
+            self._take_number()
+            failure = {**_failure(error), "rank": self.rank}
+            told = None
+            while told is None:
+                told = self._tell(control, failure)
+            self._leave(told)
         except AccelError:
             # The store went with the process that hosts it; the others learn that by themselves.
-            self._over = True
+            self._end()
 
     def leave(self) -> None:
         """End the operation, all phases of which went well; called on every rank, or as `last=True` of `wait`.
@@ -165,8 +180,7 @@ class StoreBarrier:
         The process that hosts the store stays until the others have heard the last result; rank 0 removes the keys.
         """
         if self._connection is not None and not self._over:
-            self._over = True
-            self._leave(self._connection.control)
+            self._leave()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -185,158 +199,209 @@ class StoreBarrier:
         """
         if self._connection is None or self._over:
             return
-        control = self._connection.control
+        control = self._control
         try:
-            failure = self._begin(control)
+            self._take_number()
+            result = self._result(control)
         except StoreUnreachable:
             return
-        if failure is not None:
-            self._raise(control, failure)
+        if result is not None and result.startswith(_BADLY):
+            self._heed(result)
 
     # ------------------------------------------------------------------ one phase
 
-    def _wait(
-        self, control: ControlStore, phase: str, value: str, combine: Callable[[Sequence[str]], str], last: bool
-    ) -> str:
-        began = time.monotonic()
-        failure = self._begin(control)
-        if failure is not None:
-            self._raise(control, failure)
-        key = self._key(phase)
-        posts = [f"{key}/{rank}" for rank in range(self._world_size)]
-        control.set(posts[self.rank], value.encode(), _ANSWER)
-        self._posts.append(posts[self.rank])
-        self._results.append(key)
-        if self.rank == 0:
-            told = self._until(control, posts, began + self._deadline, phase)
-            try:
-                answer = combine([told[post].decode() for post in posts])
-            except AccelError as error:
-                self._end(control, {**_failure(error), "rank": None})
-                raise
-            control.set(key, answer.encode(), _ANSWER)
-        else:
-            answer = self._until(control, [key], began + self._deadline + self._later, phase, posts)[key].decode()
-        if last:
-            self.leave()
-        return answer
+    def _wait(self, control: ControlStore, phase: str, value: str, combine: Callable[[Sequence[str]], str]) -> str:
+        until = time.monotonic() + self._deadline + (self._later if self.rank else 0.0)
+        self._take_number()
+        while True:
+            if self.rank == 0:
+                result = self._collect(control, value, combine, until, phase)
+            else:
+                result = self._contribute(control, value, until, phase)
+            if result.startswith(_WELL):
+                self._index, self._collects = self._index + 1, False
+                return result[1:].decode()
+            self._heed(result)
 
-    def _begin(self, control: ControlStore) -> Mapping[str, Any] | None:
-        """Take the number of this operation; a failure that it has had already, if there is one."""
-        assert self._connection is not None
-        with self._connection.lock:
-            if self._number is None:
-                self._number = self._connection.operations[self._topic]
-            failure = self._look_for_failure(control)
-            while not self._posts and failure is not None and self.rank in failure.get("missing", ()):
-                # The others have ended that operation without this rank.
-                self._number += 1
-                failure = self._look_for_failure(control)
-            self._connection.operations[self._topic] = self._number + 1
-        return failure
+    def _collect(
+        self, control: ControlStore, value: str, combine: Callable[[Sequence[str]], str], until: float, phase: str
+    ) -> bytes:
+        """The result that rank 0 makes of the values of all, and tells them; or the failure that is there already."""
+        known = self._result(control)
+        if known is not None:
+            return known
+        self._collects = True
+        posts = self._posts()
+        found = self._receive(control, posts, until)
+        if len(found) < len(posts):
+            absent = _absent(control, posts)
+            if absent:
+                return self._missed(control, absent, phase)
+            # Something may be there under their keys that they did not sign.
+            found = control.get_many(posts, _ANSWER)
+            missing = [rank for rank, post in enumerate(posts, 1) if post not in found]
+            if missing:
+                return self._missed(control, missing, phase)
+        if not all(post.startswith(_WELL) for post in found.values()):
+            # A rank that has failed puts marks where posts are missing.
+            return self._receive(control, [self._key()], until)[self._key()]
+        try:
+            answer = combine([value, *(found[post][1:].decode() for post in posts)])
+        except AccelError as error:
+            failure = {**_failure(error), "rank": None}
+            control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
+            self._leave(failure)
+            raise
+        return control.compare_set(self._key(), _WELL + answer.encode(), _ANSWER)
 
-    def _until(
-        self, control: ControlStore, keys: list[str], until: float, phase: str, posts: list[str] | None = None
-    ) -> dict[str, bytes]:
-        """What is under the keys, as soon as all are there; raises where a rank failed or time is up."""
-        pause, breaks = _FIRST_PAUSE, 0
-        # Rank 0 looks alone for the posts, all others for the result.
-        longest = max(_LONGEST_PAUSE, self._world_size / _LOOKS_PER_SECOND if self.rank else 0.0)
+    def _contribute(self, control: ControlStore, value: str, until: float, phase: str) -> bytes:
+        """The result, once this rank has posted its value."""
+        control.set(self._post(self.rank), _WELL + value.encode(), _ANSWER)
+        found = self._receive(control, [self._key()], until)
+        # Rank 0 would have told by now who is missing.
+        return found.get(self._key()) or self._missed(control, [0, *_absent(control, self._posts())], phase)
+
+    def _missed(self, control: ControlStore, missing: list[int], phase: str) -> bytes:
+        """Tell the others who did not come, and return what counts: another rank may have been first."""
+        named = missing[:_MOST_NAMED]
+        failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
+        return control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
+
+    def _receive(self, control: ControlStore, keys: list[str], until: float) -> dict[str, bytes]:
+        """What is under the keys, as soon as all are there; less when time is up."""
+        breaks = 0
         while True:
             left = until - time.monotonic()
             try:
-                found = control.get_all(keys, min(max(left - self._later, 1.0), _ANSWER))
-                if len(found) == len(keys):
+                found = control.receive(keys, max(left, 0.0))
+                if len(found) == len(keys) or left <= 0:
                     return found
-                failure = self._look_for_failure(control)
-                if failure is not None:
-                    self._raise(control, failure)
-                if left <= 0:
-                    self._raise_absence(control, posts or keys, phase)
                 breaks = 0
             except StoreUnreachable as error:
                 # A connection that broke is a host that is gone; one that is silent may come back.
                 breaks += error.__cause__ is not None
-                # Nobody else can tell this rank of a failure, so it does not outwait rank 0.
-                if left <= (self._later if self.rank else 0.0) or breaks == _MOST_BREAKS:
+                if left <= 0 or breaks == _MOST_BREAKS:
                     raise
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+            time.sleep(max(min(_PAUSE, until - time.monotonic()), 0.0))
 
-    def _look_for_failure(self, control: ControlStore) -> Mapping[str, Any] | None:
-        text = control.get_many([self._failed], _ANSWER).get(self._failed)
-        return None if text is None else json.loads(text)
+    def _result(self, control: ControlStore) -> bytes | None:
+        """What the present phase has come to, if it has."""
+        key = self._key()
+        return control.get_many([key], _ANSWER).get(key)
 
-    def _key(self, phase: str) -> str:
-        return f"accel/agreement/{self._topic}/{self._number}/{phase}"
+    def _take_number(self) -> None:
+        assert self._connection is not None
+        with self._connection.lock:
+            if self._number is None:
+                self._number = self._connection.operations[self._topic]
+                self._connection.operations[self._topic] += 1
+
+    def _heed(self, result: bytes) -> None:
+        """Raise a failure; after one of an operation that the others ended without this rank, take the next number."""
+        failure = json.loads(result[1:])
+        if self._is_skipped(failure):
+            return
+        self._leave(failure)
+        raise self._described(failure)
+
+    def _is_skipped(self, failure: Mapping[str, Any]) -> bool:
+        """Whether an operation failed because this rank did not take part in it; then the next one is taken."""
+        if self._index or self._collects or self.rank not in failure.get("missing", ()):
+            return False
+        if self.rank == 0:
+            assert self._connection is not None
+            self._connection.failed[self._topic] += [*self._posts(), self._key()]
+        self._number = None
+        self._take_number()
+        return True
+
+    def _tell(self, control: ControlStore, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Tell the others of a failure, and return the one that counts, which is the first; None to be called again."""
+        mine = _BADLY + json.dumps(failure).encode()
+        told = control.compare_set(self._key(), mine, _ANSWER)
+        if told.startswith(_WELL):
+            # This phase went well before; the next one is told.
+            self._index += 1
+            return None
+        if told == mine and (self.rank or self._collects):
+            # Rank 0 waits for all posts, and hears it when none is missing.
+            for post in self._posts():
+                control.compare_set(post, _BADLY, _ANSWER)
+        counts: Mapping[str, Any] = json.loads(told[1:])
+        return None if self._is_skipped(counts) else counts
 
     @property
-    def _failed(self) -> str:
-        return self._key("failed")
+    def _control(self) -> ControlStore:
+        """The connection of this operation."""
+        if self._taken is None:
+            assert self._connection is not None
+            with self._connection.lock:
+                free = self._connection.free
+                self._taken = free.pop() if free else self._process.transport.control()
+        assert self._taken is not None
+        return self._taken
+
+    def _end(self) -> None:
+        """Let another operation have the connection."""
+        self._over = True
+        if self._connection is not None and self._taken is not None:
+            self._connection.free.append(self._taken)
+            self._taken = None
+
+    @property
+    def _operation(self) -> str:
+        return f"accel/agreement/{self._topic}/{self._number}"
+
+    def _key(self) -> str:
+        """Where the result of the present phase is."""
+        return f"{self._operation}/{self._index}"
+
+    def _post(self, rank: int) -> str:
+        return f"{self._key()}/{rank}"
+
+    def _posts(self) -> list[str]:
+        """Where rank 0 reads what the others post; it has no need to post anything itself."""
+        return [self._post(rank) for rank in range(1, self._world_size)]
 
     # ------------------------------------------------------------------ ending
 
-    def _raise_absence(self, control: ControlStore, posts: list[str], phase: str) -> NoReturn:
-        missing = _absent(control, posts)
-        if not missing and self.rank == 0:
-            # Something is there under their keys that they did not sign.
-            authentic = control.get_many(posts, _ANSWER)
-            missing = [rank for rank, post in enumerate(posts) if post not in authentic][:_MOST_NAMED]
-        told = self._look_for_failure(control)
-        if told is not None:
-            # A rank that has told the others of a failure takes its post away afterwards.
-            self._raise(control, told)
-        # Where all others have posted, rank 0 has stopped, or came later than this one.
-        missing = missing or [0]
-        failure = {"missing": missing, "phase": phase, "seconds": self._deadline, "more": len(missing) == _MOST_NAMED}
-        self._end(control, failure)
-        raise self._described(failure)
-
-    def _raise(self, control: ControlStore, failure: Mapping[str, Any]) -> NoReturn:
-        self._over = True
-        self._leave(control, failure)
-        raise self._described(failure)
-
-    def _end(self, control: ControlStore, failure: Mapping[str, Any]) -> None:
-        """Tell the others of a failure."""
-        if self._number is None:
-            self._begin(control)
-        self._over = True
-        control.set(self._failed, json.dumps(failure).encode(), _ANSWER)
-        self._leave(control, failure)
-
-    def _leave(self, control: ControlStore, failure: Mapping[str, Any] | None = None) -> None:
+    def _leave(self, failure: Mapping[str, Any] | None = None) -> None:
         """Say that this rank has heard the end of the operation; rank 0 waits for the others and cleans up."""
-        assert self._connection is not None
+        self._over = True
+        control = self._control
         gone = set(failure.get("missing", ())) if failure else set()
-        heard = {rank: f"{self._key('heard')}/{rank}" for rank in range(self._world_size) if rank not in gone}
-        failed = self._connection.failed[self._topic]
+        hearers = sum(rank not in gone for rank in range(1, self._world_size))
+        count, all_heard = f"{self._operation}/heard", f"{self._operation}/all heard"
         try:
-            if self.rank != 0:
-                if self.rank in heard:
-                    control.set(heard[self.rank], b"", _ANSWER)
-                control.delete(self._posts, _ANSWER)
+            if self.rank == 0:
+                heard = not hearers or bool(control.receive([all_heard], _FAREWELL))
+                self._clean(control, [count, all_heard], heard and failure is None)
                 return
-            others = [key for rank, key in heard.items() if rank != 0]
-            came = control.wait(others, _FAREWELL)
-            obsolete = [*came, *self._posts]
-            if failure is not None:
-                # Stays for those who come late, until the next operation is done.
-                failed.append(self._failed)
-            elif len(came) == len(others):
-                obsolete += [*self._results, *failed]
-                failed.clear()
-            control.delete(obsolete, _FAREWELL)
+            if self.rank not in gone and control.add(count, _ANSWER) == hearers:
+                control.set(all_heard, b"", _ANSWER)
         except StoreUnreachable:
             # What was agreed stands; somebody is gone already.
             return
+        finally:
+            self._end()
+
+    def _clean(self, control: ControlStore, marks: list[str], well: bool) -> None:
+        """Remove the keys of this operation; where it failed, which those read that come late, with a later one."""
+        assert self._connection is not None
+        phases = [f"{self._operation}/{index}" for index in range(self._index + (not well))]
+        posts = [f"{phase}/{rank}" for phase in phases for rank in range(1, self._world_size)]
+        later = self._connection.failed[self._topic]
+        later += [*posts, *phases, *marks]
+        if well:
+            control.delete(later, _FAREWELL)
+            later.clear()
 
     def _described(self, failure: Mapping[str, Any]) -> AccelError:
         if "missing" in failure:
-            ranks = ", ".join(map(str, failure["missing"])) + (" and others" if failure.get("more") else "")
+            missing = ", ".join(map(str, failure["missing"])) + (" and others" if failure.get("more") else "")
             return self._error(
                 f"{self._asked} ({failure['phase']})",
-                f"Process {ranks} did not come within {failure['seconds']:g} s. {self._everyone()}",
+                f"Process {missing} did not come within {failure['seconds']:g} s. {self._everyone()}",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
         # Rank 0 compared the values of all; the result is not a failure of rank 0.
@@ -357,7 +422,7 @@ class StoreBarrier:
         try:
             yield
         except StoreUnreachable as error:
-            self._over = True
+            self._end()
             raise self._error(
                 self._asked,
                 f"The store of the run does not answer, so the process that hosts it may be gone: {error.obstacle} "
@@ -402,6 +467,45 @@ def raise_on_any_rank(
     return result
 
 
+def all_agree(
+    process: Process,
+    topic: str,
+    value: str,
+    asked: str,
+    deadline: float = 600.0,
+    error: type[AccelError] = CollectiveError,
+) -> str:
+    """The value that all ranks give; where one gives another, all raise.
+
+    Args:
+        process: who this process is.
+        topic: what the value is; all ranks give the same one.
+        value: that of this rank.
+        asked: first part of the error.
+        deadline: seconds to wait for the others.
+        error: class of that error.
+
+    Raises:
+        AccelError: the values differ, or a rank did not come before the deadline.
+
+    Example:
+        >>> from accel_state import current
+        >>> all_agree(current.process_or_start(), "data", "train-7", "Cannot begin the epoch.")
+        'train-7'
+    """
+
+    def same(values: Sequence[str]) -> str:
+        owners: dict[str, list[int]] = {}
+        for rank, given in enumerate(values):
+            owners.setdefault(given, []).append(rank)
+        if len(owners) > 1:
+            shown = "; ".join(f"{given!r} on {ranks(members)}" for given, members in owners.items())
+            raise error(asked, f"The processes do not agree: {shown}.", "Give every process the same.")
+        return values[0]
+
+    return StoreBarrier(process, topic, asked, deadline, error).wait("value", value, same, last=True)
+
+
 def _failure(error: BaseException) -> dict[str, Any]:
     """An error in the form in which the other ranks receive it."""
     parts = [error.asked, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
@@ -409,7 +513,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _absent(control: ControlStore, posts: Sequence[str]) -> list[int]:
-    """Ranks without a post, the first few: halves that are complete are not looked at further."""
+    """Ranks from 1 without a post, the first few: halves that are complete are not looked at further."""
     absent: list[int] = []
     spans = [(0, len(posts))]
     while spans and len(absent) < _MOST_NAMED:
@@ -417,7 +521,7 @@ def _absent(control: ControlStore, posts: Sequence[str]) -> list[int]:
         if control.check(posts[low:high], _ANSWER):
             continue
         if high - low == 1:
-            absent.append(low)
+            absent.append(low + 1)
             continue
         middle = (low + high) // 2
         spans += [(middle, high), (low, middle)]

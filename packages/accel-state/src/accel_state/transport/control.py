@@ -39,6 +39,9 @@ _logger: Final = logging.getLogger(__name__)
 _ANSWER: Final = 10.0
 """Seconds that `wait` gives a single request before it tries another connection."""
 
+_ANSWER_IN: Final = 2.0
+"""Seconds beyond the time for which a request waits at the store until its answer counts as lost."""
+
 _DIAL: Final = timedelta(seconds=3)
 """How long a connection is tried to be opened again, and a value that was just seen is waited for."""
 
@@ -100,6 +103,28 @@ class ControlStore:
         signed = self._signer.sign(key, self._rank, value)
         self._request(lambda store: store.set(key, signed), timeout)
 
+    def compare_set(self, key: str, value: bytes, timeout: float) -> bytes:
+        """Write a message where there is none yet, and return the one that is there then.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        signed = self._signer.sign(key, self._rank, value)
+        there = self._signer.read(key, self._request(lambda store: bytes(store.compare_set(key, "", signed)), timeout))
+        if there is None:
+            # Somebody who does not belong to the run has written it.
+            self._report(key)
+            self._request(lambda store: store.set(key, signed), timeout)
+        return value if there is None else there
+
+    def add(self, key: str, timeout: float) -> int:
+        """Count one more under a key, and return the count; not authenticated.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        return self._request(lambda store: int(store.add(key, 1)), timeout)
+
     def check(self, keys: Sequence[str], timeout: float) -> bool:
         """Whether all keys hold something; not authenticated, so only worth a look with `get_many`.
 
@@ -125,6 +150,18 @@ class ControlStore:
             StoreUnreachable: the store did not answer within `timeout` seconds.
         """
         return self._authentic(self._request(lambda store: _read_all(store, list(keys)), timeout))
+
+    def receive(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        """The authentic messages under some keys once all hold something, none when time is up; one request.
+
+        The store itself waits, and prints a warning when time is up.
+
+        Raises:
+            StoreUnreachable: the store did not answer within `timeout` seconds.
+        """
+        wanted = list(keys)
+        raw = self._request(lambda store: _await(store, wanted, timeout), timeout + _ANSWER_IN)
+        return self._authentic(raw)
 
     def _authentic(self, raw: Mapping[str, bytes]) -> dict[str, bytes]:
         messages = {}
@@ -244,6 +281,19 @@ class ControlStore:
                 "ignored without a report.",
                 key,
             )
+
+
+def _await(store: Any, keys: list[str], seconds: float) -> dict[str, bytes]:
+    """What is under the keys as soon as all are there; nothing when time is up."""
+    store.set_timeout(timedelta(seconds=max(seconds, 0.01)))
+    try:
+        if len(keys) > 1 and store.has_extended_api():
+            return dict(zip(keys, map(bytes, store.multi_get(keys)), strict=True))
+        return {key: bytes(store.get(key)) for key in keys}
+    except dist.DistStoreError:
+        return {}
+    finally:
+        store.set_timeout(_DIAL)
 
 
 def _read(store: Any, keys: list[str]) -> dict[str, bytes]:
