@@ -284,6 +284,15 @@ def test_collectives_of_others_are_checked_in_debug_mode(two: Processes) -> None
     two.run(undecorated)
 
 
+def decorated_alone() -> str:
+    PartialState(cpu=True)
+    return third_party(None)
+
+
+def test_collectives_of_others_are_not_checked_on_a_single_process(one: Processes) -> None:
+    assert one.run(decorated_alone, environment={"ACCELERATE_DEBUG_MODE": "1"}) == ["ran"]
+
+
 def nested_tensors() -> None:
     state = PartialState(cpu=True)
     with warnings.catch_warnings():

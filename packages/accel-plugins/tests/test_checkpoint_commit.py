@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_plugins.checkpoint import commit
+from accel_plugins.checkpoint import commit, sealing
 from accel_plugins.checkpoint.commit import exchange, staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify
@@ -112,6 +112,26 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, error: Ba
         fail()
     assert (target / "optimizer.bin").read_text() == "old"
     assert verify(target, hashes=True).good
+    assert entries(tmp_path) == {"a"}
+
+
+@pytest.mark.usefixtures("cpu_state")
+def test_a_file_that_does_not_reach_the_disk_makes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a"
+    write(target, "old")
+    real = sealing.fsync_path
+
+    def fsync(path: Path) -> None:
+        if path.name == "optimizer.bin":
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(sealing, "fsync_path", fsync)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write(target, "new", fsync=True)
+    assert (target / "optimizer.bin").read_text() == "old"
     assert entries(tmp_path) == {"a"}
 
 

@@ -282,6 +282,15 @@ def test_a_record_is_touched_while_its_claim_is_held(tmp_path: Path, monkeypatch
     assert entries(tmp_path) == set()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files cannot be counted here")
+def test_saving_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for name in "abc":
+        with staging(tmp_path / name) as folder:
+            (folder / "optimizer.bin").write_text("text")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_lock_that_keeps_nobody_out_is_not_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
     with Claim(tmp_path / "a") as claim:
