@@ -67,7 +67,7 @@ def main(folder: str, steps: str, how: str = "", rank: str = "-1", at: str = "-1
                     os.kill(os.getpid(), SIGNALS[how])
                 if how == "term" and progress.step >= int(at):
                     # A step takes so long that the processes agree before the last one.
-                    time.sleep(0.5)
+                    time.sleep(0.25)
                 with accelerator.accumulate(model):
                     loss = (model(inputs) - targets).square().mean()
                     accelerator.backward(loss)

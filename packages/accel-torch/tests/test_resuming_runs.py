@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -30,13 +32,31 @@ SCRIPT = str(Path(__file__).with_name("resuming_script.py"))
 STEPS = 40
 
 
-def start(folder: Path, *arguments: str, launch: tuple[str, ...] = ()) -> Finished:
-    command = [sys.executable, SCRIPT]
-    if launch:
-        command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", *launch, SCRIPT]
+def launch(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> Finished:
+    command = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2", *options, SCRIPT]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     folder.mkdir(exist_ok=True)
     return run_command([*command, str(folder), str(STEPS), *arguments], timeout=110, env=environment)
+
+
+def run_script(folder: Path, *arguments: str) -> None:
+    sys.argv = [SCRIPT, str(folder), str(STEPS), *arguments]
+    # One process is one that nobody has launched, and ends at the next step.
+    with fresh(launched=os.environ["WORLD_SIZE"] != "1"):
+        runpy.run_path(SCRIPT, run_name="__main__")
+
+
+def start(count: int, folder: Path, *arguments: str) -> list[int]:
+    """Run the script in so many new processes; with which codes they would exit."""
+    folder.mkdir(exist_ok=True)
+    with Processes(count) as group:
+        outcomes = group.outcomes(run_script, folder, *arguments)
+    codes = []
+    for outcome in outcomes:
+        left = re.search(r"^SystemExit: (\d+)$", outcome.error or "", re.MULTILINE)
+        assert outcome.ok or left, str(outcome)
+        codes.append(int(left[1]) if left else 0)
+    return codes
 
 
 def losses(folder: Path, rank: int) -> dict[int, str]:
@@ -49,22 +69,21 @@ def losses(folder: Path, rank: int) -> dict[int, str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[int, str]]]:
     """The losses of runs on one and on two processes, of each process."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert start(folder / "one").returncode == 0
-    done = start(folder / "two", launch=("--num_processes", "2"))
-    assert done.returncode == 0, done.stderr
-    return {1: [losses(folder / "one", 0)], 2: [losses(folder / "two", rank) for rank in range(2)]}
+    found = {}
+    for count in (1, 2):
+        assert start(count, folder / str(count)) == [0] * count
+        found[count] = [losses(folder / str(count), rank) for rank in range(count)]
+    return found
 
 
 @pytest.mark.parametrize(("how", "at"), [("term", 7), ("usr1", 24)])
 def test_a_process_that_is_asked_to_end_saves_and_resumes(
     tmp_path: Path, undisturbed: dict[int, list[dict[int, str]]], how: str, at: int
 ) -> None:
-    first = start(tmp_path / "run", how, "0", str(at))
-    assert first.returncode == RESUME, first.stderr
+    assert start(1, tmp_path / "run", how, "0", str(at)) == [RESUME]
     assert list(losses(tmp_path / "run", 0)) == list(range(1, at + 2))
-    second = start(tmp_path / "run")
 
-    assert second.returncode == 0, second.stderr
+    assert start(1, tmp_path / "run") == [0]
     assert losses(tmp_path / "run", 0) == undisturbed[1][0]
     assert len((tmp_path / "run" / "losses_0").read_text().splitlines()) == STEPS
 
@@ -72,14 +91,11 @@ def test_a_process_that_is_asked_to_end_saves_and_resumes(
 def test_all_processes_end_at_one_step_when_one_is_asked_to(
     tmp_path: Path, undisturbed: dict[int, list[dict[int, str]]]
 ) -> None:
-    first = start(tmp_path / "run", "term", "1", "5", launch=("--num_processes", "2"))
-    assert first.returncode == RESUME, first.stderr
-    assert "start it again to resume" in first.stderr
+    assert start(2, tmp_path / "run", "term", "1", "5") == [RESUME, RESUME]
     ended = [losses(tmp_path / "run", rank) for rank in range(2)]
     assert len(ended[0]) == len(ended[1]) < STEPS
-    second = start(tmp_path / "run", launch=("--num_processes", "2"))
 
-    assert second.returncode == 0, second.stderr
+    assert start(2, tmp_path / "run") == [0, 0]
     assert [losses(tmp_path / "run", rank) for rank in range(2)] == undisturbed[2]
 
 
@@ -108,16 +124,16 @@ def ask_to_end(folder: Path, program: list[str], number: signal.Signals) -> tupl
 def test_the_launcher_passes_the_signal_and_the_answer_on(
     tmp_path: Path, launcher: str, number: signal.Signals
 ) -> None:
-    launch = ["accel_cli.main", "launch", "--num_processes", "2", "--launcher", launcher, "--grace_period", "100"]
-    code, told = ask_to_end(tmp_path, launch, number)
+    program = ["accel_cli.main", "launch", "--num_processes", "2", "--launcher", launcher, "--grace_period", "100"]
+    code, told = ask_to_end(tmp_path, program, number)
     assert code == RESUME, told
     assert "start it again to resume" in told
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
 
 
 def test_processes_of_torchrun_itself_save_and_end(tmp_path: Path) -> None:
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, told = ask_to_end(tmp_path, launch, signal.SIGTERM)
+    program = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, told = ask_to_end(tmp_path, program, signal.SIGTERM)
     # torchrun has its own exit code whenever it is asked to end.
     assert code != 0
     assert "SIGKILL" not in told
@@ -126,8 +142,8 @@ def test_processes_of_torchrun_itself_save_and_end(tmp_path: Path) -> None:
 
 
 def kill_and_restart(folder: Path, rank: int, at: int) -> Finished:
-    launch = ("--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "0.1")
-    return start(folder, "kill", str(rank), str(at), launch=launch)
+    options = ("--max_restarts", "1", "--monitor_interval", "0.1")
+    return launch(folder, "kill", str(rank), str(at), options=options)
 
 
 def test_a_killed_process_leads_to_a_restart_that_resumes(
