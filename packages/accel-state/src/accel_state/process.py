@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +15,7 @@ from accel_state import current
 from accel_state.console import install_tracebacks
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict, NoState
+from accel_state.hang_report.status import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
 from accel_state.protocol.call import exchange_of, meet
@@ -85,9 +87,10 @@ class PartialState:
             install_tracebacks()
             process = start_process(cpu, **options)
             current.set_process(process)
-            if process.world_size > 1:
+            if process.world_size > 1 or STATUS_FOLDER in os.environ:
                 # From here on it is known where this process is, and errors say where all are.
                 exchange_of(process.transport)
+            if process.world_size > 1:
                 install_hook()
         elif cpu and existing.family is not family_of("cpu"):
             raise Conflict(

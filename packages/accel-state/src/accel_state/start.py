@@ -10,6 +10,10 @@ from accel_state.affinity import bind
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import SettingError
+from accel_state.hang_report.call_log import CallLog
+from accel_state.hang_report.progress import PROGRESS
+from accel_state.hang_report.sightings import look
+from accel_state.hang_report.status import StatusFile
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
@@ -46,7 +50,11 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout
-    transport, backend = start_transport(topology, family, device, group.backend, group.init_method, timeout)
+    with PROGRESS.during("waiting for others"):
+        if (status := StatusFile.of_run(topology.rank)) is not None:
+            # The thread that writes it later begins when the processes have met.
+            status.write(look(CallLog()))
+        transport, backend = start_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(
         topology=topology,
         device=device,

@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     from accel_cli.launch.runner import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
+    from accel_state.run_status.find import PREFIX
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     # Inherited by the processes, which end when this one is killed.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:
-        with tempfile.TemporaryDirectory(prefix="accel-launch-") as folder:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             # torch copies the error file of the process that failed first to here, and complains without a place.
             os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
             os.environ[NOTICE_VARIABLE] = notice = os.path.join(folder, "resume")

@@ -9,7 +9,6 @@ processor time for as long, and whose main thread stays in one function of a lib
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,13 +17,13 @@ from typing import Final
 from accel_cli.launch.report import ending
 from accel_state.hang_report.sightings import Sighting, describe
 from accel_state.hang_report.status import STATUS_FOLDER, ask_for_status, read_status
+from accel_state.proc import process_info, state_of
+from accel_state.run_status.find import announce_run
 
 __all__ = ("HangWatch",)
 
 _STUCK: Final = 5.0
 """Seconds in one collective after which the processes are asked where they are."""
-
-_IN_THE_SYSTEM: Final = "D"
 
 _BUSY: Final = 0.05
 """Part of a processor that a process which waits does not use; its threads that report where it is take about 0.01."""
@@ -55,8 +54,7 @@ class HangWatch:
         world_size: int | None = None,
         codes: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
-        self._folder = os.path.join(folder, "status")
-        os.makedirs(self._folder, exist_ok=True)
+        self._folder = announce_run(folder)
         self._world_size = world_size
         self._first_report = report_after
         self._next_report = report_after
@@ -168,12 +166,8 @@ class _Idle:
 
 def _processor_seconds(pid: int) -> float | None:
     """What a process has used of the processors, with all its threads; None where the system does not tell."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return None
+    info = process_info(pid)
+    return None if info is None else info.processor_seconds
 
 
 def _in_the_system(seen: Iterable[tuple[int, Sighting]]) -> list[str]:
@@ -181,13 +175,5 @@ def _in_the_system(seen: Iterable[tuple[int, Sighting]]) -> list[str]:
     return [
         f"Process {rank} (pid {sighting.pid}) is inside of a call of the system, as to a file system or a driver."
         for rank, sighting in seen
-        if _kernel_state(sighting.pid) == _IN_THE_SYSTEM
+        if state_of(sighting.pid) == "uninterruptible"
     ]
-
-
-def _kernel_state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

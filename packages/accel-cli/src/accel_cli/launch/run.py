@@ -28,6 +28,7 @@ from accel_cli.launch.signals import ENDING, Inbox
 from accel_state.errors import LaunchError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, new_secret
+from accel_state.run_status.find import PREFIX
 
 __all__ = ("run",)
 
@@ -103,7 +104,7 @@ def run(plan: LaunchPlan, environ: Mapping[str, str], port_origin: str = "", qui
     """
     base = {name: value for name, value in environ.items() if name not in plan.removed}
     base.update(plan.environment)
-    folder = tempfile.mkdtemp(prefix="accel-launch-")
+    folder = tempfile.mkdtemp(prefix=PREFIX)
     try:
         if plan.environment_file:
             base[plan.environment_file] = _environment_file(folder, plan.environment)

@@ -30,6 +30,9 @@ _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _OUR_PACKAGES = frozenset(
     f"accel_{name}" for name in ("state", "ops", "data", "bigmodel", "tracking", "plugins", "cli", "torch")
 ) | {"accelerate"}
+# By `accel_state.hang_report.status` and `accel_state.run_status.stacks`, which look for these.
+_STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _SET_PARENT_DEATH_SIGNAL = 1
 _KILL = 9
 
@@ -41,6 +44,7 @@ def main() -> None:
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
     follow_parent()
+    _show_stack_when_asked()
     if how == "program":
         _replace(target, arguments)
     _prepare_streams()
@@ -108,6 +112,28 @@ def follow_parent() -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, _KILL)
     if os.getppid() != int(parent):
         os._exit(128 + _KILL)
+
+
+def _show_stack_when_asked() -> None:
+    """Leave a file that says which process this is, and write the stacks of its threads there at SIGURG.
+
+    No other signal is ignored by a process that has no handler for it, and is used by nobody: a program that takes this
+    process over gets none of its handlers.
+    """
+    folder = os.environ.get(_STATUS_FOLDER_VARIABLE)
+    if not folder:
+        return
+    import faulthandler
+    import signal
+
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
+    try:
+        path = os.path.join(folder, f"rank{rank}.{os.getpid()}.stack")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(signal.SIGURG, file)
+    except (OSError, AttributeError):
+        # Another machine, as under mpirun, or a system without that signal.
+        return
 
 
 def _record(error: BaseException, shown: bool) -> bool:

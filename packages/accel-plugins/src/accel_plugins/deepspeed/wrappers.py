@@ -64,7 +64,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None, gradient=gradient)
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Nothing: the engine has stepped.
+        """Nothing but to count: the engine has stepped.
 
         Raises:
             NotOffered: a closure was given.
@@ -75,6 +75,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 "The engine steps during backward, and cannot compute gradients again.",
                 "Call step() without a closure.",
             )
+        if self.gradient_state.sync_gradients:
+            self._count_step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine forgets gradients when it has stepped."""

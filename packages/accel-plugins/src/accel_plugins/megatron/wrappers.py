@@ -31,7 +31,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         self.skipped = False
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Nothing: the engine has stepped.
+        """Nothing but to count: the engine has stepped.
 
         Raises:
             NotOffered: a closure was given.
@@ -42,6 +42,8 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
                 "The engine steps when the model is called, and cannot compute gradients again.",
                 "Call step() without a closure.",
             )
+        if self.gradient_state.sync_gradients:
+            self._count_step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine forgets gradients before each step."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.optim import Optimizer
 
 from accel_plugins.precision.base import Closure, Precision
+from accel_state.hang_report.progress import PROGRESS
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,8 @@ class AcceleratedOptimizer(Optimizer):
         steps_in_backward: whether the optimizer changes each parameter during backward, as LOMO does; `step` has
             nothing to do then.
     """
+
+    _steps = 0
 
     def __init__(
         self,
@@ -116,12 +119,18 @@ class AcceleratedOptimizer(Optimizer):
         """Step when gradients are synchronised; with a closure, return what it returned first."""
         if not self.gradient_state.sync_gradients:
             return None
-        if closure is None:
-            self._is_overflow = not self._step(self.optimizer, None)
-            return None
         losses: list[Any] = []
-        self._is_overflow = not self._step(self.optimizer, _recording(closure, losses))
+        recording = None if closure is None else _recording(closure, losses)
+        self._is_overflow = not self._step(self.optimizer, recording)
+        self._count_step()
         return losses[0] if losses else None
+
+    def _count_step(self) -> None:
+        """Let whoever looks at the run from outside see how many steps were made."""
+        self._steps += 1
+        # A loop with several optimizers is at the step of the one that has made most.
+        if self._steps > PROGRESS.steps:
+            PROGRESS.steps = self._steps
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients when they are synchronised; within an accumulation they stay."""

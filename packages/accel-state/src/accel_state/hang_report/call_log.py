@@ -109,10 +109,10 @@ def caller() -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lineno
 
 
-def locate(path: str, line: int) -> Location:
-    """A line of a file, named as a person in the working directory would."""
+def locate(path: str, line: int, folder: str | None = None) -> Location:
+    """A line of a file, named as a person in a folder would; by default the working directory."""
     try:
-        here = os.getcwd() + os.sep
+        here = folder or os.getcwd()
     except FileNotFoundError:
         return Location(path, line)
-    return Location(path.removeprefix(here), line)
+    return Location(path.removeprefix(here + os.sep), line)

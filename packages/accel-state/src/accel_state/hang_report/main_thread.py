@@ -17,7 +17,12 @@ from typing import Final
 from accel_state.hang_report.call_log import Location, locate
 from accel_state.settings.extension import is_library
 
-__all__ = ("Place", "main_thread_place", "place_of")
+__all__ = ("IMPORT", "Place", "main_thread_place", "place_of")
+
+IMPORT: Final = "import"
+"""What a thread is inside of while it imports a module."""
+
+_IMPORTING: Final = "<frozen importlib"
 
 _DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"})
 """Functions around the one whose name says something."""
@@ -64,8 +69,9 @@ def place_of(error: BaseException) -> Place | None:
 def _innermost(outwards: list[tuple[FrameType, int]]) -> Place | None:
     inside = ""
     for frame, line in outwards:
-        if not is_library(frame.f_globals.get("__name__", "")):
-            return Place(locate(frame.f_code.co_filename, line), inside)
-        name = frame.f_code.co_name
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if not is_library(module) and module.partition(".")[0] not in sys.stdlib_module_names:
+            return Place(locate(code.co_filename, line), inside)
+        name = IMPORT if code.co_filename.startswith(_IMPORTING) else code.co_name
         inside = inside if name in _DECORATORS and inside else name
     return None

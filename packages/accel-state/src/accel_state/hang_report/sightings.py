@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,6 +16,8 @@ from typing import Any, Final, Literal
 
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.main_thread import Place, main_thread_place
+from accel_state.hang_report.progress import PROGRESS
+from accel_state.proc import State, process_info, state_of
 
 __all__ = ("Sighting", "absent", "all_told", "describe", "look", "ranks")
 
@@ -43,6 +44,14 @@ class Sighting:
         closely: whether the main thread was looked up.
         left: how it has left the run, such as "without an exception"; empty while it takes part.
         since: when that collective began, where it is still in it, seconds since the epoch; else 0.
+        steps: how many steps its optimizer has made.
+        steps_per_second: how many it makes in a second; 0 where that is not known.
+        step_since: when the last step was made, seconds since the epoch; 0 where there was none.
+        activity: what it does instead of training, such as "saving"; empty when it does nothing of the kind.
+        activity_at: line of the user's code that began it.
+        activity_since: when that was, seconds since the epoch.
+        folder: where the run keeps its output, or empty.
+        memory: bytes of memory that it uses, where the main thread was looked up; else 0.
         pid: its process id.
         host: its machine, with the namespaces of process ids and of the network.
         time: when it looked, seconds since the epoch.
@@ -57,6 +66,14 @@ class Sighting:
     closely: bool = False
     left: str = ""
     since: float = 0.0
+    steps: int = 0
+    steps_per_second: float = 0.0
+    step_since: float = 0.0
+    activity: str = ""
+    activity_at: str = ""
+    activity_since: float = 0.0
+    folder: str = ""
+    memory: int = 0
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=lambda: _host())
     time: float = field(default_factory=time.time)
@@ -96,6 +113,8 @@ def look(log: CallLog, closely: bool = False, pinned: Place | None = None) -> Si
     active = log.active()
     call = active or next(iter(log.recent(1)), None)
     now = pinned or (main_thread_place() if closely else None)
+    clock, pace, activity = time.time(), PROGRESS.pace(), PROGRESS.activity()
+    info = process_info(os.getpid()) if closely else None
     return Sighting(
         number=call.number if call else 0,
         operation=call.operation if call else "",
@@ -104,7 +123,15 @@ def look(log: CallLog, closely: bool = False, pinned: Place | None = None) -> Si
         now_at=str(now.location) if now else "",
         now_in=now.inside if now else "",
         closely=closely,
-        since=time.time() - active.seconds if active else 0.0,
+        since=clock - active.seconds if active else 0.0,
+        steps=pace.steps,
+        steps_per_second=pace.per_second,
+        step_since=clock - pace.seconds if pace.steps else 0.0,
+        activity=activity.name if activity else "",
+        activity_at=str(activity.location) if activity else "",
+        activity_since=clock - activity.seconds if activity else 0.0,
+        folder=PROGRESS.folder,
+        memory=info.memory if info else 0,
     )
 
 
@@ -186,7 +213,7 @@ def _state(seen: Sighting, age: float) -> str:
     if here == "stopped":
         return f"stopped (process {seen.pid}, by SIGSTOP or a debugger); {last}"
     if age > _SILENT:
-        alive = f"alive (process {seen.pid}) but " if here == "alive" else ""
+        alive = f"alive (process {seen.pid}) but " if here != "elsewhere" else ""
         return f"{alive}silent for {age:.0f} s; {last}"
     return seen.where()
 
@@ -194,27 +221,11 @@ def _state(seen: Sighting, age: float) -> str:
 _HELPLESS: Final = frozenset({"ended", "stopped"})
 
 
-def _state_here(seen: Sighting) -> Literal["ended", "stopped", "alive", "elsewhere"]:
+def _state_here(seen: Sighting) -> State | Literal["elsewhere"]:
     """What the operating system says of a process, where it is one of this machine."""
     if seen.host != _host():
         return "elsewhere"
-    if sys.platform == "linux":
-        try:
-            with open(f"/proc/{seen.pid}/stat", encoding="utf-8", errors="replace") as file:
-                letter = file.read().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return "ended"
-        # Also where its parent has not taken note of the end yet.
-        return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "alive"
-    if os.name == "posix":
-        try:
-            os.kill(seen.pid, 0)
-        except ProcessLookupError:
-            return "ended"
-        except PermissionError:
-            return "alive"
-        return "alive"
-    return "elsewhere"
+    return state_of(seen.pid) or "elsewhere"
 
 
 def _host() -> str:

@@ -20,7 +20,7 @@ from accel_state.errors import StoreUnreachable
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.main_thread import Place
 from accel_state.hang_report.sightings import Sighting, look
-from accel_state.hang_report.status import StatusFile
+from accel_state.hang_report.status import Heard, StatusFile
 from accel_state.transport.control import ControlStore
 from accel_state.transport.leaving import how_it_ends
 
@@ -83,7 +83,7 @@ class Watch:
         self._pid = os.getpid()
         self._keys = [f"hang_report/sighting/{other}" for other in range(world_size)]
         self._read_every = max(1, world_size // _RANKS_READ_PER_TICK)
-        self._control = control
+        self._control = control if world_size > 1 else None
         self._status = StatusFile.of_run(rank)
         self._texts: dict[int, bytes] = {}
         self._sightings: dict[int, Sighting] = {}
@@ -96,7 +96,7 @@ class Watch:
         self._end = threading.Event()
         self.pinned: Place | None = None
         self._thread: threading.Thread | None = None
-        if world_size > 1 and (control is not None or self._status is not None):
+        if self._control is not None or self._status is not None:
             self._thread = threading.Thread(target=self._run, name="accel_state.watch", daemon=True)
             self._thread.start()
             # Before the groups end, whose end is what the others notice first.
@@ -142,6 +142,10 @@ class Watch:
             asks, self._ask = self._ask, False
             now = time.monotonic()
             closely = now < self._closely_until
+            tells_of_others = self._status is not None and self._status.is_asked_for_others()
+            if tells_of_others and not closely:
+                asks = closely = True
+                self._closely_until = now + _CLOSELY
             if self._status is not None:
                 closely = self._status.is_asked() or closely
                 self._status.write(look(self._log, closely, self.pinned))
@@ -151,12 +155,18 @@ class Watch:
                 failures = 0 if self._failed is None else failures + 1
                 try_again = now + min(TICK * 2**failures, _LONGEST_PAUSE) if failures else 0.0
                 ticks += 1
+            if self._status is not None and tells_of_others:
+                self._status.write_heard(self._heard_of())
             # `ask` takes no lock, so nothing wakes this thread.
             for _ in range(_GLANCES):
                 if self._end.wait(TICK / _GLANCES):
                     return
                 if self._ask:
                     break
+
+    def _heard_of(self) -> Heard:
+        sightings, ages, _, failed = self.picture()
+        return Heard(time.time(), failed is None, sightings, ages)
 
     def _tell(self, closely: bool, asks: bool) -> bool:
         """Publish a sighting, and hear whether somebody asked for closer ones; whether the store answered."""

@@ -14,6 +14,7 @@ from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_plugins.manifest import Duty
 from accel_state.gradient import GradientAccumulationPlugin
+from accel_state.hang_report.progress import PROGRESS
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_torch import options
@@ -171,6 +172,9 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
     def _begin(self, options: Options) -> None:
         """Take part in the run of this process."""
         self._options = options
+        folder = options.project.project_dir or options.project.logging_dir
+        if folder is not None:
+            PROGRESS.writes_to(folder)
         self._report = reporting(self._options)
         self.state, self.gradient_state, self._engine = assemble(self._options, self._report)
         owned = self._engine.owns(Duty.ACCUMULATION)

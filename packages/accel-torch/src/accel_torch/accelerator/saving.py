@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accel_state.hang_report.progress import PROGRESS
 from accel_torch.parts import Parts
 from accel_torch.registry import add_hook
 
@@ -62,7 +63,8 @@ class SavingPage(Parts):
         """
         from accel_torch.saving import save_state
 
-        return save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+        with PROGRESS.during("saving"):
+            return save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being saved in the background any more; called on every process.
@@ -75,7 +77,8 @@ class SavingPage(Parts):
         """
         from accel_torch.saving import wait
 
-        wait(self)
+        with PROGRESS.during("saving"):
+            wait(self)
 
     def load_state(
         self,
@@ -108,7 +111,8 @@ class SavingPage(Parts):
         """
         from accel_torch.loading import load_state
 
-        return load_state(self, input_dir, {**(load_kwargs or {}), **load_model_func_kwargs}, missing_ok)
+        with PROGRESS.during("loading"):
+            return load_state(self, input_dir, {**(load_kwargs or {}), **load_model_func_kwargs}, missing_ok)
 
     def save_model(
         self,
@@ -130,7 +134,8 @@ class SavingPage(Parts):
         """
         from accel_torch.export import save_model
 
-        save_model(self, model, save_directory, max_shard_size, safe_serialization)
+        with PROGRESS.during("saving"):
+            save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object into a file, on the main process alone (of each node with `save_on_each_node`).
@@ -142,7 +147,8 @@ class SavingPage(Parts):
         """
         from accel_plugins.checkpoint.objects import save
 
-        save(obj, f, self._options.project.save_on_each_node, safe_serialization)
+        with PROGRESS.during("saving"):
+            save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of more objects with every checkpoint.

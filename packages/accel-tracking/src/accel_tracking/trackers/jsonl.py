@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import NotReady, SettingError
+from accel_state.hang_report.progress import PROGRESS
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.run_file import FORMAT, RunFile, encode
 from accel_tracking.values import plain
@@ -48,6 +49,7 @@ class JSONLinesTracker(GeneralTracker):
         self.run_name = run_name
         self.logging_dir = Path(logging_dir)
         self.flush_every = flush_every
+        PROGRESS.writes_to(logging_dir)
         self._file: RunFile | None = None
         self._head: dict[str, Any] | None = None
 

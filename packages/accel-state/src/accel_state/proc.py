@@ -1,0 +1,116 @@
+"""What the operating system says of another process, read without the help of that process.
+
+Linux tells all of this in `/proc`. Elsewhere only `state_of` answers, and only whether a process is there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final, Literal, NamedTuple
+
+__all__ = ("ProcessInfo", "State", "environment_of", "process_info", "state_of", "system_call")
+
+State = Literal["ended", "stopped", "uninterruptible", "alive"]
+
+_STATES: Final[dict[str, State]] = {
+    # Also where its parent has not taken note of the end yet.
+    "Z": "ended",
+    "X": "ended",
+    "T": "stopped",
+    "t": "stopped",
+    "D": "uninterruptible",
+}
+
+# By machine: system calls that work on files, and which argument is the descriptor (None: the file is not open yet).
+_X86_64: Final = {
+    0: ("read", 0), 1: ("write", 0), 2: ("open", None), 3: ("close", 0), 17: ("pread", 0), 18: ("pwrite", 0),
+    19: ("readv", 0), 20: ("writev", 0), 73: ("flock", 0), 74: ("fsync", 0), 75: ("fdatasync", 0),
+    217: ("getdents", 0), 257: ("open", None), 262: ("stat", None),
+}  # fmt: skip
+_AARCH64: Final = {
+    32: ("flock", 0), 56: ("open", None), 57: ("close", 0), 61: ("getdents", 0), 63: ("read", 0), 64: ("write", 0),
+    65: ("readv", 0), 66: ("writev", 0), 67: ("pread", 0), 68: ("pwrite", 0), 79: ("stat", None),
+    82: ("fsync", 0), 83: ("fdatasync", 0),
+}  # fmt: skip
+_FILE_CALLS: Final[dict[str, dict[int, tuple[str, int | None]]]] = {"x86_64": _X86_64, "aarch64": _AARCH64}
+
+
+class ProcessInfo(NamedTuple):
+    """One process at one moment.
+
+    Args:
+        state: whether it runs.
+        started: when it was started, clock ticks since the machine was; with the pid this names a process for good.
+        processor_seconds: what it has used of the processors, with all its threads.
+        memory: bytes of memory that are its own or shared (the resident set).
+        owner: number of the user that it belongs to.
+    """
+
+    state: State
+    started: int
+    processor_seconds: float
+    memory: int
+    owner: int
+
+
+def process_info(pid: int) -> ProcessInfo | None:
+    """What is known of a process; None where there is none, or the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+            owner = os.fstat(file.fileno()).st_uid
+        ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+        return ProcessInfo(
+            state=_STATES.get(fields[0], "alive"),
+            started=int(fields[19]),
+            processor_seconds=(int(fields[11]) + int(fields[12])) / ticks,
+            memory=int(fields[21]) * page,
+            owner=owner,
+        )
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def state_of(pid: int) -> State | None:
+    """Whether a process runs; None where the system does not tell."""
+    if sys.platform == "linux":
+        info = process_info(pid)
+        return "ended" if info is None else info.state
+    if os.name != "posix":
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "ended"
+    except PermissionError:
+        return "alive"
+    return "alive"
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; empty where this user may not read them."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = os.fsdecode(file.read()).split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def system_call(pid: int) -> str:
+    """The call on a file that the main thread of a process is inside of, such as "read() of /data/train.bin".
+
+    Empty where it is in none, or this user may not see that (as a rule: root, and the owner where
+    `kernel.yama.ptrace_scope` is 0). Calls on sockets and terminals are not told.
+    """
+    try:
+        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+            words = file.read().split()
+        name, argument = _FILE_CALLS.get(os.uname().machine, {})[int(words[0])]
+        if argument is None:
+            return f"{name}()"
+        path = os.readlink(f"/proc/{pid}/fd/{int(words[1 + argument], 16)}")
+    except (OSError, IndexError, KeyError, ValueError):
+        return ""
+    return f"{name}() of {path}" if path.startswith("/") and not path.startswith("/dev/") else ""

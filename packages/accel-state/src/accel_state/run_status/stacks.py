@@ -1,0 +1,166 @@
+"""The Python stacks of processes, read from outside.
+
+py-spy needs nothing of a process, but where it is installed it may not be allowed to look. The processes of a launch
+can show their stacks by themselves, also inside of native code that holds the lock of Python: at SIGURG, which nobody
+else uses and which processes without a handler ignore, `faulthandler` writes them to a file of the launch
+(`accel_cli.launch.runner`). A stopped process does neither.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from accel_state.hang_report.call_log import locate
+from accel_state.hang_report.main_thread import IMPORT, Place
+
+__all__ = ("SUFFIX", "Frame", "frames_of_main_thread", "place_in", "py_spy_stack", "signalled_stacks")
+
+SUFFIX: Final = ".stack"
+"""How the names of the files end into which processes write their stacks."""
+
+_PATIENCE: Final = 1.5
+"""Seconds that processes are given to write their stacks."""
+
+_QUIET: Final = 0.1
+"""Seconds without a new line after which a stack is complete."""
+
+_PY_SPY_PATIENCE: Final = 10.0
+_MOST_BYTES: Final = 256 * 1024
+_FRAME: Final = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.+)')
+_PACKAGES: Final = re.compile(
+    r"[\\/](site|dist)-packages[\\/]|[\\/]accel_(state|ops|data|bigmodel|tracking|plugins|cli|torch)[\\/]"
+)
+_IMPORTING: Final = "<frozen importlib"
+_RUNNER: Final = os.path.join("accel_cli", "launch", "runner.py")
+
+
+class Frame(NamedTuple):
+    """One line of a stack.
+
+    Args:
+        path: the file.
+        line: number of the line.
+        function: what is running there.
+    """
+
+    path: str
+    line: int
+    function: str
+
+    @property
+    def of_user(self) -> bool:
+        """Whether it is a line of the user's code."""
+        library = self.path.startswith(("<", *_libraries())) or _PACKAGES.search(self.path)
+        return not library
+
+
+def _libraries() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+def py_spy_stack(pid: int, stopped: bool = False) -> str:
+    """The stacks of all threads of a process by py-spy; empty where it is not installed or may not look.
+
+    Args:
+        pid: of the process, which is paused meanwhile.
+        stopped: it is stopped already, and would not answer to being paused.
+    """
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    command = [program, "dump", *(["--nonblocking"] if stopped else []), "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
+    """The stacks that processes write by themselves, by pid; those that wrote none are missing.
+
+    Args:
+        files: by pid the file into which each process writes.
+    """
+    begun = {pid: _size(path) for pid, path in files.items() if _listens(pid, path)}
+    for pid in begun:
+        os.kill(pid, signal.SIGURG)
+    deadline = time.monotonic() + _PATIENCE
+    sizes, since = dict(begun), dict.fromkeys(begun, time.monotonic())
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET / 4)
+        now = time.monotonic()
+        for pid in begun:
+            size = _size(files[pid])
+            if size != sizes[pid]:
+                sizes[pid], since[pid] = size, now
+        if all(sizes[pid] > begun[pid] and now - since[pid] > _QUIET for pid in begun):
+            break
+    return {pid: _read(files[pid], begun[pid]) for pid in begun if sizes[pid] > begun[pid]}
+
+
+def _listens(pid: int, path: str) -> bool:
+    """Whether a process has a handler for the signal, and still holds the file that the handler writes to.
+
+    A script that closes descriptors which it did not open may have opened another file under the same number.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+        if not int(caught.split()[1], 16) & 1 << (signal.SIGURG - 1):
+            return False
+        return any(os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), os.stat(path)) for number in _open_files(pid))
+    except (OSError, StopIteration, ValueError, AttributeError):
+        return False
+
+
+def _open_files(pid: int) -> Iterable[str]:
+    return [number for number in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{number}")]
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _read(path: str, begin: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def frames_of_main_thread(stack: str) -> list[Frame]:
+    """The frames of the main thread in what `faulthandler` wrote, the innermost first."""
+    # The main thread is the one that was started first, and comes last.
+    thread = re.split(r"^(?:Current t|T)hread 0x.*\n", stack, flags=re.MULTILINE)[-1]
+    found = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
+    return [Frame(match["path"], int(match["line"]), match["function"]) for match in found]
+
+
+def place_in(frames: list[Frame], working_folder: str) -> Place | None:
+    """Where a thread is; None where it runs no code of the user.
+
+    Args:
+        frames: of the thread, the innermost first.
+        working_folder: where the run was started; paths below it are told as seen from there.
+    """
+    outermost = next((index for index, frame in enumerate(frames) if frame.path.endswith(_RUNNER)), len(frames))
+    inside = ""
+    for frame in frames[:outermost]:
+        if frame.of_user:
+            return Place(locate(frame.path, frame.line, working_folder), inside)
+        inside = IMPORT if frame.path.startswith(_IMPORTING) else frame.function
+    return None

@@ -1,0 +1,248 @@
+"""Finding runs of launchers, and reading what the system and a stack say of their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_state import PartialState
+from accel_state.errors import NoAccess, NotFound, SettingError
+from accel_state.hang_report.call_log import Location
+from accel_state.hang_report.main_thread import IMPORT, Place
+from accel_state.hang_report.progress import Progress
+from accel_state.hang_report.status import STATUS_FOLDER, Heard, ask_for_others, read_heard
+from accel_state.proc import process_info, state_of, system_call
+from accel_state.process import wait_for_everyone
+from accel_state.run_status.find import PREFIX, announce_run, find_run, running_runs
+from accel_state.run_status.stacks import Frame, frames_of_main_thread, place_in
+from accel_state.testing.processes import Processes
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, in which no other run is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def announced(temporary: Path) -> str:
+    return announce_run(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this user that no launcher started."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def mine() -> list[str]:
+    """Folders of the runs whose launcher is this process."""
+    return [run.status_folder for run in running_runs() if run.pid == os.getpid()]
+
+
+def test_a_run_is_found_by_the_pid_of_its_launcher_and_by_the_folder_it_was_started_in(temporary: Path) -> None:
+    status = announced(temporary)
+    assert mine() == [status]
+    assert find_run(str(os.getpid())).status_folder == status
+    assert find_run(os.getcwd()).status_folder == status
+
+
+@on_linux
+def test_a_launcher_that_was_killed_and_another_process_with_its_pid_are_no_run(temporary: Path) -> None:
+    status = Path(announced(temporary))
+    told = json.loads((status / "run.json").read_text())
+    (status / "run.json").write_text(json.dumps({**told, "started": told["started"] + 1}))
+    assert mine() == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": -1}', '{"pid": "1", "folder": 3}'])
+def test_folders_with_other_contents_are_no_runs(temporary: Path, content: str) -> None:
+    status = Path(announced(temporary))
+    (status / "run.json").write_text(content)
+    assert mine() == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_a_folder_that_others_can_enter_is_no_run(temporary: Path) -> None:
+    status = Path(announced(temporary))
+    status.parent.chmod(0o750)
+    assert mine() == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links")
+def test_a_link_to_a_folder_is_no_run(temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere.chmod(0o700)
+    announce_run(str(elsewhere))
+    (temporary / f"{PREFIX}link").symlink_to(elsewhere)
+    assert mine() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a folder away")
+def test_a_folder_of_another_user_is_no_run(temporary: Path) -> None:
+    status = Path(announced(temporary))
+    os.chown(status.parent, 65534, 65534)
+    assert mine() == []
+
+
+def test_a_process_that_no_launcher_started_is_refused(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(NotFound, match=f"process {sleeper.pid} is no run that `accel launch` started"):
+        find_run(str(sleeper.pid))
+
+
+def test_a_process_that_has_ended_is_refused(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(NotFound, match="has ended, or never was on this machine"):
+        find_run(str(sleeper.pid))
+
+
+@on_linux
+def test_a_process_of_another_user_is_refused(temporary: Path) -> None:
+    if os.geteuid() != 0:
+        with pytest.raises(NoAccess, match="process 1 belongs to the user root, and nobody else may look"):
+            find_run("1")
+        return
+    other = subprocess.Popen(["sleep", "600"], user=65534, group=65534)
+    try:
+        with pytest.raises(NoAccess, match=f"process {other.pid} belongs to the user .*, and nobody else may look"):
+            find_run(str(other.pid))
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_folder_in_which_no_run_writes_is_refused(temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(NotFound, match="it has finished, or runs on another machine"):
+        find_run(str(tmp_path_factory.mktemp("finished")))
+    with pytest.raises(NotFound, match="there is no folder 'nowhere', and it is no process id either"):
+        find_run("nowhere")
+
+
+def test_a_folder_of_several_runs_is_refused_with_their_pids(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    status, other = (Path(announced(temporary)) for _ in range(2))
+    told = json.loads((other / "run.json").read_text())
+    info = process_info(sleeper.pid)
+    started = info.started if info is not None else 0
+    (other / "run.json").write_text(json.dumps({**told, "pid": sleeper.pid, "started": started}))
+    with pytest.raises(SettingError, match="2 runs write to") as raised:
+        find_run(os.getcwd())
+    assert str(sleeper.pid) in raised.value.remedy
+    assert find_run(str(os.getpid())).status_folder == str(status)
+
+
+@on_linux
+def test_the_system_tells_of_a_process() -> None:
+    info = process_info(os.getpid())
+    assert info is not None
+    assert (info.state, info.owner) == ("alive", os.geteuid())
+    assert info.memory > 2**20
+    assert process_info(2**22 + 1) is None
+    assert state_of(2**22 + 1) == "ended"
+
+
+@on_linux
+def test_the_file_that_a_process_waits_for_is_told_where_that_may_be_seen(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.DEVNULL) as reader:
+        try:
+            writer = os.open(tmp_path / "pipe", os.O_WRONLY)
+            deadline = time.monotonic() + 30
+            seen = ""
+            while not seen and time.monotonic() < deadline:
+                seen = system_call(reader.pid)
+            if not os.access(f"/proc/{reader.pid}/mem", os.R_OK):
+                pytest.skip("this system does not let a user see the calls of processes")
+            os.close(writer)
+        finally:
+            reader.kill()
+    assert seen == f"read() of {tmp_path / 'pipe'}"
+
+
+DUMP = """\
+Thread 0x00007f403e7fc6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007f406e404b80 [python] (most recent call first):
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "/venv/lib/python3.11/site-packages/torch/__init__.py", line 12 in <module>
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "/runs/of me/train.py", line 3 in <module>
+  File "/venv/lib/python3.11/site-packages/accel_cli/launch/runner.py", line 55 in main
+  File "/venv/lib/python3.11/site-packages/accel_cli/launch/runner.py", line 304 in <module>
+"""
+
+
+def test_the_main_thread_is_found_in_a_stack_with_the_line_of_the_user() -> None:
+    frames = frames_of_main_thread(DUMP)
+    assert frames[3] == Frame("/runs/of me/train.py", 3, "<module>")
+    assert place_in(frames, "/runs/of me") == Place(Location("train.py", 3), IMPORT)
+    assert place_in(frames[3:], "/runs") == Place(Location("of me/train.py", 3), "")
+    assert place_in(frames[4:], "/runs") is None
+    assert frames_of_main_thread("") == []
+
+
+def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, clock = Progress(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    assert progress.pace() == (0, 0.0, 0.0)
+    for steps in (4, 6, 6, 8):
+        progress.steps = steps
+        pace = progress.pace()
+        clock += 0.5
+    # Four steps between the first and the last moment at which a new one was seen, 1.5 s apart.
+    assert pace == (8, pytest.approx(4 / 1.5), 0.0)
+    assert progress.pace().seconds == 0.5
+
+
+def test_an_activity_is_told_with_the_line_that_began_it() -> None:
+    progress = Progress()
+    assert progress.activity() is None
+    with progress.during("saving"), progress.during("loading"):
+        activity = progress.activity()
+    assert activity is not None
+    assert activity.name == "loading"
+    assert Path(activity.location.path).name == Path(__file__).name
+    assert progress.activity() is None
+
+
+def tell_of_others(folder: Path) -> Heard | None:
+    state = PartialState(cpu=True)
+    wait_for_everyone()
+    heard = None
+    if state.process_index == 0:
+        ask_for_others(str(folder), 0)
+        deadline = time.monotonic() + 60
+        while heard is None or not all(seen.closely for seen in heard.sightings.values()) or len(heard.sightings) < 2:
+            assert time.monotonic() < deadline, heard
+            heard = read_heard(str(folder))
+            time.sleep(0.05)
+    wait_for_everyone()
+    return heard
+
+
+def test_one_process_writes_what_it_hears_of_the_others(two: Processes, tmp_path: Path) -> None:
+    heard, _ = two.run(tell_of_others, tmp_path, environment={STATUS_FOLDER: str(tmp_path)})
+    assert heard.store_answers
+    assert heard.sightings[1].operation == "wait_for_everyone"
+    assert heard.sightings[1].memory > 0
+    assert heard.ages[1] < 60
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"time": 1}', '{"time": 1, "store_answers": 1, "ranks": {"a": 3}}'])
+def test_other_contents_tell_nothing_of_others(tmp_path: Path, content: str) -> None:
+    (tmp_path / "heard.json").write_text(content)
+    assert read_heard(str(tmp_path)) is None

@@ -1,0 +1,153 @@
+"""`accel runs status [RUN]`: what every process of a run does now, as a table, as JSON, or again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from accel_state.errors import AccelError, NotFound
+from accel_state.run_status.find import LaunchedRun, find_run, running_runs
+from accel_state.run_status.states import ProcessStatus, RunStatus, look_at
+from accel_state.untrusted import printable
+
+__all__ = ("show_status",)
+
+_PAUSE: Final = 1.0
+"""Seconds between two looks of `--watch`."""
+
+_CLEAR: Final = "\x1b[H\x1b[2J"
+_HEADS: Final = ("rank", "host", "pid", "state", "steps/s", "memory")
+_LASTS: Final = 2.0
+"""Seconds from which on it is said for how long a process has been in its state."""
+
+
+def show_status(run: str | None, watch: bool, as_json: bool, stacks: bool) -> int:
+    """Print where the processes are, and return the exit code: 1 where there is no such run.
+
+    Args:
+        run: what the user named; every run of this user on this machine when None.
+        watch: print it again and again, until the run ends.
+        as_json: one JSON object a run and look.
+        stacks: with the Python stack of every process of this machine.
+    """
+    try:
+        runs = _chosen(run)
+    except AccelError as error:
+        # One sentence, for scripts that pass it on.
+        said = printable(f"{error.obstacle}; {error.remedy}.")
+        print(f"accel runs status: {said}", file=sys.stderr)  # noqa: T201 - what the command is for
+        return 1
+    clear = _CLEAR if watch and not as_json and sys.stdout.isatty() else ""
+    show = _as_json if as_json else _as_text
+    while True:
+        _print(clear, [look_at(one, stacks) for one in runs], show)
+        if not watch:
+            return 0
+        time.sleep(_PAUSE)
+        left = {one.pid for one in running_runs()}
+        runs = [one for one in runs if one.pid in left]
+        if not runs:
+            return 0
+
+
+def _chosen(run: str | None) -> Sequence[LaunchedRun]:
+    if run is not None:
+        return [find_run(run)]
+    runs = running_runs()
+    if not runs:
+        raise NotFound(
+            "Look at the runs of this machine.",
+            "no run of `accel launch` by this user goes on on this machine",
+            "start one, or look on the machine where its launcher is",
+        )
+    return runs
+
+
+def _print(clear: str, found: Sequence[RunStatus], show: Callable[[RunStatus], str]) -> None:
+    text = "\n".join(show(one) for one in found)
+    encoding = sys.stdout.encoding or "ascii"
+    print(clear + text.encode(encoding, errors="replace").decode(encoding), flush=True)  # noqa: T201
+
+
+def _as_json(status: RunStatus) -> str:
+    return json.dumps(
+        {
+            "launcher": status.run.pid,
+            "folder": status.run.folder(),
+            "began": status.run.began,
+            "world_size": status.world_size,
+            "store_answers": status.store_answers,
+            "held_up_by": status.held_up_by,
+            "processes": [_without_stack(one) if not one.stack else asdict(one) for one in status.processes],
+        }
+    )
+
+
+def _without_stack(process: ProcessStatus) -> dict[str, Any]:
+    told = asdict(process)
+    del told["stack"]
+    return told
+
+
+def _as_text(status: RunStatus) -> str:
+    rows = [_HEADS, *map(_row, status.processes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    lines = [_headline(status)]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if status.held_up_by:
+        lines.append(f"The others wait for rank {', '.join(map(str, status.held_up_by))}.")
+    if status.store_answers is False:
+        lines.append("The store of the run does not answer, so processes of other machines are shown as last heard of.")
+    for process in status.processes:
+        if process.stack:
+            lines += ["", f"rank {process.rank} (pid {process.pid}):", process.stack.rstrip()]
+    return printable("\n".join(lines), keep="\n\t") + "\n"
+
+
+def _headline(status: RunStatus) -> str:
+    count = f"{status.world_size} process{'es' if status.world_size > 1 else ''}"
+    since = _duration(time.time() - status.run.began)
+    folder = os.path.relpath(status.run.folder())
+    return f"Run of launcher {status.run.pid} in {folder}: {count}, for {since}"
+
+
+def _row(process: ProcessStatus) -> tuple[str, ...]:
+    pace, memory = process.steps_per_second, process.memory
+    return (
+        str(process.rank),
+        process.host or "?",
+        str(process.pid or "?"),
+        _state(process),
+        "" if pace is None else f"{pace:.3g}",
+        "" if memory is None else f"{memory / 2**20:.0f} MiB",
+    )
+
+
+def _state(process: ProcessStatus) -> str:
+    """Such as "in collective gather() at train.py:13 for 12 s"."""
+    text = process.state
+    if text == "in step":
+        text += f" {process.steps + 1}"
+    name = process.operation
+    if name:
+        text += f" {name if '(' in name else name + '()'}" if text != "stopped" else f", in {name}()"
+    if process.at:
+        text += f" at {process.at}"
+    if process.seconds is not None and process.seconds >= _LASTS:
+        text += f" for {_duration(process.seconds)}"
+    if process.steps and process.state != "in step":
+        text += f" (after step {process.steps})"
+    return text
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
