@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -26,7 +27,7 @@ ACCEL = (sys.executable, "-m", "accel_cli.main")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 JOB = """
-    import ctypes, os, signal, sys, threading, time
+    import ctypes, os, signal, socket, sys, threading, time
     from pathlib import Path
 
     # A launch in which one process died asks the others to end, and they are to be looked at meanwhile.
@@ -66,7 +67,10 @@ JOB = """
         Path("pipe").read_text()
 
     def hold():
-        ctypes.PyDLL(None).sleep(12)
+        # PyDLL keeps the lock of Python while the call lasts.
+        gate = socket.socket(socket.AF_UNIX)
+        gate.connect("gate")
+        ctypes.PyDLL(None).recv(gate.fileno(), ctypes.create_string_buffer(1), 1, 0)
 
     def save():
         wait_for(f"released{rank}") if rank == "1" else None
@@ -259,9 +263,14 @@ def test_a_process_that_reads_a_file_is_told(job: Job) -> None:
 
 
 def test_a_process_in_native_code_that_holds_the_lock_of_python_is_silent_and_its_line_is_told(job: Job) -> None:
-    job.do(1, "hold")
-    found = job.until(1, state="silent")["process"]
-    assert found["at"] == at("ctypes.PyDLL(None).sleep")
+    with socket.socket(socket.AF_UNIX) as gate:
+        gate.bind(str(job.folder / "gate"))
+        gate.listen()
+        job.do(1, "hold")
+        held, _ = gate.accept()
+        with held:
+            found = job.until(1, state="silent")["process"]
+            assert found["at"] == at("ctypes.PyDLL(None).recv")
     job.release(1)
     job.until(1, state="in step")
 
@@ -353,9 +362,9 @@ def test_a_process_alone_is_told(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.count("\n") == 1
         assert f"process {job.process.pid} has ended, or never was on this machine; " in done.stderr
-        done = job.status(run="output")
+        done = job.status(run=".")
         assert done.returncode == 1
-        assert "no run writes to 'output' now: it has finished, or runs on another machine; " in done.stderr
+        assert "no run writes to '.' now: it has finished, or runs on another machine; " in done.stderr
     finally:
         job.end()
 

@@ -27,6 +27,8 @@ LIGHT = (
     ("accel-state", "accel_state/hang_report/status.py"),
     ("accel-state", "accel_state/labels.py"),
     ("accel-state", "accel_state/marks.py"),
+    ("accel-state", "accel_state/proc.py"),
+    ("accel-state", "accel_state/run_status/*.py"),
     ("accel-state", "accel_state/topology.py"),
     ("accel-state", "accel_state/settings/**/*.py"),
     ("accel-plugins", "accel_plugins/__init__.py"),
@@ -37,7 +39,13 @@ LIGHT = (
 )
 
 # Command lines whose answer must not need torch either.
-COMMANDS = (("--help",), ("--version",), ("launch", "--help"), ("backends", "--no_probe"))
+COMMANDS = (
+    ("--help",),
+    ("--version",),
+    ("launch", "--help"),
+    ("backends", "--no_probe"),
+    ("runs", "status", "--help"),
+)
 
 # Run by a fresh interpreter: imports modules, runs command lines, and says on whose behalf each heavy library came in.
 PROBE = """

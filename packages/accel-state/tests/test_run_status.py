@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,13 +18,13 @@ import pytest
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.hang_report.call_log import Location
-from accel_state.hang_report.main_thread import IMPORT, Place
+from accel_state.hang_report.main_thread import Place
 from accel_state.hang_report.progress import Progress
 from accel_state.hang_report.status import STATUS_FOLDER, Heard, ask_for_others, read_heard
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
 from accel_state.run_status.find import PREFIX, announce_run, find_run, running_runs
-from accel_state.run_status.stacks import Frame, frames_of_main_thread, place_in
+from accel_state.run_status.stacks import Frame, frames_of_main_thread, imports, place_in, py_spy_stack
 from accel_state.testing.processes import Processes
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -189,10 +191,27 @@ Current thread 0x00007f406e404b80 [python] (most recent call first):
 def test_the_main_thread_is_found_in_a_stack_with_the_line_of_the_user() -> None:
     frames = frames_of_main_thread(DUMP)
     assert frames[3] == Frame("/runs/of me/train.py", 3, "<module>")
-    assert place_in(frames, "/runs/of me") == Place(Location("train.py", 3), IMPORT)
+    assert place_in(frames, "/runs/of me") == Place(Location("train.py", 3), "_find_and_load")
+    assert imports(frames)
+    assert not imports(frames[3:])
     assert place_in(frames[3:], "/runs") == Place(Location("of me/train.py", 3), "")
     assert place_in(frames[4:], "/runs") is None
     assert frames_of_main_thread("") == []
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
+    sleeper: subprocess.Popen[bytes], stopped: bool
+) -> None:
+    while not (stack := py_spy_stack(sleeper.pid)):
+        time.sleep(0.1)
+    if stopped:
+        sleeper.send_signal(signal.SIGSTOP)
+        while state_of(sleeper.pid) != "stopped":
+            time.sleep(0.01)
+        stack = py_spy_stack(sleeper.pid, stopped=True)
+    assert "<module> (<string>:1)" in stack
 
 
 def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:

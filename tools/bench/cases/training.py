@@ -28,6 +28,11 @@ WATCHING: Final = (
     'Wall time of a step of about 1 ms on two processes over gloo, in rounds of 400; "raw" is an Accelerator that '
     "compares nothing."
 )
+LOOKED_AT: Final = (
+    "CPU time of a step of about 1 ms on two processes over gloo, in rounds of 400, while a thread writes what "
+    '`accel runs status` reads, at once and twice a second; "raw" is the same step without that thread, and '
+    "uncounted."
+)
 SHARDING: Final = (
     'A model of 200 blocks on two processes over gloo; "raw" calls `fully_shard` for each block and for the model. '
     "The original runs DDP when it is asked for FSDP on a CPU, so it is not here. Memory is what a process grew by at "
@@ -216,6 +221,50 @@ def replicas(every: int | None, scope: Scope) -> Call:
     return steps
 
 
+# ---------------------------------------------------------------- looking at a run from outside
+def looked_at(scope: Scope) -> Call:
+    """Steps of a process that says where it is, as those of `accel launch` do."""
+    from accel_state.hang_report.call_log import CallLog
+    from accel_state.hang_report.status import STATUS_FOLDER
+    from accel_state.hang_report.watch import Watch
+
+    several = replicas(0, scope)
+
+    def steps() -> None:
+        with paused():
+            os.environ[STATUS_FOLDER] = str(scope.folder)
+            watch = Watch(CallLog(), None, int(os.environ["RANK"]), 1)
+            del os.environ[STATUS_FOLDER]
+        several()
+        with paused():
+            watch.stop()
+
+    return steps
+
+
+def not_looked_at(scope: Scope) -> Call:
+    """The same steps, of which nobody takes note."""
+    from unittest import mock
+
+    from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+
+    several = replicas(0, scope)
+
+    def steps() -> None:
+        with paused():
+            uncounted = mock.patch.object(AcceleratedOptimizer, "_count_step", _nothing)
+            uncounted.start()
+        several()
+        with paused():
+            uncounted.stop()
+
+    return steps
+
+
+def _nothing(optimizer: Any) -> None:
+    """What a step of an optimizer leaves to be seen without counting."""
+
+
 # ---------------------------------------------------------------- sharding
 Prepared = tuple[Any, Any, Callable[[Any], object]]
 """Model, optimizer, and how to go backward."""
@@ -369,6 +418,16 @@ CASES: Final = (
         1.01,
         Work(partial(replicas, 100), raw=partial(replicas, None), processes=2),
         WATCHING,
+        STEPS,
+    ),
+    Case(
+        "watching",
+        "a step that can be looked at from outside, 2 processes",
+        "CPU us per step",
+        "ours/raw",
+        1.01,
+        Work(looked_at, raw=not_looked_at, processes=2),
+        LOOKED_AT,
         STEPS,
     ),
     sharding("prepare", "CPU ms", prepare_shards),

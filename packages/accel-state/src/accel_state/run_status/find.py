@@ -112,8 +112,10 @@ def _read(status: str) -> LaunchedRun | None:
     except (OSError, ValueError):
         return None
     info = process_info(told["pid"])
-    here = info.started == told["started"] if info is not None else state_of(told["pid"]) == "alive"
-    return LaunchedRun(told["pid"], status, told["folder"], told["time"]) if here else None
+    another = info is not None and info.started != told["started"]
+    if another or state_of(told["pid"]) == "ended":
+        return None
+    return LaunchedRun(told["pid"], status, told["folder"], told["time"])
 
 
 def _is_private(folder: str) -> bool:

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from accel_state.hang_report.call_log import locate
-from accel_state.hang_report.main_thread import IMPORT, Place
+from accel_state.hang_report.main_thread import Place
 
-__all__ = ("SUFFIX", "Frame", "frames_of_main_thread", "place_in", "py_spy_stack", "signalled_stacks")
+__all__ = ("SUFFIX", "Frame", "frames_of_main_thread", "imports", "place_in", "py_spy_stack", "signalled_stacks")
 
 SUFFIX: Final = ".stack"
 """How the names of the files end into which processes write their stacks."""
@@ -157,10 +157,19 @@ def place_in(frames: list[Frame], working_folder: str) -> Place | None:
         frames: of the thread, the innermost first.
         working_folder: where the run was started; paths below it are told as seen from there.
     """
-    outermost = next((index for index, frame in enumerate(frames) if frame.path.endswith(_RUNNER)), len(frames))
     inside = ""
-    for frame in frames[:outermost]:
+    for frame in _of_script(frames):
         if frame.of_user:
             return Place(locate(frame.path, frame.line, working_folder), inside)
-        inside = IMPORT if frame.path.startswith(_IMPORTING) else frame.function
+        inside = frame.function
     return None
+
+
+def imports(frames: list[Frame]) -> bool:
+    """Whether a thread is inside of an import."""
+    return any(frame.path.startswith(_IMPORTING) for frame in _of_script(frames))
+
+
+def _of_script(frames: list[Frame]) -> list[Frame]:
+    """The frames of the script, without those of ours that run it."""
+    return frames[: next((index for index, frame in enumerate(frames) if frame.path.endswith(_RUNNER)), len(frames))]

@@ -23,7 +23,14 @@ from accel_state.hang_report.sightings import Sighting
 from accel_state.hang_report.status import STATUS_FOLDER, Heard, ask_for_others, ask_for_status, read_heard, read_status
 from accel_state.proc import ProcessInfo, environment_of, process_info, state_of, system_call
 from accel_state.run_status.find import LaunchedRun
-from accel_state.run_status.stacks import SUFFIX, frames_of_main_thread, place_in, py_spy_stack, signalled_stacks
+from accel_state.run_status.stacks import (
+    SUFFIX,
+    frames_of_main_thread,
+    imports,
+    place_in,
+    py_spy_stack,
+    signalled_stacks,
+)
 
 __all__ = ("ProcessStatus", "RunStatus", "look_at")
 
@@ -225,10 +232,11 @@ def _status(rank: int, process: _Process, seen: Sighting | None, stack: str, run
     """One process of this machine."""
     host = socket.gethostname()
     status = ProcessStatus(rank, host, process.pid, "running") if seen is None else _told(rank, seen, host)
-    place = place_in(frames_of_main_thread(stack), run.working_folder)
-    if place is not None and not status.at:
+    frames = frames_of_main_thread(stack)
+    place = place_in(frames, run.working_folder)
+    if place is not None and status.state in ("running", "in step"):
         status = replace(status, operation=place.inside, at=str(place.location))
-    if status.state == "running" and status.operation == IMPORT:
+    if status.state == "running" and (status.operation == IMPORT or imports(frames)):
         status = replace(status, state="importing", operation="")
     if process.info is not None and process.is_there:
         status = replace(status, memory=process.info.memory)

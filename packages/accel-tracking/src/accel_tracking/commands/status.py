@@ -141,7 +141,7 @@ def _state(process: ProcessStatus) -> str:
     if process.seconds is not None and process.seconds >= _LASTS:
         text += f" for {_duration(process.seconds)}"
     if process.steps and process.state != "in step":
-        text += f" (after step {process.steps})"
+        text += f" (step {process.steps + 1})"
     return text
 
 
