@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -42,3 +43,12 @@ def test_a_group_ends_although_its_pipe_stays_open_elsewhere() -> None:
         held = os.dup(member._calls.fileno())  # as a process has it that the tests forked
     os.close(held)
     assert member.process.returncode == 0
+
+
+def objects_that_collections_spare() -> int:
+    return gc.get_freeze_count()
+
+
+def test_collections_spare_what_was_there_before_the_tests(one: Processes) -> None:
+    assert objects_that_collections_spare() > 50_000
+    assert one.run(objects_that_collections_spare)[0] > 50_000

@@ -10,10 +10,13 @@ The processes of a group start when the first test of a module calls them, and e
 fixtures acts on a test that does not ask for it; a module in which every test needs a clean state says so once:
 
     pytestmark = pytest.mark.usefixtures("fresh_state")
+
+Garbage collections during the tests spare what was there before the first of them.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -24,6 +27,12 @@ from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
 __all__ = ("cpu_state", "four", "fresh_state", "one", "processes", "three", "two")
+
+
+def pytest_collection_finish() -> None:
+    """Keep collections short: torch and thousands of tests are objects by the million, none of which ever goes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
