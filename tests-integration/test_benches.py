@@ -170,7 +170,7 @@ def test_a_row_without_spread_may_still_move_by_five_percent() -> None:
     assert verdict(steady, replace(steady, value=0.421)) == "slower"
 
 
-def test_too_few_turns_say_nothing() -> None:
+def test_verdict_of_too_few_turns() -> None:
     assert verdict(ROW, replace(ROW, value=4.0, turns=2)) == "too few turns"
 
 

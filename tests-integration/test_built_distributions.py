@@ -87,7 +87,7 @@ def test_a_stray_file_is_named_in_both(root: Path, capsys: pytest.CaptureFixture
     assert all("src/some_package/notes.txt does not belong there" in line for line in told)
 
 
-def test_tests_do_not_belong_into_a_wheel(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_distributions_refuses_tests_in_a_wheel(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = built(root)
     with zipfile.ZipFile(folder / "some_package-1.0-py3-none-any.whl", "a") as archive:
         archive.writestr("tests/test_nothing.py", "")
@@ -95,7 +95,7 @@ def test_tests_do_not_belong_into_a_wheel(root: Path, capsys: pytest.CaptureFixt
     assert "src/tests/test_nothing.py does not belong there" in capsys.readouterr().err
 
 
-def test_what_is_left_out_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_distributions_names_missing_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(
         root,
         "[tool.hatch.build.targets.sdist]",

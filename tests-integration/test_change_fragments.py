@@ -52,7 +52,7 @@ def test_a_sentence_of_any_kind_is_well_formed(tmp_path: Path, kind: str) -> Non
         ("+change.fix.md", f"Te{'x' * 120}t.\n", "a line is longer than 120"),
     ],
 )
-def test_a_fragment_that_is_not_well_formed_is_told(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_faults_of_change_fragments(tmp_path: Path, name: str, text: str, told: str) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     assert any(told in fault for fault in faults(path))

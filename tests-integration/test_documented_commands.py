@@ -59,7 +59,7 @@ def test_the_sessions_of_nox_that_are_named_exist() -> None:
         "```\naccel checkpoint prone runs/one\n```\n",
     ],
 )
-def test_what_does_not_exist_is_noticed(tmp_path: Path, shown: str) -> None:
+def test_documented_commands_that_do_not_exist_are_refused(tmp_path: Path, shown: str) -> None:
     (tmp_path / "page.md").write_text(shown, encoding="utf-8")
     (block,) = read_page(tmp_path / "page.md", tmp_path).blocks
     (words,) = commands_in(block)

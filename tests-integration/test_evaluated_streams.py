@@ -62,7 +62,7 @@ def evaluated(cases: list[tuple[str, int, Any, int, int]]) -> list[tuple[list[fl
     return results
 
 
-def test_every_sample_once(two: Processes) -> None:
+def test_gather_for_metrics_over_streams_gives_every_sample_once(two: Processes) -> None:
     kinds = ("dispatched", "each reads all", "files")
     cases = [(*case, 0, 1) for case in product(kinds, (5, 8, 13), (4, 2))]
     cases += [(kind, 13, 4, 1, 2) for kind in kinds]

@@ -14,7 +14,7 @@ from accel_state.testing.processes import run_command
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("reader", "every"), [("metadata", 53), ("torch", 97), ("old torch", 101)])
-def test_nothing_is_run_and_nothing_crashes(reader: str, every: int) -> None:
+def test_pickle_attacks_are_survived_by_every_reader(reader: str, every: int) -> None:
     tally = attacks.sweep(reader, every)
     assert tally.lost == []
     assert tally.injected == tally.survived > 150
@@ -32,7 +32,7 @@ print(attacks.outcome(form, attacks.code_in_a_field("os.mkdir('it ran')"), folde
 """
 
 
-def test_an_attack_that_works_is_noticed(tmp_path: Path) -> None:
+def test_attack_sweep_notices_a_reader_without_checks(tmp_path: Path) -> None:
     done = run_command(
         [sys.executable, "-c", UNCHECKED, str(tmp_path)], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)}
     )

@@ -63,7 +63,7 @@ def test_the_names_of_built_in_backends_are_taken() -> None:
     assert set(new_backend.TAKEN) == built_in
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_backend_overwrites_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "accel-backend-fancy").mkdir()
     assert new_backend.main(["fancy", "--into", str(tmp_path)]) == 1
     assert "is there already" in capsys.readouterr().err

@@ -254,12 +254,12 @@ def play(library: str, scene: str, folder: str) -> Any:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("scene", SCENES)
-def test_on_one_process(scene: str, library: str, tmp_path: Path) -> None:
+def test_saving_example_on_one_process(scene: str, library: str, tmp_path: Path) -> None:
     with fresh():
         assert play(library, scene, str(tmp_path)) == ALONE[scene]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("scene", SCENES)
-def test_on_two_processes(scene: str, library: str, two: Processes, tmp_path: Path) -> None:
+def test_saving_example_on_two_processes(scene: str, library: str, two: Processes, tmp_path: Path) -> None:
     assert two.run(play, library, scene, str(tmp_path)) == TOGETHER[scene]

@@ -32,7 +32,7 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(TRACED is not None, reason=str(TRACED))
 @pytest.mark.parametrize("name", SWEEPS)
-def test_nothing_is_lost(forking: ProcessPoolExecutor, name: str) -> None:
+def test_fault_sweep_loses_no_checkpoint(forking: ProcessPoolExecutor, name: str) -> None:
     every = 27 if name.startswith(("shards", "two processes")) else 9
     try:
         tally = forking.submit(reliability.sweep, name, every=every).result(timeout=380)

@@ -61,7 +61,7 @@ def test_the_tools_read_the_code_for_the_oldest_python() -> None:
     assert PROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
 
 
-def test_the_document_says_the_same() -> None:
+def test_support_table_equals_pyproject() -> None:
     assert row("Python").startswith(f"{PYTHONS[0]} to {PYTHONS[-1]}")
     numbers = [".".join(text.split(".")[:2]) for text in (OLDEST_TORCH, NEWEST_TORCH)]
     assert row("torch").startswith(f"{numbers[0]} and newer")

@@ -78,7 +78,7 @@ def launched(environment: dict[str, str], folder: Path, *arguments: str) -> list
     return told
 
 
-def test_by_flag(installed: dict[str, str], tmp_path: Path) -> None:
+def test_backend_chosen_by_flag(installed: dict[str, str], tmp_path: Path) -> None:
     flags = ["--backend", "example", "--example_keep", "0.5", "--example-feedback", "false"]
     assert launched(installed, tmp_path, *flags) == ["TopKStrategy", 0.5, False, 3 * 8 * (4 + 1)]
 
@@ -89,7 +89,7 @@ def test_by_config_file(installed: dict[str, str], tmp_path: Path) -> None:
     assert launched(installed, tmp_path, "--config_file", str(file))[:3] == ["TopKStrategy", 0.25, True]
 
 
-def test_by_variable(installed: dict[str, str], tmp_path: Path) -> None:
+def test_backend_chosen_by_variable(installed: dict[str, str], tmp_path: Path) -> None:
     given = {"ACCEL_BACKEND": "example", "ACCEL_EXAMPLE_KEEP": "0.125"}
     assert launched({**installed, **given}, tmp_path)[:3] == ["TopKStrategy", 0.125, True]
 

@@ -70,7 +70,7 @@ def test_tied_weights_count_once() -> None:
     assert dict(compute_module_sizes(nn.Identity())) in ({}, {"": 0})
 
 
-def test_buffers_alone() -> None:
+def test_sizes_of_buffers_and_names_of_non_persistent_ones() -> None:
     assert compute_module_sizes(Model(), buffers_only=True) == {"": 36, "buf": 20, "count": 16}
     assert compute_module_total_buffer_size(Model()) == 36
     assert get_non_persistent_buffers(Model()) == {"buf"}

@@ -79,26 +79,26 @@ FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 
 @FUZZ
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), st.one_of(st.none(), VALUES)), max_size=5))
-def test_any_flags(nowhere, pairs):
+def test_launch_with_any_flags(nowhere, pairs):
     words = [word for flag, value in pairs for word in ((flag,) if value is None else (f"{flag}={value}",))]
     understood_or_refused(attempt(words, nowhere), words)
 
 
 @FUZZ
 @given(st.lists(VALUES, max_size=5).filter(lambda words: not {"-h", "--help"} & set(words)))
-def test_any_words(nowhere, words):
+def test_launch_with_any_arguments(nowhere, words):
     understood_or_refused(attempt(words, nowhere), words)
 
 
 @FUZZ
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
-def test_any_variables(nowhere, variables):
+def test_launch_with_any_environment_variables(nowhere, variables):
     understood_or_refused(attempt([], {**nowhere, **variables}), variables)
 
 
 @FUZZ
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
-def test_any_file(nowhere, tmp_path, keys):
+def test_launch_with_any_config_file(nowhere, tmp_path, keys):
     path = tmp_path / "run.yaml"
     lines = (f"{table}:\n  {key}: {value}" if key else f"{table}: {value}" for table, key, value in split(keys))
     path.write_text("\n".join(lines), encoding="utf-8")

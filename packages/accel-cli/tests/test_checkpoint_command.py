@@ -44,7 +44,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints"])
-def test_a_table(project: Path, capsys: pytest.CaptureFixture[str], inside: str) -> None:
+def test_checkpoint_list_prints_a_table_with_damage(
+    project: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
     (project / "checkpoints" / "checkpoint_1" / "optimizer.bin").write_text("longer than it was")
     (project / "checkpoints" / "checkpoint_2" / MANIFEST_NAME).unlink()
     code, shown = run(capsys, "list", str(project / inside))
@@ -81,7 +83,7 @@ def test_only_reading_every_byte_finds_a_changed_one(project: Path, capsys: pyte
     assert run(capsys, "verify", str(project))[0] == 1
 
 
-def test_pruning(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_prune_keeps_the_newest_good_checkpoint(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = project / "checkpoints"
     (folder / "checkpoint_2" / "optimizer.bin").unlink()
     before = {entry.name for entry in folder.iterdir()}

@@ -70,7 +70,7 @@ def test_help_is_a_success(accel):
     assert finished.stdout.startswith("usage: accel <command>")
 
 
-def test_version(accel):
+def test_accel_prints_its_version(accel):
     assert accel("--version").stdout.startswith("accel-cli 0.")
 
 
@@ -178,7 +178,7 @@ def test_the_program_shows_itself_under_the_name_it_was_called_by(capsys):
     assert capsys.readouterr().out.startswith("usage: accelerate <command>")
 
 
-def test_spellings():
+def test_flags_are_spelled_with_underscores_and_with_dashes():
     assert spelled("--cpu") == ("--cpu",)
     assert spelled("--main_process_ip") == ("--main_process_ip", "--main-process-ip")
 

@@ -134,7 +134,7 @@ def test_keys_may_leave_out_the_prefix_of_their_table():
     assert with_prefix("fsdp_config") == "fsdp_config"
 
 
-def test_old_files(config):
+def test_keys_of_older_config_files_are_read(config):
     assert config("fp16: true\n").values["mixed_precision"].value == "fp16"
     assert config("fp16: false\n").values == {}
     assert config("dynamo_backend: 'NO'\n").unread == ()
@@ -142,7 +142,7 @@ def test_old_files(config):
 
 
 @pytest.mark.parametrize("text", ["num_processes: -1\n", "num_processes:\n", "main_process_ip: null\n", "gpu_ids: ~\n"])
-def test_what_says_nothing_is_not_given(config, text):
+def test_empty_and_null_keys_of_a_config_file_set_nothing(config, text):
     assert config(text).values == {}
 
 

@@ -152,7 +152,7 @@ def test_a_main_machine_that_is_not_there(port):
         meet(Meeting("127.0.0.1", port, 2, 0.3), SECOND)
 
 
-def test_a_port_that_is_in_use():
+def test_doctor_refuses_a_port_that_is_in_use():
     with listen(0) as taken, pytest.raises(LaunchError, match="It cannot be used"):
         meet(Meeting("127.0.0.1", taken.getsockname()[1], 2, 1.0), MAIN)
 
@@ -171,7 +171,7 @@ def test_messages_are_bounded():
     line.close()
 
 
-def test_own_addresses():
+def test_is_own_address():
     assert is_own_address("127.0.0.1")
     assert is_own_address("localhost")
     assert not is_own_address("192.0.2.1")
@@ -278,7 +278,7 @@ def on_each(names, command, rank, more=(), timeout=100):
     return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
-def test_two_nodes_that_are_well(cable):
+def test_doctor_finds_two_nodes_in_agreement(cable):
     for code, stdout, stderr in on_each(cable, ["doctor", "--nodes", "--"], str):
         assert (code, stderr) == (0, "")
         assert stdout == "fine     machines  all 2 are there, agree and reach each other\n"

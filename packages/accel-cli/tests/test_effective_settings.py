@@ -40,7 +40,7 @@ VARIABLE = {"ACCELERATE_MIXED_PRECISION": "bf16"}
         ({}, {"ACCELERATE_MIXED_PRECISION": " "}, {}, []),
     ],
 )
-def test_precedence(flags, environ, file, expected):
+def test_flag_wins_over_environment_over_file_over_default(flags, environ, file, expected):
     effect = effective([RunSettings], flags, environ, file)["mixed_precision"]
     assert [(given.value, given.origin) for given in effect.candidates] == [*expected, ("no", "default")]
     assert effect.given == bool(expected)
@@ -85,14 +85,14 @@ def test_every_flag_is_understood_in_both_spellings(known):
         assert label(known) in parse(flag, *(() if alone else (text_for(known),)))
 
 
-def test_switches_have_opposites():
+def test_switch_flags_have_negated_flags():
     assert parse("--cpu") == {"cpu": True}
     assert parse("--no_cpu") == {"cpu": False}
     assert parse("--no-prefix-output") == {"prefix_output": False}
     assert parse("--cpu", "--no-cpu") == {"cpu": False}
 
 
-def test_what_was_not_given_is_absent():
+def test_flags_that_are_not_given_have_no_values():
     assert parse() == {}
 
 

@@ -90,7 +90,7 @@ def test_two_files_are_compared(accel, files):
         (["--jsn"], "Did you mean --json?"),
     ],
 )
-def test_bad_input(accel, files, arguments, said):
+def test_explain_refuses_bad_arguments(accel, files, arguments, said):
     finished = accel("explain", *arguments)
     assert (finished.returncode, finished.stdout) == (2, "")
     assert said in finished.stderr

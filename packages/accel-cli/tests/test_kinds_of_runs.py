@@ -35,7 +35,7 @@ def test_every_kind_of_a_file_is_understood(name):
     assert (kind.label, effect.origin) == (name, "run.yaml:1")
 
 
-def test_nobody_asked():
+def test_kind_of_default_settings_is_none():
     assert kind_of(settings()) is None
 
 
@@ -59,7 +59,7 @@ def test_every_switch_stands_for_a_kind():
         assert kind_of(settings(**{name: True}))[0].switch == name
 
 
-def test_two_kinds_contradict_each_other():
+def test_use_deepspeed_and_use_fsdp_conflict():
     with pytest.raises(Conflict, match=r"--use_deepspeed.*--use_fsdp"):
         kind_of(settings(use_fsdp=True, use_deepspeed=True))
 
@@ -113,7 +113,7 @@ def test_several_devices_where_there_is_one():
         ({"gradient_accumulation_steps": 2}, {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}),
     ],
 )
-def test_what_the_processes_are_told(flags, file, variables):
+def test_environment_variables_of_each_kind_of_run(flags, file, variables):
     told = plan(file=file, num_processes=2, **flags).environment
     names = ("ACCELERATE_", "PARALLELISM_")
     assert {name: value for name, value in told.items() if name.startswith(names)} == variables
@@ -155,7 +155,7 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
         (["--zero_stage", "4"], "a stage from 0 to 3"),
     ],
 )
-def test_refusals(accel, script, words, said):
+def test_launch_refuses_bad_values_of_the_kinds_of_runs(accel, script, words, said):
     done = accel("launch", *words, script("print('started')"))
     assert done.returncode == 2
     assert said in done.stderr

@@ -60,7 +60,7 @@ def test_machines_that_deepspeed_reaches(hosts, launcher):
 @pytest.mark.parametrize(
     "other", [{"num_machines": 3}, {"num_processes": 4}, {"num_machines": 2, "deepspeed_inclusion_filter": "node1"}]
 )
-def test_mpi_takes_every_slot(hosts, launcher, other):
+def test_mpi_launchers_refuse_to_take_fewer_machines_or_slots(hosts, launcher, other):
     with pytest.raises(Conflict, match="every slot"):
         plan(**{"num_machines": 2, **other}, deepspeed_hostfile=hosts, deepspeed_multinode_launcher=launcher)
 
@@ -85,7 +85,7 @@ def test_machines_that_start_their_processes_themselves(hosts):
 
 
 @pytest.mark.parametrize("launcher", sorted(set(LAUNCHERS) - {"standard"}))
-def test_no_way_goes_without_a_hostfile(launcher):
+def test_every_multinode_launcher_needs_a_hostfile(launcher):
     with pytest.raises(SettingError, match="No hostfile"):
         plan(num_machines=2, deepspeed_multinode_launcher=launcher, main_process_ip="10.0.0.1")
 
@@ -128,7 +128,7 @@ def test_filters_that_fit_no_machine(hosts, text):
         plan(num_machines=2, deepspeed_hostfile=hosts, deepspeed_exclusion_filter=text)
 
 
-def test_filters_exclude_each_other(hosts):
+def test_inclusion_and_exclusion_filters_conflict(hosts):
     filters = {"deepspeed_inclusion_filter": "node1", "deepspeed_exclusion_filter": "node2"}
     with pytest.raises(Conflict, match="were both asked for"):
         plan(num_machines=2, deepspeed_hostfile=hosts, **filters)

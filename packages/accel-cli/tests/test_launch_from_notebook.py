@@ -83,7 +83,7 @@ def test_a_debugged_function_on_one_process_is_in_no_group(notebook, tmp_path):
     assert number != (tmp_path / "self").read_text()
 
 
-def test_one_process_is_this_one(notebook):
+def test_notebook_launcher_runs_one_process_in_the_notebook_itself(notebook):
     done = notebook(
         """
         import os
@@ -183,7 +183,7 @@ def test_a_state_that_was_made_before_is_refused(notebook):
         {"num_processes": 2, "node_rank": -1},
     ],
 )
-def test_bad_input(options):
+def test_notebook_launcher_refuses_bad_arguments(options):
     with pytest.raises(SettingError):
         notebook_launcher(print, **options)
 
@@ -193,7 +193,7 @@ def test_bad_number_of_a_test():
         debug_launcher(print, num_processes=0)
 
 
-def test_a_port_in_use_is_left_alone(notebook):
+def test_notebook_launcher_chooses_another_port_than_one_in_use(notebook):
     done = notebook(
         """
         import os, socket
@@ -207,7 +207,7 @@ def test_a_port_in_use_is_left_alone(notebook):
     assert done.stdout == "True\nTrue\n", done.stderr
 
 
-def test_restarts(notebook, tmp_path):
+def test_notebook_launcher_restarts_failed_processes(notebook, tmp_path):
     done = notebook(
         """
         import os

@@ -108,7 +108,7 @@ def test_variables_for_other_machines_leave_out_what_a_shell_would_take_apart():
     assert list(lines) == [f"A=1{os.linesep}", f"B=2{os.linesep}"]
 
 
-def test_open_mpi(hosts):
+def test_command_line_of_open_mpi(hosts):
     made = plan(mpirun_hostfile=hosts, num_processes=4, cpu=True)
     assert made.argv[:8] == ("mpirun", "--hostfile", hosts, "--map-by", "ppr:2:node", "-n", "4", "-x")
     assert made.argv[-6:] == ("python", *PROGRAM)
@@ -119,7 +119,7 @@ def test_open_mpi(hosts):
     assert exported["ACCELERATE_USE_CPU"] == "true"
 
 
-def test_the_other_family_of_mpi(hosts):
+def test_command_line_of_hydra_mpi(hosts):
     made = plan(mpirun_hostfile=hosts, num_processes=4, mpi="Hydra", main_process_ip="10.0.0.1")
     assert made.argv[:7] == ("mpirun", "-f", hosts, "-ppn", "2", "-n", "4")
     place = made.argv.index("MASTER_ADDR")
@@ -132,7 +132,7 @@ def test_as_many_processes_as_the_hostfile_says(hosts):
         plan(mpirun_hostfile=hosts, num_machines=3)
 
 
-def test_mpi_that_is_not_there(monkeypatch, tmp_path):
+def test_find_mpi_without_mpirun(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NotFound, match="`mpirun` is not on the path"):
         find_mpi()
@@ -168,7 +168,7 @@ def test_mpirun_is_started_and_its_exit_code_kept(accel, script, hosts, tmp_path
     ("text", "expected"),
     [("a", [Host("a")]), ("a slots=2\n\nb max_slots=1\n", [Host("a", 2), Host("b", 1)]), ("h1:4\n", [Host("h1", 4)])],
 )
-def test_hostfiles(tmp_path, text, expected):
+def test_read_hostfile(tmp_path, text, expected):
     path = tmp_path / "hosts"
     path.write_text(text)
     assert list(read_hostfile(str(path), "--x")) == expected
@@ -192,12 +192,12 @@ def test_hostfiles_that_are_none(tmp_path, text, said):
     assert "--deepspeed_hostfile" in caught.value.asked
 
 
-def test_a_hostfile_that_is_not_there(tmp_path):
+def test_read_hostfile_of_a_missing_file(tmp_path):
     with pytest.raises(SettingError, match="cannot be read"):
         read_hostfile(str(tmp_path / "no"), "--x")
 
 
-def test_the_cores_of_a_tpu():
+def test_command_line_for_the_cores_of_a_tpu():
     made = plan(tpu=True, mixed_precision="bf16", main_training_function="train")
     assert made.argv == ("python", RUNNER_OF_TPU, "train", "script", "job.py", "--lr", "1")
     assert made.environment["XLA_USE_BF16"] == "1"
@@ -207,7 +207,7 @@ def test_the_cores_of_a_tpu():
         plan(tpu=True, script=Script("program", "./train"))
 
 
-def test_a_pod_of_tpus():
+def test_command_line_for_a_tpu_pod():
     pod = {"tpu": True, "tpu_use_cluster": True, "tpu_name": "my-tpu"}
     made = plan(**pod, tpu_vm=("a", "b"), tpu_env=("X=1",), tpu_use_sudo=True, script=Script("module", "pkg", ("-v",)))
     words = "--tpu=my-tpu --vm=a --vm=b --env=X=1 --env=ACCELERATE_IN_TPU_POD=1 -- sudo python3 -m accel_cli.main"
@@ -232,7 +232,7 @@ def test_each_core_calls_the_function_of_the_script(monkeypatch, tmp_path, capsy
     assert capsys.readouterr().out.count("'--lr', '1'") == 2
 
 
-def test_a_job_of_sagemaker(tmp_path):
+def test_describe_job_for_sagemaker(tmp_path):
     (tmp_path / "inputs").write_text("channel\tplace\ntrain\ts3://data\n")
     (tmp_path / "metrics").write_text("name\tregex\nloss\tloss=(.*)\n")
     described = describe_job(

@@ -37,7 +37,7 @@ def variables(made):
     return {name: value for name, value in made.environment.items() if name not in (WRITTEN, ORIGINS)}
 
 
-def test_one_process():
+def test_plan_of_one_process_is_the_spawner_without_a_port():
     made = plan()
     assert (made.runner, made.processes, made.port) == ("spawner", 1, None)
     assert made.argv == ("python", RUNNER, "script", "job.py", "--lr", "1e-3")

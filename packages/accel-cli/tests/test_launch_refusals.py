@@ -50,7 +50,7 @@ def refused(finished):
         (["--config_file", "wrong.yaml", "job.py"], "wrong.yaml:1"),
     ],
 )
-def test_bad_input(accel, script, tmp_path, arguments, said):
+def test_launch_refuses_bad_arguments_and_files(accel, script, tmp_path, arguments, said):
     script("raise SystemExit('started')")
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.yaml").write_text("a: [1\nb: 2")
@@ -88,7 +88,7 @@ def test_a_variable_that_overrides_the_file_is_told(accel, script, tmp_path):
     assert (flag.stdout, flag.stderr) == ("no\n", "")
 
 
-def test_what_nothing_reads_is_told(accel, script, tmp_path):
+def test_launch_warns_about_settings_without_effect(accel, script, tmp_path):
     (tmp_path / "run.yaml").write_text("num_processes: 1\nfp8_config:\n  backend: TE\n")
     finished = accel("launch", "--config_file", "run.yaml", script(""))
     assert finished.returncode == 0
@@ -240,7 +240,7 @@ def test_a_module_that_does_not_exist_is_refused_without_importing_its_package(a
 
 
 @pytest.mark.parametrize("module", ["whole", "whole.job", "whole.moved"])
-def test_modules_that_can_be_run_are_run(accel, script, module):
+def test_launch_runs_packages_and_modules_by_name(accel, script, module):
     script("import os; __path__.append(os.path.join(os.path.dirname(__file__), 'more'))", "whole/__init__.py")
     for name in ("whole/__main__.py", "whole/job.py", "whole/more/moved.py"):
         script("print('ran')", name)

@@ -106,7 +106,7 @@ def test_a_traceback_that_was_shown_is_not_repeated(capsys):
     )
 
 
-def test_quiet(capsys):
+def test_quiet_report_prints_the_traceback_only(capsys):
     report([Failure(0, 1, record())], 1, quiet=True)
     assert capsys.readouterr().err.split() == ["Traceback", "ValueError:", "wrong"]
     report([Failure(0, 3)], 1, quiet=True)

@@ -27,7 +27,7 @@ log_dir: '/data/my runs'
 """
 
 
-def test_a_usual_file():
+def test_plain_entries_reads_a_usual_config_file():
     assert plain_entries(USUAL) == (
         Entry("compute_environment", "LOCAL_MACHINE", 2),
         Entry("distributed_type", "NO", 3),
@@ -68,7 +68,7 @@ def test_a_usual_file():
         "a: -",
     ],
 )
-def test_what_is_left_to_the_library(text):
+def test_plain_entries_leaves_these_files_to_the_yaml_library(text):
     assert plain_entries(text) is None
 
 
@@ -79,7 +79,7 @@ PIECES += ["'NO'", "#", " # x", "/x", "~", "*a", "&a", "%", "?", "!", "é", "\t"
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 @example(USUAL)
-def test_the_library_reads_the_same(tmp_path, text):
+def test_plain_entries_equal_those_of_the_yaml_library(tmp_path, text):
     entries = plain_entries(text)
     if entries is None:
         return

@@ -20,7 +20,7 @@ def test_commands_for_every_machine_of_a_pod():
 
 
 @pytest.mark.parametrize(("name", "zone", "commands"), [(None, "z", ["a"]), ("n", None, ["a"]), ("n", "z", [])])
-def test_what_a_pod_needs(name, zone, commands):
+def test_pod_command_needs_name_zone_and_commands(name, zone, commands):
     with pytest.raises(SettingError, match="was not given"):
         pod_command(name, zone, commands)
 

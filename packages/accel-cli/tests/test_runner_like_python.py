@@ -58,7 +58,7 @@ def both(how, target, *arguments, cwd, env=None):
     return [json.loads(answer.stdout) for answer in answers]
 
 
-def test_a_script(script, tmp_path):
+def test_a_script_sees_what_it_sees_under_python(script, tmp_path):
     script('"""What it is for."""' + FACTS)
     plain, ours = both("script", "job.py", "--lr", "", "a b", cwd=tmp_path)
     assert ours == plain
@@ -82,7 +82,7 @@ def test_a_script_without_a_suffix_and_in_another_encoding(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train", "package", "package.train"])
-def test_a_module(script, tmp_path, name):
+def test_a_module_sees_what_it_sees_under_python(script, tmp_path, name):
     script(FACTS, "train.py")
     script("VALUE = 1", "package/__init__.py")
     script(FACTS, "package/__main__.py")
@@ -284,7 +284,7 @@ def test_lines_come_as_soon_as_they_are_whole(script, tmp_path):
     assert python(RUNNER, "script", "job.py", cwd=tmp_path).stdout == "whole\n"
 
 
-def test_a_program(tmp_path):
+def test_runner_replaces_itself_by_a_program(tmp_path):
     ours = python(RUNNER, "program", "sh", "-c", "echo $0 $1; exit 4", "a", "b c", cwd=tmp_path)
     assert (ours.stdout, ours.returncode) == ("a b c\n", 4)
 

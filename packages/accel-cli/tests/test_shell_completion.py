@@ -46,7 +46,7 @@ def press_tab(tmp_path):
     return press
 
 
-def test_commands(press_tab):
+def test_completion_offers_commands(press_tab):
     assert set(press_tab("accel ")) >= {name for name, _, _ in BUILT_IN}
     assert press_tab("accel exp") == ["explain"]
 

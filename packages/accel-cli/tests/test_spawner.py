@@ -38,7 +38,7 @@ STUBBORN = """
 """
 
 
-def test_one_process_is_told_nothing_of_others(accel, script):
+def test_one_process_gets_no_rank_variables(accel, script):
     finished = accel("launch", script(PLACE), env={"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     place = json.loads(finished.stdout)
     assert set(place.values()) == {None}
@@ -232,7 +232,7 @@ def test_an_error_counts_although_its_process_does_not_leave(accel, script):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_are_forwarded(start, script, gone, count, number):
+def test_spawner_forwards_signals_to_all_processes(start, script, gone, count, number):
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("whoever runs the tests ignores this signal already, as nohup does")
     background = start("launch", "--num_processes", count, script(READY_THEN_WAIT))

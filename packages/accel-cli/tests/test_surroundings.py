@@ -67,7 +67,7 @@ def values(environ, host="node"):
         ({"LSB_MCPU_HOSTS": "c1 4 c2 4", "LSF_PM_TASKID": "2"}, {}),
     ],
 )
-def test_places(environ, expected):
+def test_machines_of_each_batch_system(environ, expected):
     assert values(environ) == expected
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_data import audit, prepare_data_loader
+from accel_data.testing.streams import Stream
 from accel_state import GradientState, PartialState
 from accel_state.errors import UnknownKind
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[Any]:
-        return (torch.tensor(index) for index in range(self.length))
 
 
 def in_the_middle() -> None:
@@ -37,7 +29,7 @@ def in_the_middle() -> None:
     assert not GradientState().in_dataloader
 
 
-def test_a_loader_stays_where_it_is(two: Processes) -> None:
+def test_audit_leaves_a_loader_in_the_middle_of_an_epoch(two: Processes) -> None:
     two.run(in_the_middle)
 
 
@@ -54,5 +46,7 @@ def test_an_audit_finds_what_is_wrong() -> None:
         half = prepare_data_loader(DataLoader(range(5), batch_size=2), num_processes=2, process_index=1)
         found = audit(half)
         assert (found.per_process, found.added, found.missing) == ((2,), 2, (0, 1, 4))
-        stream = prepare_data_loader(DataLoader(Stream(7), batch_size=2), num_processes=2, process_index=1)
+        stream = prepare_data_loader(
+            DataLoader(Stream(torch.arange(7)), batch_size=2), num_processes=2, process_index=1
+        )
         assert audit(stream).missing == ("0:0", "0:1", "0:4", "0:5")

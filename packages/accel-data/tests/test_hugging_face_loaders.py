@@ -68,7 +68,7 @@ KINDS = ("indices", "one file", "files", "shuffled files")
 
 
 @pytest.mark.parametrize("way", ["position", "by hand", "stateful"])
-def test_the_rest_of_the_run_is_the_same(two: Processes, way: str) -> None:
+def test_hugging_face_loaders_resume_in_the_middle_of_an_epoch(two: Processes, way: str) -> None:
     cases: list[tuple[str, int, str, dict[str, Any]]] = [(kind, 0, way, {}) for kind in KINDS]
     cases += [("files", 1, way, {}), ("shuffled files", 1, way, {}), ("indices", 1, way, {})]
     cases += [("shuffled files", 0, way, {"dispatch_batches": True})]
@@ -87,7 +87,7 @@ def audited(kinds: list[str]) -> list[tuple[bool, int, tuple[int, ...]]]:
     return results
 
 
-def test_every_sample_comes_once(two: Processes) -> None:
+def test_hugging_face_loaders_give_every_sample_once(two: Processes) -> None:
     found = two.run(audited, list(KINDS))
     assert found[0] == found[1]
     assert all(exact and sum(per_process) == 22 for exact, _, per_process in found[0])

@@ -8,23 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
 
 from accel_data import IterableDatasetShard
+from accel_data.testing.streams import Stream
 from accel_state.errors import SettingError
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 class Sized(Stream):
     def __len__(self) -> int:
-        return self.length
+        return len(self.samples)
 
 
 class Shuffled(Stream):
@@ -33,7 +25,7 @@ class Shuffled(Stream):
         self.generator = torch.Generator().manual_seed(99)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.length, generator=self.generator).tolist())
+        return iter(torch.randperm(len(self.samples), generator=self.generator).tolist())
 
 
 class Epochs(Stream):
@@ -43,7 +35,7 @@ class Epochs(Stream):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.epoch, self.epoch + self.length))
+        return (self.epoch + sample for sample in self.samples)
 
 
 @settings(deadline=None)

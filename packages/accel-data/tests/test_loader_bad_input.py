@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
 from accel_data import prepare_data_loader, skip_first_batches
+from accel_data.testing.streams import Stream
 from accel_state import GradientState, PartialState
 from accel_state.errors import DataError
 from accel_state.testing.fresh import fresh
@@ -31,14 +32,6 @@ class Samples(Dataset[int]):
         if index >= self.length:
             raise IndexError(index)
         return index
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 class Sized(Stream):
@@ -106,7 +99,7 @@ def test_data_without_a_sample(kind: str, options: dict[str, Any]) -> None:
     assert "no sample" in text
 
 
-def test_what_is_left_of_an_epoch_may_be_nothing() -> None:
+def test_loaders_without_batches_are_empty() -> None:
     with fresh():
         for plain in (DataLoader(Samples(4), batch_size=2), DataLoader(Stream(4), batch_size=2)):
             loader: Any = prepare_data_loader(plain)
@@ -205,7 +198,7 @@ def beyond(workers: int, dispatch: bool) -> str:
     return text
 
 
-def test_an_index_that_is_not_there(two: Processes) -> None:
+def test_an_index_beyond_the_data_set_is_an_error_on_every_process(two: Processes) -> None:
     for workers, dispatch in product((0, 1), (False, True)):
         first, second = two.run(beyond, workers, dispatch)
         assert "An index that the sampler gave is not in the data set" in first
@@ -232,7 +225,7 @@ def dying(dispatch: bool) -> str:
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_a_loading_process_that_dies(two: Processes, dispatch: bool) -> None:
+def test_a_dataloader_worker_that_dies_is_an_error_on_every_process(two: Processes, dispatch: bool) -> None:
     first, second = two.run(dying, dispatch)
     assert "A loading process died" in (first if dispatch else second)
     assert not dispatch or "could not read it" in second

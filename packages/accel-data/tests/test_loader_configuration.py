@@ -38,7 +38,7 @@ def test_an_unknown_way_of_sharding_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("dispatch", [None, True])
-def test_what_agrees_is_accepted(dispatch: bool | None) -> None:
+def test_check_sharding_accepts_dispatch_and_auto(dispatch: bool | None) -> None:
     check_sharding("dispatch", dispatch)
     check_sharding("auto", dispatch)
 

@@ -152,7 +152,7 @@ def mixed(split: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_any_nesting_travels_with_texts_too(two: Processes, split: bool) -> None:
+def test_dispatcher_sends_nested_batches_with_texts(two: Processes, split: bool) -> None:
     first, second = two.run(mixed, split)
     for mine in (first, second):
         for kind, values, names, numbers, dtype in mine:
@@ -355,7 +355,7 @@ def test_a_main_process_that_dies_leaves_nobody_waiting(two: Processes) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])
-def test_alone_it_gives_what_the_loader_gives(length: int) -> None:
+def test_dispatcher_on_one_process_gives_what_the_loader_gives(length: int) -> None:
     with fresh():
         loader = prepared(DataLoader(range(length), batch_size=2))
         assert type(loader) is DataLoaderDispatcher
@@ -364,7 +364,7 @@ def test_alone_it_gives_what_the_loader_gives(length: int) -> None:
         assert ends == [False] * (len(ends) - 1) + [True]
 
 
-def test_made_directly() -> None:
+def test_dispatcher_made_directly_skips_batches() -> None:
     with fresh():
         loader = DataLoaderDispatcher(range(6), batch_size=2, skip_batches=1, iteration=3)
         assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5]]

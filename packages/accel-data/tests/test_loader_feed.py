@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_data import prepare_data_loader, skip_first_batches
+from accel_data.testing.streams import Stream
 from accel_state.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -35,11 +36,6 @@ class Recording:
         return pair[0] + 100, pair[1]
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(7))
-
-
 def numbers(loader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
@@ -63,7 +59,7 @@ def test_the_end_is_told_with_the_last_batch_however_far_a_feed_reads_ahead(dept
 
 
 def test_the_padding_of_a_step_stays_with_its_batch() -> None:
-    loader: Any = prepare_data_loader(DataLoader(Stream(), batch_size=2), num_processes=2, process_index=1)
+    loader: Any = prepare_data_loader(DataLoader(Stream(7), batch_size=2), num_processes=2, process_index=1)
     loader.feed = Recording(3)
     seen = [(batch.tolist(), loader.remainder) for batch in loader]
     assert seen[-1][1] == 3

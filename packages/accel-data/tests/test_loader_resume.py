@@ -129,7 +129,7 @@ def interrupted(loader: Any, steps: int) -> tuple[dict[str, Any], torch.Tensor, 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_the_rest_of_the_run_is_the_same_after_every_batch(
+def test_resumed_loaders_go_on_alike_after_every_batch(
     kind: str, processes: int, seedable: bool, by_hand: bool
 ) -> None:
     options = {"use_seedable_sampler": seedable, "restore_position": not by_hand}
@@ -148,7 +148,7 @@ def test_the_rest_of_the_run_is_the_same_after_every_batch(
 
 @pytest.mark.parametrize("kind", ["shuffled", "persistent", "own generator", "stream", "custom batches"])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_with_workers_too(kind: str, by_hand: bool) -> None:
+def test_resumed_loaders_with_workers_go_on_alike(kind: str, by_hand: bool) -> None:
     for processes, steps in [(1, 2), (2, 1)]:
         saved, generator, expected = interrupted(prepared(kind, processes, 2, restore_position=not by_hand), steps)
         loader = prepared(kind, processes, 2, restore_position=not by_hand)
@@ -171,7 +171,7 @@ def test_a_state_between_epochs_continues_with_the_next_one(kind: str) -> None:
     assert other.iteration == 3
 
 
-def test_the_two_ways_do_not_add_up() -> None:
+def test_skip_first_batches_after_a_restored_position_skips_nothing_more() -> None:
     saved, _, expected = interrupted(prepared("shuffled", 1, restore_position=True), 2)
     loader = prepared("shuffled", 1, restore_position=True)
     loader.load_state_dict(saved)

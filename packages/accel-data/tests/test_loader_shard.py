@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from accel_data import DataLoaderShard, prepare_data_loader, skip_first_batches
+from accel_data.testing.streams import Stream
 from accel_state import GradientState
 from accel_state.errors import DataError, SettingError, UnknownKind
 
@@ -39,14 +39,6 @@ class Numbers(Dataset[Any]):
             "dict": {"x": value, "deep": [value, {"y": value}]},
             "named": Pair(value, index),
         }[self.kind]
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 class Carrying(DataLoader[Any]):
@@ -236,7 +228,7 @@ def test_the_sampler_of_a_stream_cannot_be_replaced() -> None:
         loader.set_sampler([3, 2, 1, 0])
 
 
-def test_made_directly_it_takes_its_samplers_as_they_are() -> None:
+def test_loader_shard_made_directly_does_not_divide_its_sampler() -> None:
     loader = DataLoaderShard(range(6), batch_sampler=BatchSampler(range(5), 2, False), skip_batches=1, iteration=4)
     assert lists(loader) == [[2, 3], [4]]
     assert loader.iteration == 5

@@ -89,7 +89,9 @@ def epochs(shape: tuple[int, ...], names: tuple[str, ...]) -> list[Any]:
         ((2, 2), ("dp_replicate", "dp_shard"), [[0], [1], [2], [3]]),
     ],
 )
-def test_who_gets_what(four: Processes, shape: tuple[int, ...], names: tuple[str, ...], parts: list[list[int]]) -> None:
+def test_processes_of_one_data_rank_get_the_same_samples(
+    four: Processes, shape: tuple[int, ...], names: tuple[str, ...], parts: list[list[int]]
+) -> None:
     by_process = four.run(epochs, shape, names)
     for number, kind in enumerate(KINDS):
         found = [process[number] for process in by_process]

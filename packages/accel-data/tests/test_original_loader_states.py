@@ -67,7 +67,7 @@ def rest_of(loader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def test_one_process() -> None:
+def test_a_state_of_one_process_is_loaded() -> None:
     loader = prepared(DataLoader(range(21), batch_size=2))
     loader.load_state_dict(saved("one_process_indices"))
     assert rest_of(loader) == [[6, 7], [8, 9], [10, 11], [12, 13], [14, 15], [16, 17], [18, 19], [20]]
@@ -76,7 +76,7 @@ def test_one_process() -> None:
 
 @pytest.mark.parametrize("name", ["two_processes_indices", "two_processes_workers"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_of_two_processes(name: str, workers: int) -> None:
+def test_a_state_of_two_processes_is_loaded(name: str, workers: int) -> None:
     rests = []
     for index in range(2):
         loader = prepared(DataLoader(range(21), batch_size=2, num_workers=workers), 2, index)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from accel_data import prepare_data_loader
+from accel_data.testing.streams import Stream
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -65,9 +66,7 @@ class Pairs(Dataset[Any]):
         return Pair(torch.full((2,), float(index)), {"deep": [torch.tensor(index)]})
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (Pairs()[index] for index in range(7))
+PAIRS = [Pairs()[index] for index in range(7)]
 
 
 def copied(loader: Any) -> tuple[Copies, list[list[float]]]:
@@ -88,7 +87,7 @@ def copied(loader: Any) -> tuple[Copies, list[list[float]]]:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_batches_are_pinned_and_copied_as_asked(pinned: set[int], kind: str, workers: int, non_blocking: bool) -> None:
-    data: Any = Pairs() if kind == "indices" else Stream()
+    data: Any = Pairs() if kind == "indices" else Stream(PAIRS)
     plain = DataLoader(data, batch_size=2, num_workers=workers, pin_memory=True)
     loader: Any = prepare_data_loader(
         plain,
@@ -132,8 +131,8 @@ def test_without_pinning_nothing_is_pinned(pinned: set[int]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_on_a_gpu(workers: int, dispatch: bool) -> None:
-    plain = DataLoader(Stream(), batch_size=2, num_workers=workers, pin_memory=True)
+def test_pinned_batches_reach_a_gpu(workers: int, dispatch: bool) -> None:
+    plain = DataLoader(Stream(PAIRS), batch_size=2, num_workers=workers, pin_memory=True)
     loader: Any = prepare_data_loader(
         plain, device=torch.device("cuda", 0), put_on_device=True, non_blocking=True, dispatch_batches=dispatch
     )

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_data import drop_padding, prepare_data_loader
+from accel_data.testing.streams import Stream
 from accel_ops import gather
 from accel_state import GradientState, PartialState
 from accel_state.testing.processes import Processes
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, begin: int, end: int) -> None:
-        self.range = range(begin, end)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.range)
 
 
 def loaders(workers: int) -> list[Any]:
@@ -28,7 +20,7 @@ def loaders(workers: int) -> list[Any]:
     made = [
         (DataLoader(range(5), batch_size=2, num_workers=workers), False),  # type: ignore[arg-type]
         (DataLoader(range(100, 118), batch_size=2, num_workers=workers), True),  # type: ignore[arg-type]
-        (DataLoader(Stream(200, 211), batch_size=2, num_workers=workers), False),
+        (DataLoader(Stream(range(200, 211)), batch_size=2, num_workers=workers), False),
     ]
     return [prepare_data_loader(plain, dispatch_batches=dispatch, put_on_device=True) for plain, dispatch in made]
 
@@ -48,7 +40,7 @@ def in_turn(workers: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_in_turn(two: Processes, workers: int) -> None:
+def test_loaders_that_are_read_in_turn_have_ends_of_their_own(two: Processes, workers: int) -> None:
     for short, long, stream in two.run(in_turn, workers):
         assert sorted(short["kept"]) == list(range(5))
         assert sorted(long["kept"]) == list(range(100, 118))

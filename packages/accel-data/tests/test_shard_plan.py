@@ -98,7 +98,7 @@ def test_all_processes_together_see_every_sample_once_and_the_padding_beside(
 
 
 @pytest.mark.parametrize(("length", "start"), [(0, 0), (5, 5), (5, 9)])
-def test_nothing_left_is_no_step(length: int, start: int) -> None:
+def test_shard_plan_from_the_end_has_no_step(length: int, start: int) -> None:
     assert len(ShardPlan(length, 2, 3, 1, start=start)) == 0
 
 

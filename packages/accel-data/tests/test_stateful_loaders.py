@@ -23,6 +23,7 @@ from accel_data import (
     skip_first_batches,
 )
 from accel_data.seeding import SampleSeed, SeededSamples, SeededStream
+from accel_data.testing.streams import Stream
 from accel_state import PartialState
 from accel_state.errors import Conflict
 from accel_state.testing.processes import Processes
@@ -81,7 +82,7 @@ def rest_and_state(loader: Any, steps: int) -> tuple[list[Any], dict[str, Any]]:
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_indices(processes: int, workers: int, shuffle: bool) -> None:
+def test_stateful_loaders_over_indices_resume(processes: int, workers: int, shuffle: bool) -> None:
     def make() -> Any:
         return prepared(DataLoader(range(13), batch_size=2, shuffle=shuffle, num_workers=workers), processes)
 
@@ -404,19 +405,12 @@ def test_a_sampler_without_a_state_is_restored_by_what_its_order_was_drawn_from(
     assert [batch.tolist() for batch in other] == rest
 
 
-class Bare(IterableDataset[int]):
-    """Says nothing of what a second epoch gives."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(22))
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_without_a_position_is_read_again_as_torchdata_does(processes: int, workers: int) -> None:
     def make() -> Any:
-        with pytest.warns(UserWarning, match="Bare has no position.*read again"):
-            return prepared(DataLoader(Bare(), batch_size=2, num_workers=workers), processes)
+        with pytest.warns(UserWarning, match="Stream has no position.*read again"):
+            return prepared(DataLoader(Stream(22), batch_size=2, num_workers=workers), processes)
 
     rest, saved = rest_and_state(make(), 3)
     other = make()

@@ -29,7 +29,7 @@ def test_what_is_real_stands_first_in_each_part(size: int, processes: int, total
     assert drop_padding(real, padding).numel() == total * width
 
 
-def test_any_nesting_is_trimmed() -> None:
+def test_drop_padding_trims_nested_batches() -> None:
     tensor = torch.arange(8).reshape(8, 1)
     trimmed = drop_padding({"a": Output(tensor, [tensor[:, 0]])}, Padding(5, 4, 2))
     assert trimmed["a"].logits.flatten().tolist() == [0, 1, 2, 3, 4]

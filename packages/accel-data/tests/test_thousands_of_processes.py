@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from accel_data import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from accel_data.plan import ShardPlan
 from accel_data.rounds import rounds
+from accel_data.testing.streams import Stream
 
 KINDS = ("sequential", "random", "seedable", "replacement", "walked", "custom")
 
@@ -25,14 +25,6 @@ class Walked(SequentialSampler):
 
 class Custom(BatchSampler):
     """A batch sampler that has to be walked."""
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 def batches_of(kind: str, length: int, size: int, drop_last: bool) -> BatchSampler:
@@ -86,7 +78,7 @@ def divisions(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(how=divisions(), kind=st.sampled_from(KINDS))
-def test_a_sampler(how: dict[str, Any], kind: str) -> None:
+def test_batch_sampler_shards_of_thousands_of_processes(how: dict[str, Any], kind: str) -> None:
     length, processes, width = how["length"], how["processes"], how["width"]
     split, even, drop_last = how["split"], how["even"], how["drop_last"]
     size = width * processes if split else width
@@ -103,7 +95,7 @@ def test_a_sampler(how: dict[str, Any], kind: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(how=divisions(), skip=st.integers(0, 3))
-def test_a_stream(how: dict[str, Any], skip: int) -> None:
+def test_stream_shards_of_thousands_of_processes(how: dict[str, Any], skip: int) -> None:
     length, processes, width = how["length"], how["processes"], how["width"]
     split, even, drop_last = how["split"], how["even"], how["drop_last"]
     size = width * processes if split else width

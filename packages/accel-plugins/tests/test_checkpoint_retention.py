@@ -70,7 +70,7 @@ def test_a_foreign_folder_is_never_taken_in_place_of_a_damaged_one(saved: Path) 
     assert "checkpoint_1: it has no manifest" in caught.value.obstacle
 
 
-def test_nothing_to_find_is_said(tmp_path: Path) -> None:
+def test_find_newest_in_an_absent_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no folder called checkpoint_"):
         find_newest(tmp_path / "absent")
 

@@ -140,7 +140,7 @@ def test_defaults_are_those_of_the_libraries() -> None:
     assert "ao" not in FP8BackendType
 
 
-def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_recipes_are_filled_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "FORMAT": "e4m3",
         "MARGIN": "2",

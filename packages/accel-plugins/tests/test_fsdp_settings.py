@@ -207,7 +207,7 @@ def test_settings_that_do_not_exist_are_refused(version: int, options: dict[str,
     assert refused.value.remedy
 
 
-def test_what_version_2_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_fsdp_version_2_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Conflict, match="reshard_after_forward"):
         Plugin(2, sharding_strategy="SHARD_GRAD_OP")
     with pytest.raises(Conflict, match="SHARDED_STATE_DICT"):

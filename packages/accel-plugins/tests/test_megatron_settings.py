@@ -130,7 +130,7 @@ def test_a_precision_is_taken_over(precision: str, halves: tuple[bool, bool]) ->
     assert (told["fp16"], told["bf16"]) == halves
 
 
-def test_fp8_is_refused_with_what_to_use() -> None:
+def test_megatron_refuses_fp8_as_mixed_precision() -> None:
     with pytest.raises(NotOffered, match="other_megatron_args"):
         MegatronLMPlugin().set_mixed_precision("fp8")
 

@@ -68,7 +68,7 @@ def test_a_table_without_doubles_whose_exclusions_do_not_contradict_it() -> None
         (DDP, {"sp_size": 2}, "leaves the sequence to an engine", "deepspeed_plugin"),
     ],
 )
-def test_a_backend_says_what_it_does_not_take(
+def test_mesh_rules_refuse_axes_that_a_backend_lacks(
     manifest: Manifest, sizes: dict[str, Any], obstacle: str, remedy: str
 ) -> None:
     with pytest.raises(Conflict) as caught:

@@ -93,7 +93,7 @@ def test_a_plan_divides_what_it_names_and_keeps_ties(two: Group, plan: str) -> N
 
 
 @pytest.mark.parametrize("given_mesh", ["one", "several"])
-def test_a_mesh_may_be_given(two: Group, given_mesh: str) -> None:
+def test_tensor_parallelism_on_a_given_mesh(two: Group, given_mesh: str) -> None:
     assert [answer["divided"] for answer in two.run(divide, "names", given_mesh)] == [DIVIDED] * 2
 
 

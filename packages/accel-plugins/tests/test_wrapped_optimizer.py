@@ -103,7 +103,7 @@ def test_without_a_strategy_a_given_scaler_is_stepped_and_updated(gradient: Grad
     assert scaler.get_scale() == 2
 
 
-def test_state_goes_in_and_out(gradient: GradientState) -> None:
+def test_state_dict_of_a_wrapped_optimizer_is_loaded_again(gradient: GradientState) -> None:
     model, optimizer = pair(gradient)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

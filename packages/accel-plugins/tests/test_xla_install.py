@@ -77,7 +77,7 @@ def test_an_upgrade_takes_the_newest_and_the_torch_that_it_was_built_for(index: 
     assert (installed_version("torch_xla"), installed_version("torch")) == ("99.1.0", "99.1.2")
 
 
-def test_what_pip_says_is_handed_on(index: Path) -> None:
+def test_install_xla_raises_with_the_error_of_pip(index: Path) -> None:
     wheel(index, "torch_xla", "99.1")
     with pytest.raises(Missing, match="No matching distribution found") as caught:
         install_xla()

@@ -25,7 +25,7 @@ def test_manifest_and_settings_load_without_torch() -> None:
     assert run_command([sys.executable, "-c", code]).stdout.strip() == "False"
 
 
-def test_what_was_not_given_comes_from_the_environment() -> None:
+def test_xla_plugin_is_filled_from_the_environment() -> None:
     assert (XLAPlugin().fsdp, XLAPlugin().downcast_bf16) == (False, False)
     publish({"ACCEL_XLA_FSDP": "true", "ACCELERATE_DOWNCAST_BF16": "1"})
     assert (XLAPlugin().fsdp, XLAPlugin().downcast_bf16) == (True, True)

@@ -31,7 +31,7 @@ def no_cached_versions(fresh_state: None) -> Iterator[None]:
 
 
 @simulated
-def test_the_device_that_is_taken() -> None:
+def test_get_current_device_type() -> None:
     expected = select.best_family()
     assert get_current_device_type() == (expected.name, expected.label.value)
     with simulated_device():
@@ -73,7 +73,7 @@ def smi(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, dr
         ("NVIDIA A100-SXM4-80GB", 8, "535.104.05", True),
     ],
 )
-def test_what_the_driver_tells(
+def test_gpu_info_and_driver_version_of_nvidia_smi(
     name: str, count: int, driver: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(tmp_path, monkeypatch, name, count, driver)

@@ -18,7 +18,7 @@ from accel_state.settings.run import ProcessSettings
 from accel_state.testing.fresh import fresh
 
 
-def test_the_cpu_is_always_there() -> None:
+def test_cpu_family_is_present_and_has_the_lowest_priority() -> None:
     cpu = select.family_of("cpu")
     assert isinstance(cpu, CPU)
     assert cpu.present()

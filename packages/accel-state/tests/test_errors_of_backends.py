@@ -100,7 +100,7 @@ def other_errors() -> list[str]:
     return found
 
 
-def test_other_errors_stay_as_they_are(two: Processes) -> None:
+def test_explain_foreign_leaves_other_errors_unchanged(two: Processes) -> None:
     assert two.run(other_errors) == [["", "", ""]] * 2
 
 

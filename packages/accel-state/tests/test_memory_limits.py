@@ -62,7 +62,7 @@ def test_a_choice_that_would_never_end() -> None:
         call()
 
 
-def test_nothing_fits() -> None:
+def test_find_executable_batch_size_reaches_zero() -> None:
     call, tried = tries_of(0, starting_batch_size=4)
     with pytest.raises(OutOfMemory, match="No executable batch size found, reached zero") as caught:
         call()

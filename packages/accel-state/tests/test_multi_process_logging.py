@@ -29,7 +29,7 @@ def records() -> list[tuple[str, str]]:
     return seen
 
 
-def test_who_logs_what(two: Processes) -> None:
+def test_records_are_logged_by_main_process_all_or_in_order(two: Processes) -> None:
     first, second = two.run(records)
     assert first == [("once", "records"), ("everywhere", "records"), ("in turn", "records")]
     assert second == [("everywhere", "records"), ("in turn", "records")]

@@ -152,7 +152,7 @@ def test_attention_that_works_on_a_divided_sequence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["eager", "flex_attention", "a/b", "flash-attn"])
-def test_attention_that_does_not(name: str) -> None:
+def test_attention_that_ulysses_does_not_support_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match="divided sequence"):
         DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)
 
@@ -194,7 +194,7 @@ def sixteen(fresh_state: None) -> None:
         ),
     ],
 )
-def test_places_in_a_large_mesh(sizes: dict[str, int], parts: dict[str, tuple[int, int]]) -> None:
+def test_size_and_rank_of_each_submesh(sizes: dict[str, int], parts: dict[str, tuple[int, int]]) -> None:
     config = ParallelismConfig(**sizes)
     mesh = config.get_device_mesh("cpu")
     assert mesh is not None
@@ -208,7 +208,7 @@ def test_places_in_a_large_mesh(sizes: dict[str, int], parts: dict[str, tuple[in
 
 
 @pytest.mark.usefixtures("sixteen")
-def test_a_mesh_that_cannot_be_had() -> None:
+def test_device_meshes_that_are_refused() -> None:
     with pytest.raises(Conflict, match="takes 4 processes"):
         ParallelismConfig(tp_size=4).build_device_mesh("cpu")
     config = ParallelismConfig(tp_size=16)
@@ -219,7 +219,7 @@ def test_a_mesh_that_cannot_be_had() -> None:
         config.get_device_mesh("cuda")
 
 
-def test_nothing_to_build() -> None:
+def test_no_device_mesh_without_axes_of_torch() -> None:
     assert ParallelismConfig().get_device_mesh("cpu") is None
     assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
     assert ParallelismConfig(tp_size=2).submesh("tp") is None
@@ -250,7 +250,7 @@ def test_a_run_keeps_its_mesh_and_processes_reach_their_neighbours_along_each_ax
     assert [rank["dp_cp"] for rank in sums] == [2.0, 4.0, 2.0, 4.0]
 
 
-def test_a_run_with_too_few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_larger_than_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     with pytest.raises(Conflict, match=r"tp=2 was asked for, which takes 2 processes"):

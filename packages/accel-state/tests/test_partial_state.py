@@ -247,7 +247,7 @@ def test_a_method_in_the_place_of_the_backend() -> None:
         ({"a": [1, 2, 3]}, [{"a": [1, 2]}, {"a": [3]}]),
     ],
 )
-def test_splitting(inputs: Any, parts: list[Any]) -> None:
+def test_split_inputs(inputs: Any, parts: list[Any]) -> None:
     assert [split_inputs(inputs, 2, index) for index in range(2)] == parts
 
 
@@ -272,7 +272,7 @@ def test_splitting_what_cannot_be_split() -> None:
         split_inputs({"a": [1], "b": [1, 2]}, 2, 0)
 
 
-def test_the_run_has_one_precision() -> None:
+def test_accelerator_state_refuses_a_second_mixed_precision() -> None:
     assert AcceleratorState("bf16", cpu=True).mixed_precision == "bf16"
     assert AcceleratorState().mixed_precision == "bf16"
     with pytest.raises(Conflict, match="mixed_precision='bf16'"):

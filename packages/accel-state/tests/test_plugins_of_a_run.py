@@ -81,7 +81,7 @@ def test_the_version_of_fsdp_is_asked_of_its_configuration(version: int) -> None
     assert AcceleratorState(cpu=True, fsdp_plugin=Sharding(version)).is_fsdp2 is (version == 2)
 
 
-def test_a_configuration_that_comes_after_the_run_was_made() -> None:
+def test_a_plugin_for_a_run_that_exists_is_refused() -> None:
     AcceleratorState(cpu=True, _from_accelerator=True)
     with pytest.raises(NotOffered, match="fsdp_plugin=None"):
         AcceleratorState(fsdp_plugin=Sharding())

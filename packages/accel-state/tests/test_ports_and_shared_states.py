@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_state import AcceleratorState, PartialState, current
+from accel_state import AcceleratorState, PartialState, current, network
 from accel_state.errors import SettingError
 from accel_state.network import get_free_port, is_port_in_use
 from accel_state.process import do_nothing, wait_for_everyone
@@ -20,7 +20,7 @@ from accel_state.testing.ports import ReservedPort
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
-def test_a_port_in_use() -> None:
+def test_is_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         port = listening.getsockname()[1]
@@ -28,12 +28,13 @@ def test_a_port_in_use() -> None:
         listening.listen()
         assert is_port_in_use(port)
         assert is_port_in_use(str(port))
+        monkeypatch.setattr(network, "DEFAULT_PORT", port)
+        assert is_port_in_use()
     assert not is_port_in_use(0)
-    assert is_port_in_use() in (True, False)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "http"])
-def test_ports_that_are_none(port: Any) -> None:
+def test_is_port_in_use_refuses_impossible_ports(port: Any) -> None:
     with pytest.raises(SettingError, match="from 0 to 65535"):
         is_port_in_use(port)
 

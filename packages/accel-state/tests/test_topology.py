@@ -62,7 +62,7 @@ def test_alone_when_no_launcher_left_a_trace() -> None:
         ),
     ],
 )
-def test_each_scheme(environ: dict[str, str], expected: Topology) -> None:
+def test_read_topology_of_each_launcher(environ: dict[str, str], expected: Topology) -> None:
     assert read_topology(environ) == expected
 
 

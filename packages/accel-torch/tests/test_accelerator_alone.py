@@ -82,7 +82,7 @@ def test_accelerators_of_other_backends_count_for_themselves() -> None:
     assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 3)
 
 
-def test_who_it_is() -> None:
+def test_device_rank_and_precision_of_one_process() -> None:
     accelerator = Accelerator(cpu=True)
 
     assert accelerator.device == torch.device("cpu")

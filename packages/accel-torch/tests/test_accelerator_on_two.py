@@ -20,7 +20,7 @@ def who() -> tuple[str, int, bool, str]:
     return str(accelerator.distributed_type), accelerator.num_processes, accelerator.is_main_process, repr(accelerator)
 
 
-def test_who_they_are(two: Processes) -> None:
+def test_ranks_of_two_processes(two: Processes) -> None:
     first, second = two.run(who)
     assert first[:3] == ("MULTI_CPU", 2, True)
     assert second[:3] == ("MULTI_CPU", 2, False)

@@ -126,7 +126,7 @@ class Kept(GeneralTracker):
         self.values.append((values, step))
 
 
-def test_trackers() -> None:
+def test_assigned_trackers_are_logged_to() -> None:
     accelerator, first, second = Accelerator(cpu=True), Kept(), Kept()
     accelerator.log_with = first
     assert accelerator.log_with == [first]

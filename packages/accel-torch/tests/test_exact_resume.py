@@ -133,12 +133,12 @@ def combinations(*backends: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "accumulate"), combinations("single", "fsdp2"))
-def test_one_process(one: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
+def test_exact_resume_of_one_process(one: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
     assert one.run(resumes, str(tmp_path), backend, accumulate) == [[]]
 
 
 @pytest.mark.parametrize(("backend", "accumulate"), combinations("ddp", "fsdp2", "fsdp2-full"))
-def test_two_processes(two: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
+def test_exact_resume_of_two_processes(two: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
     assert two.run(resumes, str(tmp_path), backend, accumulate) == [[], []]
 
 

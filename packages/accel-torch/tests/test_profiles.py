@@ -73,7 +73,7 @@ def test_what_cannot_be_profiled(wrong: dict[str, object], says: str) -> None:
         ProfileKwargs(**wrong)  # type: ignore[arg-type]
 
 
-def test_activities_are_texts() -> None:
+def test_profiler_activities_equal_their_names() -> None:
     assert [str(activity) for activity in ProfilerActivity] == ["cpu", "xpu", "mtia", "cuda", "hpu"]
     assert ProfilerActivity("cpu") == "cpu"
 

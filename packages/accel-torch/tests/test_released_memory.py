@@ -66,12 +66,12 @@ def freed(version: int, folder: str, background: bool = False) -> dict[str, Any]
 NOTHING = {"returned": [None] * 4, "alive": [False] * 5}
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_free_memory_of_one_process(tmp_path: Path) -> None:
     assert freed(0, str(tmp_path)) == NOTHING
 
 
 @pytest.mark.parametrize("version", [0, 1, 2], ids=["ddp", "fsdp1", "fsdp2"])
-def test_two_processes(two: Processes, tmp_path: Path, version: int) -> None:
+def test_free_memory_of_two_processes(two: Processes, tmp_path: Path, version: int) -> None:
     assert two.run(freed, version, str(tmp_path)) == [NOTHING] * 2
 
 
@@ -145,7 +145,7 @@ def test_a_loader_that_was_left_at_its_last_batch_is_not_kept() -> None:
     assert torch.equal(accelerator.gather_for_metrics(inputs), inputs)
 
 
-def test_what_is_unpickled_works_without_the_run_it_came_from() -> None:
+def test_unpickled_optimizers_and_loaders_work_without_their_run() -> None:
     _, optimizer, scheduler, loader = prepared(Accelerator(cpu=True))
     train(Accelerator(cpu=True), *prepared(Accelerator(cpu=True)))
     other, later, batches = pickle.loads(pickle.dumps((optimizer, scheduler, loader)))

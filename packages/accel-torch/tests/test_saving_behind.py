@@ -178,7 +178,7 @@ def test_memory_is_used_again_and_given_back(tmp_path: Path) -> None:
         assert saver.buffers.nbytes == 0
 
 
-def test_retention_follows_the_commit(tmp_path: Path) -> None:
+def test_total_limit_removes_checkpoints_after_an_async_commit(tmp_path: Path) -> None:
     with fresh():
         project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2, fsync=False)
         accelerator = Session(project).accelerator

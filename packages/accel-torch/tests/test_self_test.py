@@ -23,13 +23,13 @@ def fails_in_gathering():
     selftest.main()
 
 
-def test_alone(capsys):
+def test_self_test_on_one_process(capsys):
     with fresh():
         selftest.main()
     assert capsys.readouterr().out.rstrip().endswith("All checks passed.")
 
 
-def test_on_two_processes(two):
+def test_self_test_on_two_processes(two):
     first, second = two.outcomes(passes)
     assert (first.error, second.error) == (None, None)
     assert "2 process(es)" in first.output
@@ -37,6 +37,6 @@ def test_on_two_processes(two):
 
 
 @pytest.mark.parametrize("broken", [fails_in_training, fails_in_gathering])
-def test_what_is_wrong_is_found(two, broken):
+def test_self_test_fails_on_wrong_training_and_gathering(two, broken):
     for outcome in two.outcomes(broken):
         assert "CollectiveError" in str(outcome.error)

@@ -323,7 +323,7 @@ train(sys.argv[1])
 """
 
 
-def test_the_end_of_the_program_takes_it_again(tmp_path: Path) -> None:
+def test_a_torn_save_is_copied_again_when_the_program_ends(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         capture_output=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_data.testing.streams import Stream
 from accel_ops.testing.recording_transport import recording
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
@@ -27,7 +27,7 @@ def raised_by_the_second() -> tuple[list[bool], int]:
     return seen, len(records)
 
 
-def test_all_see_the_flag_of_one_and_only_once(two: Processes) -> None:
+def test_check_trigger_is_true_once_on_all_processes(two: Processes) -> None:
     assert two.run(raised_by_the_second) == [([False, True, False], 1)] * 2
 
 
@@ -51,7 +51,7 @@ def test_one_process_stops_all(two: Processes) -> None:
     assert two.run(stopped_early) == [3, 3]
 
 
-def test_alone() -> None:
+def test_triggers_of_one_process() -> None:
     with fresh():
         accelerator = Accelerator(cpu=True)
         assert accelerator.flag_tensor is None
@@ -116,14 +116,9 @@ def test_evenness_is_back_after_an_error_and_what_cannot_follow_is_named() -> No
         with pytest.raises(KeyError, match="False"):
             fail_inside()
         assert mapped.batch_sampler.even_batches
-        accelerator.prepare(DataLoader(_Stream(), batch_size=2))
+        accelerator.prepare(DataLoader(Stream(4), batch_size=2))
         with (
             pytest.warns(UserWarning, match="loaders over streams"),
             accelerator.join_uneven_inputs([], even_batches=False),
         ):
             pass
-
-
-class _Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))

@@ -74,7 +74,7 @@ CONTRACT = [
 
 
 @pytest.mark.parametrize(("file", "owner", "method", "parameters"), CONTRACT)
-def test_the_stand_in_takes_nothing_that_aim_does_not(file: str, owner: str, method: Any, parameters: str) -> None:
+def test_parameters_of_the_simulated_aim_are_those_of_aim(file: str, owner: str, method: Any, parameters: str) -> None:
     del file, owner
     by_place, _, by_name = (part.split() for part in parameters.partition("*"))
     own = list(inspect.signature(method).parameters.values())[1:]

@@ -174,7 +174,7 @@ def test_what_was_not_started_or_is_finished_says_so(tmp_path: Path) -> None:
         JSONLinesTracker("run", tmp_path, flush_every=0)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_read_run_refuses_other_files_and_formats(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"holds no \.jsonl file"):
         read_run(tmp_path)
     with pytest.raises(SettingError, match="cannot be read"):

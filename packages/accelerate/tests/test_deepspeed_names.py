@@ -57,7 +57,7 @@ def test_divided_parameters_need_deepspeed() -> None:
         pass
 
 
-def test_the_configuration_in_use() -> None:
+def test_get_active_deepspeed_plugin() -> None:
     Accelerator(cpu=True)
     state = AcceleratorState()
     with pytest.raises(SettingError, match="without DeepSpeed"):

@@ -13,7 +13,7 @@ def test_the_module_and_the_distribution_agree() -> None:
     assert accelerate.__version__ == version("accelerate")
 
 
-def test_what_clients_ask_for_is_satisfied() -> None:
+def test_version_satisfies_the_requirements_of_clients() -> None:
     for asked in ("==1.15.0", ">=1.1.0", ">=1.12,<2", "~=1.15"):
         assert accelerate.__version__ in SpecifierSet(asked)
     assert accelerate.__version__ not in SpecifierSet(">1.15.0")

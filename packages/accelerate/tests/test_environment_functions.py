@@ -140,7 +140,7 @@ def test_the_place_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Darwin", "4.0", False),
     ],
 )
-def test_old_kernels(
+def test_check_os_kernel_warns_about_old_kernels(
     system: str, release: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(platform, "system", lambda: system)

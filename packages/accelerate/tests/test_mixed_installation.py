@@ -76,7 +76,7 @@ def test_modules_that_another_library_left_are_not_imported(copied: Path) -> Non
 
 
 @pytest.mark.parametrize("statement", ["import accelerate.test_utils", "from accelerate.utils import write_rich"])
-def test_who_misses_what_they_have_hears_of_them(copied: Path, statement: str) -> None:
+def test_a_failed_import_names_files_of_another_accelerate(copied: Path, statement: str) -> None:
     leave(copied, "test_utils/__init__.py", "test_utils/testing.py", "utils/rich.py")
     done = imported(statement, copied.parent)
     assert done.returncode != 0

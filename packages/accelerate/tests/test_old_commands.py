@@ -55,7 +55,7 @@ def test_the_console_scripts_of_the_original() -> None:
     ],
     ids=["-m launch", "-m accelerate_cli launch", "main()"],
 )
-def test_launching(command: list[str], script: str) -> None:
+def test_accelerate_launch_starts_two_processes(command: list[str], script: str) -> None:
     done = run_command([sys.executable, *command, *TWO, script, "--epochs", "3"])
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 ['--epochs', '3']", "1 2 ['--epochs', '3']"]

@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> str:
     return f"{path}:make"
 
 
-def test_a_row_for_each_dtype(model: str) -> None:
+def test_estimate_memory_has_a_row_for_each_dtype(model: str) -> None:
     args = estimate_command_parser().parse_args([model, "--dtypes", "float32", "float16", "int8", "int4"])
     full = {"model": 540704, "optimizer": 1081408, "gradients": 540704, "step": 2162816}
     half = {"model": 540704, "optimizer": 1081408, "gradients": 811056, "step": 1081408}
@@ -64,7 +64,7 @@ def test_a_model_without_memory(model: str) -> None:
         (SimpleNamespace(library_name="diffusers"), ValueError, "for diffusers"),
     ],
 )
-def test_models_that_the_hub_does_not_give(told: object, kind: type[Exception], said: str) -> None:
+def test_create_empty_model_of_models_that_the_hub_refuses(told: object, kind: type[Exception], said: str) -> None:
     with (
         mock.patch("accelerate.commands.estimate.verify_on_hub", return_value=told) as asked,
         pytest.raises(kind, match=said),
@@ -84,7 +84,7 @@ def test_the_command_asks_the_hub_for_a_model_that_is_not_here(library: list[str
 
 
 @pytest.mark.parametrize(("error", "told"), [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "repo")])
-def test_what_the_hub_refuses(error: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_on_hub_of_models_that_the_hub_refuses(error: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     kind = getattr(importlib.import_module("huggingface_hub.errors"), error)
 

@@ -252,7 +252,7 @@ def test_a_function_that_knows_its_place(monkeypatch):
     assert seen == [("hello", "3")]
 
 
-def test_a_job_of_sagemaker(job):
+def test_prepare_sagemager_args_inputs(job):
     config = config_args.SageMakerConfig(
         "AMAZON_SAGEMAKER", "NO", "bf16", False, False, "ml.p3.2xlarge", "role", additional_args={"volume_size": 3}
     )
@@ -380,7 +380,7 @@ def test_a_menu_without_a_terminal(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("keys", "result"), [("a", "a"), ("\x1b[A", chr(321)), ("\r", "\r"), ("\x1bx", sys.maxsize)])
-def test_keys(monkeypatch, keys, result):
+def test_get_character_reads_letters_and_arrow_keys(monkeypatch, keys, result):
     pressed = iter(keys)
     monkeypatch.setattr("accelerate.legacy.menus.get_raw_chars", lambda: next(pressed))
     assert keymap.get_character() == result

@@ -22,7 +22,7 @@ def chain(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", sorted(LOGGERS))
-def test_every_package_is_heard(package: str) -> None:
+def test_loggers_of_every_package_have_the_parent_accelerate(package: str) -> None:
     for name in (package, f"{package}.any.module"):
         heard = chain(name)
         assert heard[-2:] == ["accelerate", "root"]

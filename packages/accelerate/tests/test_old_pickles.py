@@ -36,7 +36,7 @@ def test_a_member_of_an_enumeration() -> None:
     assert pickle.loads(written) is DistributedType.MULTI_CPU
 
 
-def test_an_object() -> None:
+def test_a_pickled_object_of_an_old_module_is_loaded() -> None:
     written = pickle.dumps(ProjectConfiguration("runs"), protocol=2).replace(
         b"accel_plugins.checkpoint.config", b"accelerate.utils.dataclasses"
     )

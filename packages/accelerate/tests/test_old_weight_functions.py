@@ -72,7 +72,7 @@ def test_generator_states_of_old_checkpoints_are_read_safely(tmp_path: Path) -> 
         assert "numpy" in torch.load(tmp_path / "states.pkl", weights_only=True)
 
 
-def test_names_at_the_top() -> None:
+def test_classes_at_the_top_of_accelerate() -> None:
     import accelerate
 
     for name in ("ProfileKwargs", "TorchTensorParallelPlugin", "ProjectConfiguration", "GradientAccumulationPlugin"):

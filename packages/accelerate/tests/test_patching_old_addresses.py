@@ -61,7 +61,7 @@ def test_the_object_to_patch_can_be_the_module() -> None:
     assert accelerate.utils.find_batch_size is accelerate.utils.operations.find_batch_size is original
 
 
-def test_deleting_and_assigning() -> None:
+def test_deleting_and_assigning_at_an_old_address() -> None:
     original = accel_ops.collectives.reduce
     module: Any = accelerate.utils
     del module.reduce

@@ -58,7 +58,7 @@ def train() -> tuple[list[float], int, list[float]]:
     return weights, len(seen), errors
 
 
-def test_on_one_process() -> None:
+def test_quicktour_on_one_process() -> None:
     with fresh():
         weights, seen, errors = train()
     assert weights == pytest.approx([1.0, -2.0, 0.5], abs=0.01)
@@ -66,7 +66,7 @@ def test_on_one_process() -> None:
     assert max(errors) < 0.1
 
 
-def test_on_two_processes(two: Processes) -> None:
+def test_quicktour_on_two_processes(two: Processes) -> None:
     (weights, seen, errors), other = two.run(train)
     assert weights == pytest.approx([1.0, -2.0, 0.5], abs=0.01)
     assert other == (weights, seen, errors)

@@ -67,7 +67,7 @@ def test_a_module_that_never_existed() -> None:
         importlib.import_module("accelerate.no_such_module")
 
 
-def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_missing_in_an_older_package_names_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     import accel_ops.tree
 
     monkeypatch.delattr(accel_ops.tree, "is_namedtuple")

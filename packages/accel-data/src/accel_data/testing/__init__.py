@@ -1,0 +1,1 @@
+"""What tests of loaders share, in this project and in packages built on it: data sets."""
