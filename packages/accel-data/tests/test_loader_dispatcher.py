@@ -334,8 +334,9 @@ def resumed() -> list[tuple[Any, Any]]:
 
 def test_a_dispatched_epoch_goes_on_as_it_would_have(two: Processes) -> None:
     for results in two.run(resumed):
+        assert results
         for expected, after in results:
-            assert after == expected
+            assert after == expected != []
 
 
 def dying() -> None:

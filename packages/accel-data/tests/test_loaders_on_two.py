@@ -124,5 +124,6 @@ def all_resumes() -> list[tuple[list[list[int]], list[list[int]]]]:
 
 def test_a_resumed_epoch_goes_on_as_it_would_have(two: Processes) -> None:
     for results in two.run(all_resumes):
+        assert len(results) == 10
         for expected, resumed in results:
-            assert resumed == expected
+            assert resumed == expected != []

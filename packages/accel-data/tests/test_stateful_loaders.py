@@ -303,7 +303,9 @@ def test_a_loader_made_directly_has_the_states_of_torchdatas_own(kind: Any, work
     data = list(range(14))
     theirs = stateful_dataloader.StatefulDataLoader(data, **torchdatas_own(workers, shuffle))
     ours = kind(data, use_stateful_dataloader=True, **torchdatas_own(workers, shuffle))
+    compared = []
     for expected, batch, steps_left in zip(theirs, ours, (3, 2, 1), strict=False):
+        compared.append(steps_left)
         assert batch.tolist() == expected.tolist()
         state, reference = copy.deepcopy(ours.state_dict()), copy.deepcopy(theirs.state_dict())
         torch.testing.assert_close(state, reference)
@@ -315,6 +317,7 @@ def test_a_loader_made_directly_has_the_states_of_torchdatas_own(kind: Any, work
         expected_rest = [left.tolist() for left in continued]
         assert [left.tolist() for left in rest] == expected_rest
         assert len(expected_rest) == steps_left
+    assert compared == [3, 2, 1]
 
 
 @pytest.mark.parametrize("kind", DIRECT)
