@@ -484,6 +484,12 @@ def engines_megatron(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """Run everything that needs a GPU, within 9 minutes, and write gpu-report.md; `--list` shows what that is."""
+    run(session, "python", "tools/gpu/session.py", *session.posargs)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, and write docs/benchmarks.md; `-- --compare OLD.json` compares."""

@@ -1,4 +1,4 @@
-"""Pinned memory and copies that do not block, on the simulated device, and on a GPU where there is one."""
+"""Pinned memory and copies that do not block, on the simulated device."""
 
 from __future__ import annotations
 
@@ -125,21 +125,3 @@ def test_without_pinning_nothing_is_pinned(pinned: set[int]) -> None:
     loader = prepare_data_loader(DataLoader(Pairs(), batch_size=2), device=torch.device(NAME, 0), put_on_device=True)
     assert copied(loader)[0].blocking == [True] * 8
     assert not pinned
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_pinned_batches_reach_a_gpu(workers: int, dispatch: bool) -> None:
-    plain = DataLoader(Stream(PAIRS), batch_size=2, num_workers=workers, pin_memory=True)
-    loader: Any = prepare_data_loader(
-        plain, device=torch.device("cuda", 0), put_on_device=True, non_blocking=True, dispatch_batches=dispatch
-    )
-    values = []
-    for batch in loader:
-        assert batch.x.is_cuda
-        values += batch.x[:, 0].tolist()
-    assert values == list(range(7))
-    loader.device = None
-    assert all(batch.x.is_pinned() for batch in loader)

@@ -15,10 +15,7 @@ from accel_state import PartialState
 from accel_state.errors import ShapeMismatch
 from accel_state.testing.processes import Processes
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two NVIDIA GPUs here"),
-]
+pytestmark = pytest.mark.cuda(differs="NCCL moves tensors between GPUs, and gloo the headers on the host", gpus=2)
 
 
 @pytest.fixture(scope="module")

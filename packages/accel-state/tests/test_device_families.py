@@ -62,14 +62,6 @@ class TestSimulated(DeviceSuite):
         return unlisted_family(NAME)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-class TestCUDA(DeviceSuite):
-    @pytest.fixture
-    def family(self) -> DeviceFamily:
-        return CUDA()
-
-
 @pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs the GPU of an Apple computer")
 class TestMPS(DeviceSuite):
     @pytest.fixture

@@ -55,6 +55,7 @@ class _Shared:
     loading: Block | None = None
     ready: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
     spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(default_factory=dict)
+    streams: dict[torch.device, Any] = field(default_factory=dict)
     closed: bool = False
     exhausted: bool = False
     thread: threading.Thread | None = None
@@ -238,7 +239,7 @@ def _load(block: Block, shared: _Shared, beside: bool = False) -> dict[str, Tens
     for name, source in block.sources.items():
         weight, dtype = source(), block.dtypes[name]
         if weight.device != block.device:
-            weights[name] = _transfer(weight, dtype, block.device, beside)
+            weights[name] = _transfer(weight, dtype, block.device, shared.streams if beside else None)
         else:
             weights[name] = _spare(shared, dtype, weight).copy_(weight)
     return weights
@@ -253,13 +254,18 @@ def _spare(shared: _Shared, dtype: torch.dtype, weight: Tensor) -> Tensor:
     return torch.empty(weight.shape, dtype=dtype, device=weight.device)
 
 
-def _transfer(weight: Tensor, dtype: torch.dtype, device: torch.device, beside: bool) -> Tensor:
-    """A copy on another device; from the thread through pinned memory on a stream of its own, where there is one."""
+def _transfer(
+    weight: Tensor, dtype: torch.dtype, device: torch.device, streams: dict[torch.device, Any] | None
+) -> Tensor:
+    """A copy on another device; with `streams`, through pinned memory on a stream of its own, where there is one.
+
+    It is the same stream each time: the allocator of a device keeps what was freed for the stream that it was made on.
+    """
     module = torch.get_device_module(device)
-    if not beside or not hasattr(module, "Stream") or not family_of(device).pins_memory:
+    if streams is None or not hasattr(module, "Stream") or not family_of(device).pins_memory:
         return weight.to(device=device, dtype=dtype)
     pinned = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True).copy_(weight)
-    stream = module.Stream(device)
+    stream = streams.get(device) or streams.setdefault(device, module.Stream(device))
     with module.stream(stream):
         moved = pinned.to(device, non_blocking=True).to(dtype)
     stream.synchronize()

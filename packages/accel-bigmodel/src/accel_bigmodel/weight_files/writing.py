@@ -90,7 +90,7 @@ def save_weights_file(
     _check_values(state_dict, path)
     size = sum(value.numel() * value.element_size() for value in state_dict.values() if isinstance(value, Tensor))
     if is_safetensors(path):
-        kept = {name: state_dict[name].detach().contiguous() for name in stored_names(state_dict, path.name)}
+        kept = {name: state_dict[name].detach().cpu().contiguous() for name in stored_names(state_dict, path.name)}
         own = _with_own_memory(kept)
         _write(path, lambda target: save_file(own, target, dict(metadata)), size, fsync)
     else:

@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -102,7 +103,9 @@ class FSDP2Strategy(ShardedStrategy):
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         groups = _alike(parameters)
         norms = [_norm(group, norm_type) for group in groups]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        # Parameters that are not sharded stay on the device when the others are offloaded.
+        together = [norm.to(norms[0].device) for norm in norms]
+        total = torch.linalg.vector_norm(torch.stack(together), norm_type) if together else torch.zeros(())
         for group in groups:
             clip_grads_with_norm_(group, max_norm, total)
         return total
@@ -123,8 +126,43 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if any(gradient.device.type != gradient.device_mesh.device_type for gradient in sharded):
+        return _norm_of_offloaded(sharded, norm_type)
+    norm = get_total_norm(gradients, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _norm_of_offloaded(gradients: list[DTensor], norm_type: float) -> Tensor:
+    """The norm of shards that are on the host, where the groups of their mesh may move tensors of its device only."""
+    mesh = gradients[0].device_mesh
+    norms: dict[tuple[Placement, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        local = norms.setdefault(gradient.placements, [])
+        shard = gradient.to_local()
+        if shard.numel():
+            local.append(torch.linalg.vector_norm(shard, norm_type))
+    totals = []
+    for placements, local in norms.items():
+        mine = torch.linalg.vector_norm(torch.stack(local), norm_type) if local else torch.zeros(())
+        total = mine.to(mesh.device_type)
+        for dimension, placement in enumerate(placements):
+            if not placement.is_replicate():
+                total = _norm_over(total, norm_type, mesh.get_group(dimension))
+        totals.append(total)
+    together: Tensor = torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    return together
+
+
+def _norm_over(norm: Tensor, norm_type: float, group: Any) -> Tensor:
+    """The norm of all shards of a group, given that of the shards of this process."""
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    powers = torch.pow(norm, norm_type)
+    dist.all_reduce(powers, group=group)
+    return torch.pow(powers, 1.0 / norm_type)
 
 
 class _Syncing:

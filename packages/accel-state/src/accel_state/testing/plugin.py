@@ -1,4 +1,4 @@
-"""Fixtures for pytest: groups of real processes, and a clean state. Use it with `pytest -p accel_state.testing.plugin`.
+"""Fixtures and a mark for pytest: processes, clean state, devices. Use it with `pytest -p accel_state.testing.plugin`.
 
     def rank():
         return PartialState().process_index
@@ -12,6 +12,9 @@ fixtures acts on a test that does not ask for it; a module in which every test n
     pytestmark = pytest.mark.usefixtures("fresh_state")
 
 Garbage collections during the tests spare what was there before the first of them.
+
+A test with the mark `cuda` needs GPUs and is skipped where there are too few. The mark says in one line what is
+different on a GPU: `@pytest.mark.cuda(differs="reductions add up in another order")`.
 """
 
 from __future__ import annotations
@@ -19,14 +22,46 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import torch
 
 from accel_state.process import PartialState
 from accel_state.testing.fresh import fresh
+from accel_state.testing.kinds_of_devices import GPU_PROCESSES, SIMULATED, working_on
 from accel_state.testing.processes import Processes
 
-__all__ = ("cpu_state", "four", "fresh_state", "one", "processes", "three", "two")
+__all__ = ("cpu_state", "device", "four", "fresh_state", "gpus", "one", "processes", "three", "two")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark."""
+    config.addinivalue_line(
+        "markers",
+        "cuda(differs, gpus=1): needs so many NVIDIA GPUs; `differs` says what is different on them",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See that each mark says what is different on a GPU."""
+    silent = [item.nodeid for item in items for mark in item.iter_markers("cuda") if not mark.kwargs.get("differs")]
+    if silent:
+        raise pytest.UsageError(
+            f"The mark `cuda` of {', '.join(silent)} does not say what is different on a GPU. "
+            f'Write @pytest.mark.cuda(differs="...").'
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs more GPUs than there are."""
+    needed = max((mark.kwargs.get("gpus", 1) for mark in item.iter_markers("cuda")), default=0)
+    if needed and needed > _gpus_here():
+        pytest.skip(f"needs {needed} NVIDIA GPU{'s' if needed > 1 else ''}, and there are {_gpus_here()}")
+
+
+def _gpus_here() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def pytest_collection_finish() -> None:
@@ -46,6 +81,18 @@ def fresh_state() -> Iterator[None]:
 def cpu_state(fresh_state: None) -> PartialState:
     """The state of a single process on the CPU, in an environment as in a new process."""
     return PartialState(cpu=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The device that a test of `on_devices` works on, in a clean state."""
+    if request.param == SIMULATED:
+        from accel_state.testing.simulated_device import POSSIBLE
+
+        if not POSSIBLE:
+            pytest.skip("this torch cannot have the simulated device here")
+    with fresh(), working_on(request.param):
+        yield torch.device("cpu") if request.param == "cpu" else torch.device(request.param, 0)
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +136,9 @@ def three(processes: Callable[[int], Processes]) -> Processes:
 def four(processes: Callable[[int], Processes]) -> Processes:
     """Four processes."""
     return processes(4)
+
+
+@pytest.fixture(scope="module")
+def gpus(processes: Callable[[int], Processes]) -> Processes:
+    """As many processes as the variable GPU_PROCESSES says, for tests that give each process a GPU; one without it."""
+    return processes(GPU_PROCESSES)

@@ -2,7 +2,8 @@
 
 It registers itself with torch under torch's name for foreign devices (PrivateUse1), so tensors really say
 `device='simulated:0'`, and nothing else of this project knows it. It has its own memory, generators, autocast and
-collectives. It needs torch 2.10 or newer, and has to be imported before the first backward pass of a process.
+collectives. It needs torch 2.10 or newer and a machine without a GPU, and has to be imported before the first backward
+pass of a process.
 """
 
 from __future__ import annotations
@@ -85,8 +86,14 @@ def _register() -> tuple[Any, ...]:
     return kernels, fallback
 
 
-POSSIBLE: Final = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-"""Whether this torch can have a device that is written in Python."""
+POSSIBLE: Final = (
+    hasattr(backend_registration, "_setup_privateuseone_for_python_backend") and not torch.cuda.is_available()
+)
+"""Whether this torch can have a device that is written in Python, here.
+
+Once there is one, torch takes it for the accelerator of the process, before a GPU: autograd would then order work on
+its streams and not on CUDA's.
+"""
 
 _kept: Final = _register() if POSSIBLE else ()
 """Registered on import: torch's autograd counts the devices at the first backward pass of a process."""
@@ -101,7 +108,7 @@ def simulated_device(devices: int = 1, memory: int = 64 * 2**20) -> Iterator[Non
         memory: bytes that each has.
 
     Raises:
-        NotOffered: this torch cannot have a device that is written in Python.
+        NotOffered: this torch cannot have a device that is written in Python, or there is a GPU.
 
     Example:
         >>> with simulated_device():
@@ -110,9 +117,10 @@ def simulated_device(devices: int = 1, memory: int = 64 * 2**20) -> Iterator[Non
     """
     if not POSSIBLE:
         raise NotOffered(
-            "The simulated device was asked for.",
-            f"torch {torch.__version__} cannot have a device that is written in Python.",
-            "Install torch 2.10 or newer.",
+            "Cannot make the simulated device.",
+            f"torch {torch.__version__} cannot have a device that is written in Python, or there is a GPU, whose "
+            "streams autograd would leave out.",
+            "Install torch 2.10 or newer, and hide GPUs with CUDA_VISIBLE_DEVICES=''.",
         )
     MODULE.plug_in(devices, memory)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
@@ -66,9 +67,16 @@ class SimulatedGroup(dist.ProcessGroup):
         return BACKEND
 
 
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor behind a simulated one; others are refused, as NCCL refuses what is not on its device."""
+    if not isinstance(tensor, SimulatedTensor):
+        raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+    return tensor.raw
+
+
 def _over_gloo(name: str) -> Callable[..., Any]:
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map_only(SimulatedTensor, lambda tensor: tensor.raw, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _raw, (args, kwargs))
         return getattr(self.gloo, name)(*args, **kwargs)
 
     return call
