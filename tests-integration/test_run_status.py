@@ -44,7 +44,8 @@ JOB = """
     import torch
     from accel_torch import Accelerator
 
-    accelerator = Accelerator(cpu=True, project_dir="output", check_replicas_every=0)
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="output", check_replicas_every=0)
+    accelerator.init_trackers("curves")
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -56,6 +57,7 @@ JOB = """
             accelerator.backward(model(torch.ones(1, 2)).sum())
             optimizer.step()
             optimizer.zero_grad()
+            accelerator.log({"loss": 0.5})
             time.sleep(0.1)
 
     def spin():
@@ -303,6 +305,15 @@ def test_a_run_is_named_by_its_folder_or_by_a_process(job: Job, name: str) -> No
     assert job.look(run=run)["launcher"] == job.process.pid
 
 
+@pytest.mark.parametrize("name", ["output", "pid"])
+def test_the_curves_of_a_run_are_shown_by_the_same_name(job: Job, name: str) -> None:
+    run = str(job.process.pid) if name == "pid" else name
+    done = run_command([*ACCEL, "runs", "show", run, "--text"], env=job.environment, cwd=job.folder)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+    assert "curves" in done.stdout
+
+
 def test_only_the_user_can_enter_the_folder_of_a_run(job: Job) -> None:
     (folder,) = (job.folder / "temporary").glob("accel-launch-*")
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -375,16 +386,25 @@ def test_processes_of_another_machine_are_told_through_the_store(tmp_path: Path)
     place = ("--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1")
     place = (*place, "--main_process_port", str(port.another()), "--machine_rank")
     job = Job(tmp_path, *place, "0")
-    other = job.launch(*place, "1")
+    first, other = job.process, job.launch(*place, "1")
     try:
         said = job.until(1, state="running", at=at("time.sleep(0.02)"))
         assert said["store_answers"]
         assert said["world_size"] == 2
         job.do(0, "gather")
-        job.process, other = other, job.process
+        job.process = other
         job.until(0, state="in collective", operation="gather", at=at("accelerator.gather("))
+        # The launcher of the first machine hosts the store.
+        pid = job.look(run=first.pid)["processes"][0]["pid"]
+        for stopped in (first.pid, pid):
+            os.kill(stopped, signal.SIGSTOP)
+        silent = job.until(0, state="silent", operation="gather")
+        while silent["store_answers"]:
+            silent = job.until(0, state="silent", operation="gather")
+        assert silent["processes"][1]["at"] == at("time.sleep(0.02)")
+        assert "The store of the run does not answer" in job.status().stdout
     finally:
         port.give_back()
-        other.kill()
-        other.wait()
-        job.end()
+        for launcher in (job.process, first, other):
+            launcher.kill()
+            launcher.wait()
