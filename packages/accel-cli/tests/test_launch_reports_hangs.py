@@ -10,6 +10,7 @@ import pytest
 
 from accel_cli.launch import hangs
 from accel_cli.launch.hangs import HangWatch
+from accel_state.hang_report.main_thread import IMPORT
 from accel_state.hang_report.sightings import Sighting
 from accel_state.hang_report.status import STATUS_FOLDER, StatusFile
 
@@ -117,8 +118,9 @@ def in_place(line, inside):
         (lambda second: in_place(f"job.py:{second}", "backward"), lambda second: 1.0, False),
         (lambda second: in_place("job.py:7", ""), lambda second: 1.0, False),
         (lambda second: in_place("job.py:7", "__next__"), lambda second: 1.0, False),
+        (lambda second: in_place("job.py:7", IMPORT), lambda second: 1.0, False),
     ],
-    ids=["waits in backward", "computes in backward", "goes on", "sleeps by itself", "waits for its data"],
+    ids=["waits in backward", "computes in backward", "goes on", "sleeps by itself", "waits for its data", "imports"],
 )
 def test_a_process_without_processor_time_in_a_library_waits(watched, capsys, monkeypatch, seen, used, reports):
     watch, write = watched()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ import pytest
 
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.hang_report.call_log import Location
-from accel_state.hang_report.main_thread import Place
+from accel_state.hang_report.call_log import Location, locate
+from accel_state.hang_report.main_thread import Place, main_thread_place
 from accel_state.hang_report.progress import Progress
 from accel_state.hang_report.status import STATUS_FOLDER, Heard, ask_for_others, read_heard
 from accel_state.proc import process_info, state_of, system_call
@@ -265,3 +266,21 @@ def test_one_process_writes_what_it_hears_of_the_others(two: Processes, tmp_path
 def test_other_contents_tell_nothing_of_others(tmp_path: Path, content: str) -> None:
     (tmp_path / "heard.json").write_text(content)
     assert read_heard(str(tmp_path)) is None
+
+
+def test_the_main_thread_is_where_the_users_code_calls_the_standard_library(tmp_path: Path) -> None:
+    begun, looked, seen = tmp_path / "begun", tmp_path / "looked", []
+
+    def look() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        seen.append(main_thread_place())
+        looked.touch()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    waits = f"import os; open({str(begun)!r}, 'w').close()\nwhile not os.path.exists({str(looked)!r}): pass"
+    line = sys._getframe().f_lineno + 1
+    subprocess.run([sys.executable, "-c", waits], check=True)
+    looking.join()
+    assert seen == [Place(locate(__file__, line), "")]

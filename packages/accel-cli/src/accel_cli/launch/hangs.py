@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from accel_cli.launch.report import ending
+from accel_state.hang_report.main_thread import IMPORT
 from accel_state.hang_report.sightings import Sighting, describe
 from accel_state.hang_report.status import STATUS_FOLDER, ask_for_status, read_status
 from accel_state.proc import process_info, state_of
@@ -31,8 +32,8 @@ _BUSY: Final = 0.05
 _SPARE: Final = 0.3
 """Seconds of a processor that a process may use in addition, to answer where it is."""
 
-_OF_DATA: Final = frozenset({"__next__", "__iter__"})
-"""Functions in which a process waits for its own data and not for other processes."""
+_OF_ITS_OWN: Final = frozenset({"__next__", "__iter__", IMPORT})
+"""Functions in which a process waits for its own data or modules, and not for other processes."""
 
 
 class HangWatch:
@@ -160,7 +161,7 @@ class _Idle:
             self.begin(now, used)
         if seen.closely:
             self._place = place
-            self.waits_in = "" if seen.now_in in _OF_DATA else seen.now_in
+            self.waits_in = "" if seen.now_in in _OF_ITS_OWN else seen.now_in
         return self._began
 
 

@@ -127,10 +127,10 @@ class AcceleratedOptimizer(Optimizer):
 
     def _count_step(self) -> None:
         """Let whoever looks at the run from outside see how many steps were made."""
-        self._steps += 1
+        self._steps = steps = self._steps + 1
         # A loop with several optimizers is at the step of the one that has made most.
-        if self._steps > PROGRESS.steps:
-            PROGRESS.steps = self._steps
+        if steps > PROGRESS.steps:
+            PROGRESS.steps = steps
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients when they are synchronised; within an accumulation they stay."""

@@ -70,8 +70,10 @@ def _innermost(outwards: list[tuple[FrameType, int]]) -> Place | None:
     inside = ""
     for frame, line in outwards:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if not is_library(module) and module.partition(".")[0] not in sys.stdlib_module_names:
+        if is_library(module):
+            inside = inside if code.co_name in _DECORATORS and inside else code.co_name
+        elif module.partition(".")[0] not in sys.stdlib_module_names:
             return Place(locate(code.co_filename, line), inside)
-        name = IMPORT if code.co_filename.startswith(_IMPORTING) else code.co_name
-        inside = inside if name in _DECORATORS and inside else name
+        elif code.co_filename.startswith(_IMPORTING):
+            inside = IMPORT
     return None
