@@ -19,7 +19,7 @@ ROUND_SECONDS: Final = 0.1
 SIDE_SECONDS: Final = 0.5
 """How long the rounds of a side should take in one interpreter."""
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 9
+MOST_ROUNDS: Final = 9
 
 
 class Meter(NamedTuple):
@@ -160,7 +160,7 @@ def measure(
     times = {side: warm(call) for side, call in calls.items()}
     number = {side: agreed(max(1, int(ROUND_SECONDS / seconds))) for side, seconds in times.items()}
     longest = max(number[side] * seconds for side, seconds in times.items())
-    rounds = agreed(max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SIDE_SECONDS / longest))))
+    rounds = agreed(max(1, min(MOST_ROUNDS, int(SIDE_SECONDS / longest))))
     seen: dict[str, list[dict[str, float]]] = {side: [] for side in calls}
     for _ in range(rounds):
         for side, call in calls.items():

@@ -40,7 +40,7 @@ class Pace:
         steady: a work has enough turns when the error of its median is below this part of it.
     """
 
-    least: int = 4
+    least: int = 3
     most: int = 15
     seconds: float = 15.0
     steady: float = 0.01
