@@ -174,14 +174,14 @@ class Workshop:
 
     # ------------------------------------------------------------ tests
     def measure(self, area: str | None, again: bool = False) -> None:
-        """Measure what tests execute, of files that are new or, `again`, have changed since."""
+        """Measure what tests execute, of files that were not measured yet or, `again`, of those that changed since."""
         patterns = [pattern for name, found in TESTS.items() if area in (name, None) for pattern in found]
         for file in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
             name = str(file.relative_to(ROOT))
             text = file.read_bytes()
             digest = hashlib.sha256(text).hexdigest()
             known = self.measured.get(name)
-            if known is not None and (not again or known["digest"] == digest):
+            if (known is None or known["digest"] == digest) if again else known is not None:
                 continue
             (self.copy.root / name).write_bytes(text)
             begun = time.monotonic()
@@ -325,7 +325,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "accel-mutants")
     parser.add_argument("--most", type=float, default=600.0, help="seconds of tests that `again` runs at most")
     parser.add_argument("--anew", action="store_true", help="forget what earlier runs left")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.command == "check":
         return _check()
     if arguments.anew:

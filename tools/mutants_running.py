@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,49 +310,56 @@ def _end_children() -> None:
             return
 
 
-class _Server:
-    """The process of a server that was forked, with what `ForkServer` asks of it."""
+class _Started:
+    """A server whose process was forked earlier, with what `ForkServer` asks of a process that it starts."""
 
     def __init__(self, pid: int) -> None:
         self._pid: int | None = pid
 
     def poll(self) -> int | None:
+        """None while it runs."""
         return self._ended(os.WNOHANG)
 
     def wait(self) -> int | None:
+        """Return when it has ended."""
         return self._ended(0)
 
     def _ended(self, how: int) -> int | None:
-        if self._pid is None:
-            return 0
-        if os.waitpid(self._pid, how)[0]:
+        if self._pid is not None and os.waitpid(self._pid, how)[0]:
             self._pid = None
-            return 0
-        return None
+        return None if self._pid is not None else 0
 
 
 def _fork_servers() -> None:
-    """Fork the servers of the processes of tests now: this process is still as small as a new one."""
+    """Fork the servers of the processes of tests now, while this process is as small as a new one.
+
+    Each waits for the socket that the `ForkServer` of a test would give to a process that it starts.
+    """
     from accel_state.testing import fork_server, member
 
     _ = member.serve
-    ready: list[tuple[socket.socket, _Server]] = []
+    ready: list[tuple[socket.socket, _Started]] = []
     for _rank in range(_RANKS):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, fork_server._REQUEST_BYTES)
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            for other, _process in ready:
+            for other in (ours, *(end for end, _process in ready)):
                 other.close()
-            ours.close()
-            sys.argv[1:] = [str(theirs.detach())]
+            _, requests, _, _ = socket.recv_fds(theirs, 1, 1)
+            theirs.close()
+            if not requests:
+                os._exit(0)
+            sys.argv[1:] = [str(requests[0])]
             fork_server.main()
         theirs.close()
-        ready.append((ours, _Server(pid)))
+        ready.append((ours, _Started(pid)))
 
-    def take(self: Any) -> None:
-        self._socket, self._process = ready.pop(0)
-        self._owner = os.getpid()
+    def start(arguments: Sequence[str], *, pass_fds: Sequence[int], **_options: object) -> _Started:
+        assert arguments[-1] == str(pass_fds[0])
+        waiting, started = ready.pop(0)
+        with waiting:
+            socket.send_fds(waiting, [b"."], pass_fds)
+        return started
 
-    fork_server.ForkServer.__init__ = take  # type: ignore[method-assign]
+    starting: Any = fork_server
+    starting.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})

@@ -135,6 +135,21 @@ def test_a_file_that_does_not_reach_the_disk_makes_no_checkpoint(
     assert entries(tmp_path) == {"a"}
 
 
+@pytest.mark.parametrize("flushes", [True, False])
+def test_every_file_reaches_the_disk_before_the_manifest_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: bool
+) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(sealing, "fsync_path", lambda path: flushed.append(path.name))
+    (tmp_path / "begun.bin").write_text("x")
+    (tmp_path / "found.bin").write_text("y")
+    sealer = Sealer() if flushes else Sealer(fsync=False)
+    sealer.begin(tmp_path / "begun.bin")
+    sealer.seal(tmp_path)
+    expected = ["begun.bin", "found.bin", MANIFEST_NAME, tmp_path.name] if flushes else []
+    assert flushed == expected
+
+
 @pytest.mark.usefixtures("cpu_state")
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "a"
