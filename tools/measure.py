@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from bench import on_gpu
 from bench.case import Case
 from bench.comparison import compared, report
 from bench.results import document, machine, merged, read_rows, write_rows
@@ -28,7 +29,9 @@ DOCUMENTS = ROOT / "docs"
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """What was given on the command line."""
     parser = argparse.ArgumentParser(description="Measure ours against the original library.")
-    parser.add_argument("--peer", required=True, help="interpreter that has the original library")
+    parser.add_argument("--peer", default=sys.executable, help="interpreter that has the original library")
+    parser.add_argument("--gpu", action="store_true", help="measure what needs a GPU, and write gpu-benchmarks.md")
+    parser.add_argument("--list", action="store_true", help="show what would be measured, and measure nothing")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since an earlier run")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the rows there, and leave docs/ as it is")
     parser.add_argument("--turns", type=int, default=Pace.least, help="turns of interpreters at least")
@@ -47,6 +50,11 @@ def can_run(row: Case) -> bool:
 def main(given: Sequence[str] | None = None) -> int:
     """Measure what was selected."""
     options = arguments(given)
+    if options.gpu:
+        return on_gpu.measure_all(options.peer, options.list, options.json or Path("gpu-benchmarks.json"))
+    if options.list:
+        print("\n".join(f"{row.group}: {row.name} ({row.unit}, {row.figure})" for row in selected(options.patterns)))
+        return 0
     table = cases()
     old = read_rows(options.compare) if options.compare else []
     rows = [row for row in selected(options.patterns) if can_run(row)]

@@ -141,8 +141,7 @@ class Runner:
         """Measures rows and shows each as a line; returns them, and why others could not be measured."""
         found: list[Row] = []
         failures: list[str] = []
-        (ROOT / ".nox").mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=ROOT / ".nox") as kept:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=_beside()) as kept:
             for session in sessions(rows):
                 try:
                     self._turns(session, Path(kept))
@@ -212,8 +211,18 @@ class Runner:
         return found
 
 
+def _beside() -> Path | None:
+    """Where files are written; None, for the folder of temporary files, where the checkout cannot be written."""
+    if not os.access(ROOT, os.W_OK):
+        return None
+    (ROOT / ".nox").mkdir(exist_ok=True)
+    return ROOT / ".nox"
+
+
 def environment(order: str) -> dict[str, str]:
     """The environment of an interpreter: one thread for each process, and byte code that is kept."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
-    own = {"BENCH_ORDER": order, "PYTHONPATH": str(ROOT / "tools"), "PYTHONWARNINGS": "ignore"}
+    # A machine that is rented for minutes has none of our packages installed.
+    paths = os.pathsep.join([str(ROOT / "tools"), *filter(None, [os.environ.get("BENCH_SOURCES")])])
+    own = {"BENCH_ORDER": order, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **own}

@@ -1,0 +1,397 @@
+"""What only a GPU shows: training at its speed, weights over its bus, and what a checkpoint stalls.
+
+Where there is no GPU the same works run on the CPU in small sizes, so that they can be tried; the table leaves them
+out.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from bench.case import Call, Case, Scope, Work
+from bench.metering import paused
+
+STEPS: Final = 200
+TOKENS: Final = 8 * 1024
+
+TRAINING: Final = (
+    "Steps of GPT-2 with 124 million parameters in bf16 by autocast, 8 sequences of 1,024 tokens, with fused AdamW; "
+    'tokens per second are 8,192,000 over the milliseconds of a step. "raw" is the loop in plain torch.'
+)
+FABRIC: Final = 'Beside Fabric: the column "original" is Lightning Fabric there.'
+OVERHEAD: Final = (
+    'Rounds of 200 steps of a model of two small layers; "raw" is the plain loop. The device is waited for at the end '
+    "of a round only."
+)
+OFFLOADED: Final = (
+    "A forward pass of a model of 2 GB whose weights are in memory of the host; "
+    '"raw" copies the same bytes from pinned memory to the device, which is what the bus allows.'
+)
+LOADING: Final = (
+    'A model of 8 GB from a safetensors file into memory of the device, the file in the page cache; "raw" reads the '
+    "bytes of the file."
+)
+SNAPSHOT: Final = (
+    "A step of GPT-2 with 124 million parameters and a checkpoint saved behind it, until the next step is done; "
+    '"raw" are the two steps without. Writing the files is waited for outside of the measured time.'
+)
+
+
+class Sizes(NamedTuple):
+    """How large everything is."""
+
+    device: str
+    layers: int
+    width: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    offloaded: int
+    loaded: int
+    side: int
+
+
+@cache
+def sizes() -> Sizes:
+    """Those of a GPU, or those to try the works without one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return Sizes("cuda", 12, 768, 50257, 1024, 8, 2 * 10**9, 8 * 10**9, 4096)
+    return Sizes("cpu", 2, 64, 128, 32, 2, 2**22, 2**22, 256)
+
+
+# ---------------------------------------------------------------- training
+def gpt2() -> Any:
+    """GPT-2: blocks of causal attention and a layer of four times the width, and tied embeddings."""
+    import torch
+    from torch import nn
+
+    size = sizes()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+            self.together, self.out = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
+            self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.together(self.before(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+            query, key, value = heads.unbind(0)
+            seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + self.out(seen.transpose(1, 2).flatten(2))
+            out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.between(x)), approximate="tanh"))
+            return out
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(size.vocabulary, size.width)
+            self.places = nn.Embedding(size.sequence, size.width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(size.layers)))
+            self.last = nn.LayerNorm(size.width)
+            self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            x = self.words(inputs) + self.places.weight[: inputs.shape[1]]
+            logits = self.head(self.last(self.blocks(x)))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    with torch.device(size.device):
+        return Model()
+
+
+def parts() -> tuple[Any, Any, Any]:
+    """The model, its optimizer, and one batch on the device."""
+    import torch
+
+    size = sizes()
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1), device=size.device)
+    return model, optimizer, tokens
+
+
+def plain_training(scope: Scope) -> Call:
+    """A step in plain torch."""
+    import torch
+
+    model, optimizer, tokens = parts()
+
+    def step() -> None:
+        with torch.autocast(sizes().device, torch.bfloat16):
+            loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def prepared_training(scope: Scope) -> Call:
+    """A step with an Accelerator."""
+    accelerator = scope.library("accel_torch", "accelerate").Accelerator(
+        mixed_precision="bf16", cpu=sizes().device == "cpu"
+    )
+    model, optimizer, tokens = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        accelerator.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fabric_training(scope: Scope) -> Call:
+    """A step with Fabric."""
+    import importlib
+
+    fabric = importlib.import_module("lightning.fabric").Fabric(
+        accelerator=sizes().device, devices=1, precision="bf16-mixed"
+    )
+    model, optimizer, tokens = parts()
+    model, optimizer = fabric.setup(model, optimizer)
+
+    def step() -> None:
+        fabric.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# ---------------------------------------------------------------- overhead
+def small_parts() -> tuple[Any, Any, Any]:
+    """A small model, its optimizer, and one batch on the device."""
+    import torch
+
+    device = sizes().device
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), torch.ones(4, 8, device=device)
+
+
+def plain_steps(scope: Scope) -> Call:
+    """A round of the plain loop."""
+    model, optimizer, inputs = small_parts()
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return steps
+
+
+def prepared_steps(scope: Scope) -> Call:
+    """A round of the loop with an Accelerator."""
+    accelerator = scope.library("accel_torch", "accelerate").Accelerator(cpu=sizes().device == "cpu")
+    model, optimizer, inputs = small_parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return steps
+
+
+# ---------------------------------------------------------------- weights
+def blocks(size: int, device: str) -> Any:
+    """A model of square layers with so many bytes."""
+    import torch
+
+    side = sizes().side
+    with torch.device(device):
+        return torch.nn.Sequential(
+            *(torch.nn.Linear(side, side, bias=False) for _ in range(max(1, size // (4 * side * side))))
+        ).eval()
+
+
+def bus(scope: Scope) -> Call:
+    """Copies the bytes of the offloaded model from pinned memory to the device."""
+    import torch
+
+    size = sizes()
+    held = [torch.empty(size.side, size.side, pin_memory=size.device == "cuda") for _ in range(4)]
+    number = len(blocks(size.offloaded, "meta"))
+
+    def copy() -> None:
+        for index in range(number):
+            held[index % 4].to(size.device, non_blocking=True)
+
+    return copy
+
+
+def offloaded_forward(scope: Scope) -> Call:
+    """A forward pass of the offloaded model."""
+    import torch
+
+    size = sizes()
+    model = blocks(size.offloaded, "cpu")
+    scope.library("accel_bigmodel", "accelerate").cpu_offload(model, torch.device(size.device))
+    inputs = torch.ones(4, size.side, device=size.device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(inputs)
+
+    return forward
+
+
+def weights_file(scope: Scope) -> Path:
+    """The file with the weights, written by whoever comes first."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = scope.kept / "gpu" / "model.safetensors"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        state = blocks(sizes().loaded, "meta").state_dict()
+        save_file({name: torch.ones(tensor.shape) for name, tensor in state.items()}, path, {"format": "pt"})
+    return path
+
+
+def raw_reads(scope: Scope) -> Call:
+    """Reads the bytes of the file into memory that is used again."""
+    path, buffer = weights_file(scope), bytearray(2**26)
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    return read
+
+
+def loading(scope: Scope) -> Call:
+    """Loads the weights onto the device."""
+    path, size = weights_file(scope), sizes()
+    library = scope.library("accel_bigmodel", "accelerate")
+    place: Any = 0 if size.device == "cuda" else "cpu"
+
+    def load() -> None:
+        with library.init_empty_weights():
+            model = blocks(size.loaded, "cpu")
+        library.load_checkpoint_and_dispatch(model, str(path.parent), {"": place})
+
+    return load
+
+
+# ---------------------------------------------------------------- checkpoints
+def trained_alone(scope: Scope) -> Call:
+    """Two steps without a checkpoint."""
+    step = prepared_training(scope)
+
+    def steps() -> None:
+        step()
+        step()
+
+    return steps
+
+
+def saved_behind(scope: Scope) -> Call:
+    """Two steps, between which a checkpoint is begun."""
+    accelerator = scope.library("accel_torch").Accelerator(mixed_precision="bf16", cpu=sizes().device == "cpu")
+    model, optimizer, tokens = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    numbers = count()
+
+    def step() -> None:
+        accelerator.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def steps() -> None:
+        folder = scope.folder / str(next(numbers))
+        step()
+        accelerator.save_state(str(folder), async_save=True)
+        step()
+        with paused():
+            accelerator.wait_for_checkpoint()
+            shutil.rmtree(folder)
+
+    return steps
+
+
+def _cases() -> tuple[Case, ...]:
+    gpu = partial(Case, "GPU", needs="cuda")
+    training = Work(prepared_training, prepared_training, plain_training, alone=True)
+    beside_fabric = Work(prepared_training, fabric_training, alone=True)
+    overhead = Work(prepared_steps, prepared_steps, plain_steps, alone=True)
+    offloaded = Work(offloaded_forward, offloaded_forward, bus, alone=True)
+    loaded = Work(loading, loading, raw_reads, alone=True)
+    saved = Work(saved_behind, None, trained_alone, alone=True)
+    step, model = "GPU ms per step of 8,192 tokens", "GPT-2 124M, bf16"
+    return (
+        gpu(name=f"{model}", unit=step, figure="ours/raw", limit=1.02, work=training, method=TRAINING),
+        gpu(name=f"{model}", unit=step, figure="ours/peer", limit=1.02, work=training, method=TRAINING),
+        gpu(
+            name=f"{model}, beside Fabric", unit=step, figure="ours/peer", limit=1.02, work=beside_fabric, method=FABRIC
+        ),
+        gpu(
+            name="a small step",
+            unit="GPU us per step",
+            figure="ours - raw",
+            limit=20.0,
+            work=overhead,
+            method=OVERHEAD,
+            per=STEPS,
+        ),
+        gpu(
+            name="offloaded forward of 2 GB",
+            unit="GPU s",
+            figure="ours/raw",
+            limit=1.3,
+            work=offloaded,
+            method=OFFLOADED,
+        ),
+        gpu(
+            name="offloaded forward of 2 GB",
+            unit="GPU s",
+            figure="ours/peer",
+            limit=1.0,
+            work=offloaded,
+            method=OFFLOADED,
+        ),
+        gpu(
+            name="8 GB of weights to the device",
+            unit="GPU s",
+            figure="ours/raw",
+            limit=1.5,
+            work=loaded,
+            method=LOADING,
+        ),
+        gpu(
+            name="8 GB of weights to the device",
+            unit="GPU s",
+            figure="ours/peer",
+            limit=1.0,
+            work=loaded,
+            method=LOADING,
+        ),
+        gpu(
+            name="a checkpoint behind a step",
+            unit="GPU ms",
+            figure="ours - raw",
+            limit=None,
+            work=saved,
+            method=SNAPSHOT,
+        ),
+    )
+
+
+CASES: Final = _cases()
