@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_ops import (
     broadcast,
@@ -186,3 +187,25 @@ def alone() -> int:
 def test_one_process_starts_none_and_copies_nothing() -> None:
     with fresh():
         assert alone() == 0
+
+
+def calls_of_1024() -> list[Any]:
+    torch.distributed.init_process_group("fake", rank=3, world_size=1024, store=FakeStore())
+    PartialState(cpu=True)
+    with recording() as records:
+        gather(small())
+        gather([torch.ones(100)])
+        reduce([torch.ones(100)], "sum")
+        gather(large(2))
+    return records
+
+
+def test_a_world_of_1024_has_slots_of_1_kib_and_the_same_number_of_collectives() -> None:
+    """What a rank receives in each call is 1 MiB of slots."""
+    assert slot_size(1024) == 1024
+    with fresh():
+        records = calls_of_1024()
+    slot = ("all_gather", 1024)
+    packed = ("all_gather", 64 * 8 * 16 * 4)
+    each = ("all_gather", LARGE + 4)
+    assert records == [slot, packed, slot, slot, slot, each, each]

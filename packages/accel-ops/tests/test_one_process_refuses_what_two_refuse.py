@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_ops import broadcast, broadcast_object_list, gather, reduce, scatter
+from accel_ops import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce, scatter
 from accel_state import PartialState
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
@@ -25,6 +25,14 @@ CALLS: dict[str, Callable[[], Any]] = {
     "broadcast from a rank that no process has": lambda: broadcast(torch.ones(1), from_process=7),
     "broadcast of objects that are no list": lambda: broadcast_object_list("text"),
     "broadcast of objects from a rank that no process has": lambda: broadcast_object_list([1], from_process=7),
+    "gather of a text as objects": lambda: gather_object("text"),
+    "gather of a dict as objects": lambda: gather_object({"a": 1}),
+    "gather of a number as objects": lambda: gather_object(3),
+    "gather of an object that cannot be pickled": lambda: gather_object([lambda: 1]),
+    "broadcast of an object that cannot be pickled": lambda: broadcast_object_list([lambda: 1]),
+    "padding of a number": lambda: pad_across_processes(3),
+    "padding of a sparse tensor": lambda: pad_across_processes(torch.eye(2).to_sparse()),
+    "padding with what a dtype cannot hold": lambda: pad_across_processes(torch.arange(3), pad_index=0.5),
     "scatter of a number": lambda: scatter(3),
     "scatter of a scalar tensor": lambda: scatter(torch.tensor(3.0)),
     "scatter from a rank that no process has": lambda: scatter(torch.ones(2), from_process=7),
@@ -55,3 +63,9 @@ def test_one_process_raises_the_error_of_two(name: str, on_two: dict[str, str]) 
     assert "returned" not in on_two[name]
     with fresh():
         assert outcome(name) == on_two[name]
+
+
+def test_one_process_gathers_the_items_of_an_iterator() -> None:
+    with fresh():
+        PartialState(cpu=True)
+        assert gather_object(number for number in range(2)) == [0, 1]

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.exchange import CheckedCall
+from accel_ops.exchange import CheckedCall, check_alone
 from accel_ops.packing import as_bytes, gathered_shape
 from accel_ops.plan import Plan, check_leaf, check_rank
-from accel_ops.tree import flatten, leaves_with_paths, rebuild, recursively_apply
+from accel_ops.tree import flatten, rebuild, recursively_apply
 from accel_ops.whole import check_writable, is_dtensor, write_whole
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
@@ -69,7 +69,7 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         check_rank("gather", "dst", dst, transport)
-        _check_alone("gather", tensor)
+        check_alone("gather", tensor)
         return tensor
     with CheckedCall(transport, "gather", dst=dst) as call:
         check_rank("gather", "dst", dst, transport)
@@ -109,7 +109,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         return tensor
     check = _check_of(reduction, scale)
     if transport.world_size == 1:
-        _check_alone("reduce", tensor, check)
+        check_alone("reduce", tensor, check)
         return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
     with CheckedCall(transport, "reduce", reduction=reduction, scale=scale) as call:
         operation = _OPERATIONS[reduction]
@@ -136,7 +136,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         check_rank("broadcast", "from_process", from_process, transport)
-        _check_alone("broadcast", tensor)
+        check_alone("broadcast", tensor)
         return tensor
     with CheckedCall(transport, "broadcast", from_process=from_process) as call:
         check_rank("broadcast", "from_process", from_process, transport)
@@ -348,17 +348,6 @@ def _back(results: list[torch.Tensor], plan: Plan) -> Iterator[torch.Tensor]:
     if not plan.devices:
         return iter(results)
     return (result.to(device) for result, device in zip(results, plan.devices, strict=True))
-
-
-def _check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, str], None] = check_leaf) -> None:
-    """Refuse on one process what several refuse, so that a script fails before it is launched on more."""
-    leaves, _ = flatten(data, operation)
-    try:
-        for leaf in leaves:
-            check("", leaf, operation)
-    except UnknownKind:
-        for path, leaf in leaves_with_paths(data):
-            check(path, leaf, operation)
 
 
 def _check_of(reduction: str, scale: float) -> Callable[[str, torch.Tensor, str], None]:

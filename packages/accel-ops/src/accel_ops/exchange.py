@@ -20,10 +20,11 @@ import torch
 from accel_ops.plan import Plan, check_leaf, plan_for
 from accel_ops.tree import Structure, flatten, leaves_with_paths
 from accel_ops.whole import is_dtensor, placement_of, whole
+from accel_state.errors import UnknownKind
 from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.descriptions import fingerprint_of
 
-__all__ = ("CheckedCall",)
+__all__ = ("CheckedCall", "check_alone")
 
 _HOST: Final = torch.device("cpu")
 _PLANS_KEPT: Final = 1024
@@ -179,3 +180,23 @@ class CheckedCall(HeaderCall):
             for path, leaf in leaves_with_paths(data):
                 check_leaf(path, leaf, self._operation)
             raise
+
+
+def check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, str], None] = check_leaf) -> None:
+    """Refuse on one process what several refuse, so that a script fails before it is launched on more.
+
+    Args:
+        operation: name of the function that the user called.
+        data: nested data with tensors alone at its leaves.
+        check: raises when a leaf, given with path and operation, cannot take part.
+
+    Raises:
+        UnknownKind: a leaf cannot travel.
+    """
+    leaves, _ = flatten(data, operation)
+    try:
+        for leaf in leaves:
+            check("", leaf, operation)
+    except UnknownKind:
+        for path, leaf in leaves_with_paths(data):
+            check(path, leaf, operation)

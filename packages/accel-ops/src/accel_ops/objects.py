@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ __all__ = ("broadcast_object_list", "gather_object")
 def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
     """The items of the lists of all processes in one list, in the order of the ranks.
 
-    With one process the object comes back as it is.
+    With one process the object comes back as it is, once it is seen that several could gather it.
 
     Args:
         object: a list (or another iterable) of picklable items; lengths may differ between processes.
@@ -33,7 +33,9 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
-        return object
+        items = _items(object)
+        _pickled("gather_object", items)
+        return items if isinstance(object, Iterator) else object
     with CheckedCall(transport, "gather_object") as call:
         rows = call.swap_bytes(_pickled("gather_object", _items(object)))
     return list(chain.from_iterable(loads(row) for row in rows))
@@ -58,6 +60,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     if transport.world_size == 1:
         _check_list(object_list)
         check_rank("broadcast_object_list", "from_process", from_process, transport)
+        _pickled("broadcast_object_list", list(object_list))
         return object_list
     length = len(object_list) if isinstance(object_list, MutableSequence) else None
     with CheckedCall(transport, "broadcast_object_list", from_process=from_process, length=length) as call:

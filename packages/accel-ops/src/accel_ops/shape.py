@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accel_ops.exchange import CheckedCall
-from accel_ops.tree import honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
+from accel_ops.exchange import CheckedCall, check_alone
+from accel_ops.plan import check_leaf
+from accel_ops.tree import flatten, honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
 from accel_state import current
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
 
@@ -52,9 +53,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
-        kept = recursively_apply(_as_it_is, tensor, error_on_other_type=True)
+        check_alone("pad_across_processes", tensor, _check_or_nested)
         _warn_of_nested(tensor)
-        return kept
+        leaves, _ = flatten(tensor, "pad_across_processes")
+        _check_value(pad_index, [leaf for leaf in leaves if not leaf.is_nested])
+        return recursively_apply(_as_it_is, tensor, error_on_other_type=True)
     if _warn_of_nested(tensor):
         return _pad_all_but_nested(tensor, dim, pad_index, pad_first)
     with CheckedCall(transport, "pad_across_processes", dim=dim) as call:
@@ -123,6 +126,12 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 def _is_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_nested
+
+
+def _check_or_nested(path: str, leaf: torch.Tensor, operation: str) -> None:
+    """Nested tensors come back as they are, and everything else has to be able to travel."""
+    if not leaf.is_nested:
+        check_leaf(path, leaf, operation)
 
 
 def _warn_of_nested(data: Any) -> int:

@@ -19,7 +19,7 @@ from accel_state.hang_report.watch import TICK, Picture, Watch
 
 __all__ = ("MISSED", "amend", "everyone", "explain")
 
-_LONGEST_WAIT: Final = 3.2
+_LONGEST_WAIT: Final = 3.6
 """Seconds that the others are given to say where they are."""
 
 _GLANCE: Final = 0.05

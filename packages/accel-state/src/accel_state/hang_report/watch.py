@@ -1,8 +1,11 @@
 """The thread that tells the other processes, through the store, where this one is; and reads where they are.
 
-It works twice a second, and never on the path of a call. Nobody waits for the store but this thread: what is asked of
-a watch is answered from what it read last, because the process that hosts the store may be the one that is stopped,
-dead, or on the other side of a broken link. What a launcher reads is written to a file besides.
+It works twice a second, and never on the path of a call. Once a second it writes to the store, and looks whether
+somebody asked. Nobody waits for the store but this thread: what is asked of a watch is answered from what it read last,
+because the process that hosts the store may be the one that is stopped, dead, or on the other side of a broken link.
+Small worlds read what the others wrote all the time, so that they know it also when the store is gone. In large ones
+each process would read as many values as there are processes, so that nothing is read before this process asks. What a
+launcher reads is written to a file besides.
 """
 
 from __future__ import annotations
@@ -24,10 +27,16 @@ from accel_state.hang_report.status import Heard, StatusFile
 from accel_state.transport.control import ControlStore
 from accel_state.transport.leaving import how_it_ends
 
-__all__ = ("TICK", "Picture", "Watch")
+__all__ = ("MOST_READ_UNASKED", "TICK", "Picture", "Watch")
 
 TICK: Final = 0.5
 """Seconds between two sightings."""
+
+_PUBLISH_EVERY: Final = 1.0
+"""Seconds between two writes to the store."""
+
+MOST_READ_UNASKED: Final = 16
+"""Processes of a run in which each reads where the others are before somebody asks."""
 
 _PATIENCE: Final = 2.0
 """Seconds that one request may take."""
@@ -44,7 +53,6 @@ _LAST_PATIENCE: Final = 3.0
 _GLANCES: Final = 5
 """How often in a tick the thread looks whether it was asked."""
 
-_RANKS_READ_PER_TICK: Final = 16
 _ASKED: Final = "hang_report/asked"
 
 
@@ -75,6 +83,7 @@ class Watch:
 
     Attributes:
         pinned: where this process is said to be, once it has left that place because of an error.
+        reads_unasked: whether it reads where the others are before `ask` is called.
     """
 
     def __init__(self, log: CallLog, control: ControlStore | None, rank: int, world_size: int) -> None:
@@ -82,7 +91,9 @@ class Watch:
         self._rank = rank
         self._pid = os.getpid()
         self._keys = [f"hang_report/sighting/{other}" for other in range(world_size)]
-        self._read_every = max(1, world_size // _RANKS_READ_PER_TICK)
+        self.reads_unasked = world_size <= MOST_READ_UNASKED
+        self._publish_at = 0.0
+        self._reads_until = 0.0
         self._control = control if world_size > 1 else None
         self._status = StatusFile.of_run(rank)
         self._texts: dict[int, bytes] = {}
@@ -125,7 +136,7 @@ class Watch:
         Does not wait, and takes no lock: handlers of signals call this too.
         """
         now = time.monotonic()
-        self._closely_until = now + _CLOSELY
+        self._closely_until = self._reads_until = now + _CLOSELY
         self._ask = True
         return now
 
@@ -137,12 +148,14 @@ class Watch:
         return Picture(sightings, {rank: now - at for rank, at in heard.items()}, self._taken, self._failed)
 
     def _run(self) -> None:
-        ticks, failures, try_again = 0, 0, 0.0
+        failures, try_again = 0, 0.0
         while True:
             asks, self._ask = self._ask, False
             now = time.monotonic()
             closely = now < self._closely_until
             tells_of_others = self._status is not None and self._status.is_asked_for_others()
+            if tells_of_others:
+                self._reads_until = now + _CLOSELY
             if tells_of_others and not closely:
                 asks = closely = True
                 self._closely_until = now + _CLOSELY
@@ -150,11 +163,13 @@ class Watch:
                 closely = self._status.is_asked() or closely
                 self._status.write(look(self._log, closely, self.pinned))
             if self._control is not None and (asks or now >= try_again):
-                if self._tell(closely, asks) and (closely or ticks % self._read_every == 0):
+                reads = now < self._reads_until
+                if self._tell(now, closely, asks) and (reads or self.reads_unasked):
                     self._read()
                 failures = 0 if self._failed is None else failures + 1
-                try_again = now + min(TICK * 2**failures, _LONGEST_PAUSE) if failures else 0.0
-                ticks += 1
+                pause = min(TICK * 2**failures, _LONGEST_PAUSE) if failures else TICK if reads else _PUBLISH_EVERY
+                # A little less, because the thread looks at the time in ticks.
+                try_again = now + pause - TICK / 2
             if self._status is not None and tells_of_others:
                 self._status.write_heard(self._heard_of())
             # `ask` takes no lock, so nothing wakes this thread.
@@ -168,7 +183,7 @@ class Watch:
         sightings, ages, _, failed = self.picture()
         return Heard(time.time(), failed is None, sightings, ages)
 
-    def _tell(self, closely: bool, asks: bool) -> bool:
+    def _tell(self, now: float, closely: bool, asks: bool) -> bool:
         """Publish a sighting, and hear whether somebody asked for closer ones; whether the store answered."""
         control = self._control
         assert control is not None
@@ -183,6 +198,10 @@ class Watch:
             self._asked_before = asked
             self._closely_until = time.monotonic() + _CLOSELY
             closely = True
+        if now < self._publish_at:
+            self._failed = None
+            return True
+        self._publish_at = now + _PUBLISH_EVERY
         return self._publish(look(self._log, closely, self.pinned))
 
     def _publish(self, sighting: Sighting) -> bool:

@@ -1,0 +1,97 @@
+"""What the hang report costs the store: one write a second, and no value read before somebody asks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from accel_state.hang_report.call_log import CallLog
+from accel_state.hang_report.watch import MOST_READ_UNASKED, Watch
+from accel_state.transport.control import ControlStore
+
+PATIENT = 60.0
+
+
+class Counting(ControlStore):
+    """A connection that notes when it was used for what."""
+
+    def __init__(self, store: HashStore, rank: int) -> None:
+        super().__init__(store, rank, secret="of the run")
+        self.written: list[str] = []
+        self.read: list[str] = []
+        self.looked = threading.Semaphore(0)
+
+    def set(self, key: str, value: bytes, timeout: float) -> None:
+        self.written.append(key)
+        super().set(key, value, timeout)
+
+    def get_many(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        found = super().get_many(keys, timeout)
+        self.read += found if len(keys) == 1 else keys
+        self.looked.release()
+        return found
+
+    def looks(self, count: int) -> None:
+        for _ in range(count):
+            assert self.looked.acquire(timeout=PATIENT)
+
+    def close(self) -> None:
+        """The last words are read afterwards."""
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+@contextmanager
+def watched(controls: Iterable[Counting], world_size: int) -> Iterator[list[Watch]]:
+    watches = [Watch(CallLog(), control, rank, world_size) for rank, control in enumerate(controls)]
+    try:
+        yield watches
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("world_size", [MOST_READ_UNASKED + 1, 1024])
+def test_a_process_writes_once_a_second_and_reads_nothing_unasked(store: HashStore, world_size: int) -> None:
+    control = Counting(store, 0)
+    begun = time.monotonic()
+    with watched([control], world_size):
+        control.looks(4)
+        # A slower machine writes less often, never more.
+        assert len(control.written) <= time.monotonic() - begun + 1
+        assert set(control.written) == {"hang_report/sighting/0"}
+        assert control.read == []
+
+
+def test_one_that_asks_reads_and_the_others_do_not(store: HashStore) -> None:
+    controls = [Counting(store, rank) for rank in range(3)]
+    with watched(controls, 1024) as watches:
+        for control in controls:
+            control.looks(1)
+        watches[2].ask()
+        wait_for(lambda: sum(seen.closely for seen in watches[2].picture().sightings.values()) == len(controls))
+        assert [key for key in controls[2].written if key == "hang_report/asked"] == ["hang_report/asked"]
+        for control in controls[:2]:
+            assert set(control.read) <= {"hang_report/asked"}
+
+
+def test_small_worlds_know_where_the_others_were_before_the_store_is_gone(store: HashStore) -> None:
+    controls = [Counting(store, rank) for rank in range(2)]
+    with watched(controls, 2) as watches:
+        wait_for(lambda: len(watches[0].picture().sightings) == 2)
+        assert "hang_report/asked" not in controls[0].written
