@@ -92,6 +92,8 @@ class Watch:
         self._pid = os.getpid()
         self._keys = [f"hang_report/sighting/{other}" for other in range(world_size)]
         self.reads_unasked = world_size <= MOST_READ_UNASKED
+        self._failures = 0
+        self._try_again = 0.0
         self._publish_at = 0.0
         self._reads_until = 0.0
         self._control = control if world_size > 1 else None
@@ -148,7 +150,6 @@ class Watch:
         return Picture(sightings, {rank: now - at for rank, at in heard.items()}, self._taken, self._failed)
 
     def _run(self) -> None:
-        failures, try_again = 0, 0.0
         while True:
             asks, self._ask = self._ask, False
             now = time.monotonic()
@@ -162,14 +163,8 @@ class Watch:
             if self._status is not None:
                 closely = self._status.is_asked() or closely
                 self._status.write(look(self._log, closely, self.pinned))
-            if self._control is not None and (asks or now >= try_again):
-                reads = now < self._reads_until
-                if self._tell(now, closely, asks) and (reads or self.reads_unasked):
-                    self._read()
-                failures = 0 if self._failed is None else failures + 1
-                pause = min(TICK * 2**failures, _LONGEST_PAUSE) if failures else TICK if reads else _PUBLISH_EVERY
-                # A little less, because the thread looks at the time in ticks.
-                try_again = now + pause - TICK / 2
+            if self._control is not None and (asks or now >= self._try_again):
+                self._use_store(now, closely, asks)
             if self._status is not None and tells_of_others:
                 self._status.write_heard(self._heard_of())
             # `ask` takes no lock, so nothing wakes this thread.
@@ -178,6 +173,17 @@ class Watch:
                     return
                 if self._ask:
                     break
+
+    def _use_store(self, now: float, closely: bool, asks: bool) -> None:
+        reads = now < self._reads_until
+        if self._tell(now, closely, asks) and (reads or self.reads_unasked):
+            self._read()
+        self._failures = 0 if self._failed is None else self._failures + 1
+        pause = TICK if reads else _PUBLISH_EVERY
+        if self._failures:
+            pause = min(TICK * 2**self._failures, _LONGEST_PAUSE)
+        # A little less, because the thread looks at the time in ticks.
+        self._try_again = now + pause - TICK / 2
 
     def _heard_of(self) -> Heard:
         sightings, ages, _, failed = self.picture()
