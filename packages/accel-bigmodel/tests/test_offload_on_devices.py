@@ -31,7 +31,7 @@ from accel_state.testing.kinds_of_devices import on_devices
 def end_threads() -> Iterator[None]:
     yield
     # A thread that still reads ahead would do so on the device of the next test.
-    prefetch._end_threads()
+    prefetch.end_threads()
 
 
 class Block(nn.Module):
