@@ -123,6 +123,8 @@ class Session:
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+            # All processes are on this machine, which may have no other network.
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         }
 
     def left(self) -> float:

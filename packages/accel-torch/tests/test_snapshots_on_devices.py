@@ -1,4 +1,7 @@
-"""Checkpoints that are saved behind training, from a device whose work goes on when calls have returned."""
+"""Checkpoints that are saved behind training, from a device whose work goes on when calls have returned.
+
+A snapshot tells tensors apart by their memory, of which those of the simulated device have none of their own.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def delay(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "another stream"])
-@on_devices("cpu", "simulated", differs="the thread that copies has a stream of its own, beside the one that trains")
+@on_devices("cpu", differs="the thread that copies has a stream of its own, beside the one that trains")
 def test_what_is_saved_is_the_moment_of_the_call(device: torch.device, tmp_path: Path, aside: bool) -> None:
     run = Run()
     with elsewhere(device) if aside else nullcontext():
@@ -87,7 +90,7 @@ def plain_after(steps: int, device: torch.device) -> dict[str, torch.Tensor]:
     return run.weights()
 
 
-@on_devices("cpu", "simulated", differs="copies go into pinned memory, which is kept for the next save")
+@on_devices("cpu", differs="copies go into pinned memory, which is kept for the next save")
 def test_memory_for_copies_is_kept_and_given_back(device: torch.device, tmp_path: Path) -> None:
     run = Run()
     held = []
