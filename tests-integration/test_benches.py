@@ -221,6 +221,13 @@ def test_a_case_is_measured_and_compared(tmp_path: Path) -> None:
     assert again.stdout.count("slower: commands: accel --help") == 2
 
 
+def test_a_run_without_cases_or_without_an_old_run_is_refused_before_anything_is_measured() -> None:
+    for given, words in ((["nothing like it"], "No case is selected"), (["--compare", "no.json"], "no file no.json")):
+        done = run("--peer", "/bin/false", *given)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+
+
 def test_a_case_that_cannot_be_measured_is_told_and_fails_the_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run("--peer", "/bin/false", "--turns", "1", "--json", str(out), "accel --help")

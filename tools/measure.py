@@ -38,7 +38,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--most-turns", type=int, default=Pace.most, help="turns at most")
     parser.add_argument("--seconds", type=float, default=Pace.seconds, help="for further turns of unsteady works")
     parser.add_argument("patterns", nargs="*", help=f"groups, or names with * and ?; groups: {', '.join(groups())}")
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    try:
+        options.rows = selected(options.patterns)
+    except LookupError as nothing:
+        parser.error(str(nothing))
+    if options.compare and not options.compare.is_file():
+        parser.error(f"there is no file {options.compare} to compare with")
+    return options
 
 
 def can_run(row: Case) -> bool:
@@ -57,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     table = cases()
     old = read_rows(options.compare) if options.compare else []
-    rows = [row for row in selected(options.patterns) if can_run(row)]
+    rows = [row for row in options.rows if can_run(row)]
     pace = Pace(options.turns, max(options.turns, options.most_turns), options.seconds)
     begun = time.monotonic()
     found, failures = Runner(table, options.peer, pace, machine()).measure(rows, partial(print, flush=True))
