@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accel_ops.collectives import broadcast as broadcast
     from accel_ops.collectives import gather as gather
     from accel_ops.collectives import reduce as reduce
+    from accel_ops.collectives import reduce_scatter as reduce_scatter
     from accel_ops.dtype import ConvertOutputsToFp32 as ConvertOutputsToFp32
     from accel_ops.dtype import convert_outputs_to_fp32 as convert_outputs_to_fp32
     from accel_ops.dtype import convert_to_fp32 as convert_to_fp32
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from accel_ops.rng import set_seed as set_seed
     from accel_ops.rng import synchronize_rng_state as synchronize_rng_state
     from accel_ops.rng import synchronize_rng_states as synchronize_rng_states
+    from accel_ops.scattering import all_to_all as all_to_all
     from accel_ops.scattering import scatter as scatter
     from accel_ops.shape import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
     from accel_ops.shape import concatenate as concatenate
@@ -63,6 +65,7 @@ __all__ = (
     "TensorInformation",
     "UnknownKind",
     "all_agree",
+    "all_to_all",
     "broadcast",
     "broadcast_object_list",
     "chained_operation",
@@ -89,6 +92,7 @@ __all__ = (
     "recent_calls",
     "recursively_apply",
     "reduce",
+    "reduce_scatter",
     "scatter",
     "send_to_device",
     "set_seed",
@@ -106,7 +110,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "accel_ops.agreement": ("StoreBarrier", "all_agree", "raise_on_any_rank"),
         "accel_ops.checked": ("DistributedOperationException", "chained_operation", "verify_operation"),
-        "accel_ops.collectives": ("broadcast", "gather", "reduce"),
+        "accel_ops.collectives": ("broadcast", "gather", "reduce", "reduce_scatter"),
         "accel_ops.dtype": ("ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"),
         "accel_ops.measure": (
             "find_batch_size",
@@ -122,7 +126,7 @@ __getattr__, __dir__ = lazy_names(
         "accel_ops.objects": ("broadcast_object_list", "gather_object"),
         "accel_ops.report": ("recent_calls", "where_is_everyone"),
         "accel_ops.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
-        "accel_ops.scattering": ("scatter",),
+        "accel_ops.scattering": ("all_to_all", "scatter"),
         "accel_ops.shape": (
             "CannotPadNestedTensorWarning",
             "concatenate",

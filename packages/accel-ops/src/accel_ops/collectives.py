@@ -1,4 +1,4 @@
-"""gather, reduce and broadcast of nested data."""
+"""gather, reduce, reduce_scatter and broadcast of nested data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import torch
 
 from accel_ops.exchange import CheckedCall, check_alone
 from accel_ops.packing import as_bytes, gathered_shape
-from accel_ops.plan import Plan, check_leaf, check_rank
+from accel_ops.plan import Plan, check_divisible, check_leaf, check_rank
 from accel_ops.tree import flatten, rebuild, recursively_apply
 from accel_ops.whole import check_writable, is_dtensor, write_whole
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.base import Reduction, Transport, Work
 
-__all__ = ("broadcast", "gather", "reduce")
+__all__ = ("broadcast", "gather", "reduce", "reduce_scatter")
 
-_REDUCTIONS: Final = ("mean", "sum", "max", "min", "none")
+_REDUCTIONS: Final = ("mean", "sum", "product", "max", "min", "none")
 
-_OPERATIONS: Final[dict[str, Reduction]] = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
+_OPERATIONS: Final[dict[str, Reduction]] = {
+    "mean": "sum",
+    "sum": "sum",
+    "product": "product",
+    "max": "max",
+    "min": "min",
+}
 
 _MOST_GATHERED: Final = 64 * 1024 * 1024
 """Bytes of all processes together up to which small tensors of several dtypes are added up by each process."""
@@ -48,7 +54,7 @@ _SUMMABLE: Final = frozenset(
 )
 
 
-def gather(tensor: Any, dst: int | None = None) -> Any:
+def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False) -> Any:
     """The tensors of all processes, concatenated along their first dimension in the order of the ranks.
 
     Tensors without dimensions come back with one element per process. With one process the data come back as they are.
@@ -57,8 +63,11 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
         dst: the only process that needs the result; the others return None. By default all do.
+        differentiable: let gradients flow back: each process gets the sum of what all processes have as gradients of
+            its own tensors. Every process has to run the backward then, and cannot name a `dst`.
 
     Raises:
+        SettingError: there is no process `dst`, or it was given with `differentiable`.
         UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
@@ -66,6 +75,8 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
     Example:
         >>> predictions, labels = gather((predictions, labels))
     """
+    if differentiable:
+        return _gather_with_gradients(tensor, dst)
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         check_rank("gather", "dst", dst, transport)
@@ -79,14 +90,14 @@ def gather(tensor: Any, dst: int | None = None) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The element-wise mean, sum, maximum or minimum of the tensors of all processes, on every process.
+    """The element-wise mean, sum, product, maximum or minimum of the tensors of all processes, on every process.
 
     The tensors given are not changed. The results are equal bit by bit on all processes. Sums and maxima of bool are
-    "any", minima "all". A maximum or minimum is NaN where any process has NaN.
+    "any", products and minima "all". A maximum or minimum is NaN where any process has NaN.
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        reduction: "mean", "sum", "max", "min", or "none", which returns the data as they are.
+        reduction: "mean", "sum", "product", "max", "min", or "none", which returns the data as they are.
         scale: factor for the result.
 
     Raises:
@@ -116,6 +127,48 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         plan, leaves = call.plan(tensor, check=check)
         divisor = transport.world_size if reduction == "mean" else 1
         return rebuild(tensor, _back(_reduce(call, transport, plan, leaves, operation, divisor, scale), plan))
+
+
+def reduce_scatter(tensor: Any, op: str = "sum") -> Any:
+    """The part for this process of what `reduce` returns: equal slices of the first dimension, by rank.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
+            of processes divides; shapes and dtypes equal on all processes.
+        op: "mean", "sum", "product", "max" or "min".
+
+    Raises:
+        SettingError: an unknown `op`, or a tensor cannot be split evenly; its path is named.
+        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> mine = reduce_scatter(torch.ones(8), "sum")
+    """
+    if op not in _OPERATIONS:
+        raise SettingError(
+            f"reduce_scatter() was asked for op={op!r}.",
+            "There is no such reduction.",
+            f"Give one of {', '.join(map(repr, _OPERATIONS))}.",
+        )
+    transport = current.process_or_start().transport
+    count, check = transport.world_size, _check_of(op, 1.0)
+
+    def check_both(path: str, leaf: torch.Tensor, operation: str) -> None:
+        check(path, leaf, operation)
+        check_divisible(path, leaf, operation, count)
+
+    if count == 1:
+        check_alone("reduce_scatter", tensor, check_both)
+        return tensor
+    with CheckedCall(transport, "reduce_scatter", op=op) as call:
+        plan, leaves = call.plan(tensor, check=check_both)
+        divisor = count if op == "mean" else 1
+        totals = _reduce(call, transport, plan, leaves, _OPERATIONS[op], divisor, 1.0)
+        sizes = [total.shape[0] // count for total in totals]
+        parts = [total.narrow(0, transport.rank * n, n).clone() for total, n in zip(totals, sizes, strict=True)]
+        return rebuild(tensor, _back(parts, plan))
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -149,6 +202,38 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         _overwrite([targets[position] for position in plan.small], small)
         _overwrite([targets[position] for position in plan.large], large)
         return tensor
+
+
+def _gather_with_gradients(tensor: Any, dst: int | None) -> Any:
+    if dst is not None:
+        raise SettingError(
+            f"gather() was called with differentiable=True and dst={dst}.",
+            "Gradients flow back from every process.",
+            "Leave out one of the two.",
+        )
+    if current.process_or_start().world_size == 1:
+        return gather(tensor)
+    leaves, _ = flatten(tensor, "gather")
+    return rebuild(tensor, iter(_Gather.apply(tensor, *leaves)))  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """gather() with gradients; each gathered leaf takes part in the loss of every process."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered, _ = flatten(gather(tensor), "gather")
+        ctx.shapes = [leaf.shape for leaf in leaves]
+        ctx.flows = [leaf.is_floating_point() or leaf.is_complex() for leaf in leaves]
+        ctx.mark_non_differentiable(*(new for new, flows in zip(gathered, ctx.flows, strict=True) if not flows))
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        flowing = [gradient for gradient, flows in zip(gradients, ctx.flows, strict=True) if flows]
+        parts = iter(reduce_scatter(flowing))
+        own = zip(ctx.shapes, ctx.flows, strict=True)
+        return None, *(next(parts).view(shape) if flows else None for shape, flows in own)
 
 
 def _gather(
@@ -251,19 +336,19 @@ def _summand(values: torch.Tensor) -> torch.Tensor:
 
 
 def _combined(rows: torch.Tensor, operation: Reduction, dtype: torch.dtype) -> torch.Tensor:
-    if operation == "sum":
-        return rows.sum(0, dtype=dtype)
+    if operation in ("sum", "product"):
+        return rows.sum(0, dtype=dtype) if operation == "sum" else rows.prod(0, dtype=dtype)
     return rows.amax(0) if operation == "max" else rows.amin(0)
 
 
 def _add(transport: Transport, values: torch.Tensor, operation: Reduction, into: torch.Tensor | None = None) -> Work:
     """Start to combine `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
     if values.dtype is torch.bool:
-        bytewise: Reduction = "min" if operation == "min" else "max"
+        bytewise: Reduction = "min" if operation in ("min", "product") else "max"
         return transport.all_reduce(
             values.view(torch.uint8), bytewise, None if into is None else into.view(torch.uint8)
         )
-    if operation == "sum" or not values.is_floating_point():
+    if operation in ("sum", "product") or not values.is_floating_point():
         return transport.all_reduce(values, operation, into)
     # What backends make of NaN depends on the order of the processes.
     spoilt = values.isnan()
@@ -355,6 +440,8 @@ def _check_of(reduction: str, scale: float) -> Callable[[str, torch.Tensor, str]
         return _check_fraction
     if reduction == "sum":
         return _check_sum if scale == 1.0 else _check_fraction
+    if reduction == "product":
+        return _check_product if scale == 1.0 else _check_fraction_of_product
     return _check_order if scale == 1.0 else _check_fractions_in_order
 
 
@@ -367,6 +454,17 @@ def _check_order(path: str, leaf: torch.Tensor, operation: str) -> None:
     _check_sum(path, leaf, operation)
     if leaf.is_complex():
         raise _not_summable(path, leaf, "Complex numbers have no order.", "Reduce .abs() or the real part.")
+
+
+def _check_fraction_of_product(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_product(path, leaf, operation)
+    _check_fraction(path, leaf, operation)
+
+
+def _check_product(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_sum(path, leaf, operation)
+    if leaf.is_complex():
+        raise _not_summable(path, leaf, "Backends do not multiply complex numbers.", "gather() them and multiply then.")
 
 
 def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:

@@ -16,7 +16,7 @@ from accel_state.errors import SettingError, UnknownKind
 from accel_state.protocol.descriptions import Description, fingerprint_of
 from accel_state.transport.base import Transport
 
-__all__ = ("LARGE", "Plan", "check_leaf", "check_rank", "plan_for")
+__all__ = ("LARGE", "Plan", "check_divisible", "check_leaf", "check_rank", "plan_for")
 
 LARGE: Final = 256 * 1024
 """Bytes above which a leaf travels by itself, straight into its final tensor; below, packing with others is quicker."""
@@ -116,6 +116,20 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
         f"{f'The leaf {path}' if path else 'The value'} is {obstacle}.",
         remedy,
     )
+
+
+def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -> None:
+    """Let a leaf pass that can be split evenly along its first dimension.
+
+    Raises:
+        SettingError: for other leaves; the path is named.
+    """
+    if leaf.dim() == 0 or leaf.shape[0] % count:
+        raise SettingError(
+            f"{operation}() was to split {path or 'a tensor'} of shape {tuple(leaf.shape)} between {count} processes.",
+            "Its first dimension is not a multiple of that." if leaf.dim() else "It has no dimension to split.",
+            "Pad it first, for example with pad_input_tensors().",
+        )
 
 
 def check_rank(operation: str, name: str, rank: int | None, transport: Transport) -> None:

@@ -1,4 +1,4 @@
-"""scatter: each process gets its part of the data of one."""
+"""scatter and all_to_all: each process gets its part of the data of one, or of all."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 
-from accel_ops.exchange import CheckedCall
+from accel_ops.exchange import CheckedCall, check_alone
 from accel_ops.packing import Packing
 from accel_ops.pickling import dumps, loads
-from accel_ops.plan import check_leaf, check_rank
+from accel_ops.plan import check_divisible, check_leaf, check_rank
 from accel_ops.tree import (
     TensorInformation,
     flatten,
     is_tensor_information,
     leaves_with_paths,
+    rebuild,
     recursively_apply,
 )
 from accel_state import current
-from accel_state.errors import SettingError
 
-__all__ = ("scatter",)
+__all__ = ("all_to_all", "scatter")
 
 
 def scatter(tensor: Any = None, from_process: int = 0) -> Any:
@@ -64,6 +64,57 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
     return recursively_apply(lambda info: next(received), skeleton, test_type=is_tensor_information)
 
 
+def all_to_all(tensor: Any) -> Any:
+    """What all processes have for this process, joined along the first dimension in the order of the ranks.
+
+    Each process splits its tensors into equal slices of their first dimension, and slice r is for process r. Shapes
+    stay as they are; with one process the data come back.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
+            of processes divides; shapes and dtypes equal on all processes.
+
+    Raises:
+        SettingError: a tensor cannot be split evenly; its path is named.
+        UnknownKind: a leaf is no tensor, or one that cannot travel.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> from_everyone = all_to_all(for_everyone)
+    """
+    transport = current.process_or_start().transport
+    count = transport.world_size
+
+    def check(path: str, leaf: torch.Tensor, operation: str) -> None:
+        check_leaf(path, leaf, operation)
+        check_divisible(path, leaf, operation, count)
+
+    if count == 1:
+        check_alone("all_to_all", tensor, check)
+        return tensor
+    with CheckedCall(transport, "all_to_all") as call:
+        plan, leaves = call.plan(tensor, check=check)
+        rows = [_rows(leaves[position], count) for position in plan.order]
+        packing = Packing(((row.shape[1:], row.dtype) for row in rows), count)
+        given = torch.empty(count, packing.nbytes, dtype=torch.uint8, device=transport.device)
+        for rank, buffer in enumerate(given):
+            packing.write([row[rank] for row in rows], buffer)
+        received = torch.empty_like(given)
+        call.agree(plan)
+        if packing.nbytes:
+            call.wait([transport.all_to_all(received, given)])
+        results: list[Any] = [None] * len(leaves)
+        for position, joined in zip(plan.order, packing.join(received), strict=True):
+            results[position] = joined.to(plan.devices[position]) if plan.devices else joined
+        return rebuild(tensor, iter(results))
+
+
+def _rows(leaf: torch.Tensor, count: int) -> torch.Tensor:
+    """A tensor cut along its first dimension, one row for each process."""
+    return leaf.detach().reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+
+
 def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
     """What each part looks like, as nested data, and the packed parts."""
     leaves = _checked_leaves(tensor, count)
@@ -79,19 +130,10 @@ def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[tor
 def _checked_leaves(tensor: Any, count: int) -> list[torch.Tensor]:
     leaves, _ = flatten(tensor, "scatter")
     for path, leaf in leaves_with_paths(tensor):
-        _check(path, leaf, count)
+        check_leaf(path, leaf, "scatter")
+        check_divisible(path, leaf, "scatter", count)
     return leaves
 
 
 def _part_of(leaf: torch.Tensor, count: int) -> TensorInformation:
     return TensorInformation(torch.Size((leaf.shape[0] // count, *leaf.shape[1:])), leaf.dtype)
-
-
-def _check(path: str, leaf: torch.Tensor, count: int) -> None:
-    check_leaf(path, leaf, "scatter")
-    if leaf.dim() == 0 or leaf.shape[0] % count:
-        raise SettingError(
-            f"scatter() was to split {path or 'a tensor'} of shape {tuple(leaf.shape)} between {count} processes.",
-            "Its first dimension is not a multiple of that." if leaf.dim() else "It has no dimension to split.",
-            "Pad it first, for example with pad_input_tensors().",
-        )

@@ -170,6 +170,9 @@ class TimedTransport(Transport):
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
         return self._timed(self.inner.gather(outputs, tensor, destination))
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        return self._timed(self.inner.all_to_all(output, tensor))
+
     def barrier(self) -> None:
         with self._stopwatch.on("waiting"):
             self.inner.barrier()

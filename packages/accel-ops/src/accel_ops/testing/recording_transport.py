@@ -76,6 +76,10 @@ class RecordingTransport(Transport):
         self._note("gather", input)
         return self.inner.gather(outputs, input, destination)
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        self._note("all_to_all", tensor)
+        return self.inner.all_to_all(output, tensor)
+
     def barrier(self) -> None:
         self._note("barrier")
         self.inner.barrier()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ("DONE", "Done", "Reduction", "Transport", "Work")
 
-Reduction = Literal["sum", "max", "min"]
+Reduction = Literal["sum", "product", "max", "min"]
 
 
 class Work(Protocol):
@@ -85,6 +85,16 @@ class Transport(ABC):
     @abstractmethod
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
         """Bring `tensor` of every process to process `destination`, which passes one output per rank."""
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Send row r of `tensor` to process r, and receive a row of each process into `output`, by rank.
+
+        Both are contiguous, of shape (world_size, ...).
+        """
+        everything = tensor.new_empty(self.world_size, *tensor.shape)
+        self.all_gather(everything.view(-1), tensor.view(-1)).wait()
+        output.copy_(everything[:, self.rank])
+        return DONE
 
     @abstractmethod
     def barrier(self) -> None:

@@ -23,6 +23,7 @@ MOST_IN_ONE_ROUND: Final = 256 * 1024
 
 _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
+    "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
 }

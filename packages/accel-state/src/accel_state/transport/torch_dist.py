@@ -26,7 +26,12 @@ from accel_state.transport.messages import MOST_IN_ONE_ROUND, Rounds, deal, exch
 
 __all__ = ("TorchDistTransport",)
 
-_REDUCTIONS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_REDUCTIONS: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch 2.13 renamed it and warns about the old name; earlier releases have the old name only."""
@@ -100,6 +105,10 @@ class TorchDistTransport(Transport):
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
         taken = None if outputs is None else list(outputs)
         return _started(dist.gather(tensor, taken, dst=destination, group=self._data, async_op=True))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        work = dist.all_to_all_single(output, tensor, group=self._data, async_op=True)
+        return DONE if work.is_completed() else _started(work)
 
     def barrier(self) -> None:
         dist.barrier(group=self._header)

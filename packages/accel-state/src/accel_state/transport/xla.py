@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from accel_state.transport.base import DONE, Reduction, Work
+from accel_state.transport.base import DONE, Reduction, Transport, Work
 from accel_state.transport.torch_dist import TorchDistTransport
 
 __all__ = ("XLATransport",)
+
+_NAMES = {"product": "mul"}
+"""What torch_xla calls a reduction, where that differs."""
 
 
 class XLATransport(TorchDistTransport):
@@ -45,7 +48,7 @@ class XLATransport(TorchDistTransport):
             super().all_reduce(reduced, operation).wait()
             target.copy_(reduced)
         else:
-            _alone(lambda model: model.all_reduce(operation, [target]))
+            _alone(lambda model: model.all_reduce(_NAMES.get(operation, operation), [target]))
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
@@ -73,6 +76,11 @@ class XLATransport(TorchDistTransport):
         for output, part in zip(outputs or (), gathered.view(self.world_size, -1), strict=outputs is not None):
             output.copy_(part.view_as(output))
         return DONE
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        if not self._on_device(tensor):
+            return super().all_to_all(output, tensor)
+        return Transport.all_to_all(self, output, tensor)
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type
