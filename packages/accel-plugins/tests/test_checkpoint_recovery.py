@@ -14,7 +14,7 @@ import pytest
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.ownership import Claim
-from accel_plugins.checkpoint.recovery import discard, located, recover, unfinished
+from accel_plugins.checkpoint.recovery import discard, located, missing, recover, unfinished
 from accel_plugins.checkpoint.retention import find_newest
 from accel_plugins.testing import faults
 
@@ -222,3 +222,13 @@ def test_putting_back_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         located(tmp_path / "last")
     assert f"was put back as {os.fspath(tmp_path / 'last')}" in caplog.text
+
+
+@pytest.mark.usefixtures("cpu_state")
+def test_a_name_is_missing_while_its_folder_alone_is_gone(tmp_path: Path) -> None:
+    with Claim(tmp_path / "a") as claim:
+        claim.path("old").mkdir()
+        assert missing(tmp_path) == ["a"]
+        (tmp_path / "a").mkdir()
+        assert missing(tmp_path) == []
+        claim.path("old").rmdir()

@@ -98,3 +98,12 @@ def test_alone_it_asks_the_run_for_its_processes() -> None:
         scheduler.step()
 
         assert scheduler.get_last_lr() == [0.5]
+
+
+def test_how_it_was_made_can_be_read_again() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with fresh():
+        wrapped = AcceleratedScheduler(scheduler, optimizer, step_with_optimizer=False, split_batches=True, processes=2)
+        assert (wrapped.step_with_optimizer, wrapped.split_batches) == (False, True)
+        assert not AcceleratedOptimizer(optimizer, device_placement=False).device_placement

@@ -59,3 +59,17 @@ def test_loaders_may_leave_in_any_order() -> None:
 def test_steps_that_are_none(steps: object) -> None:
     with pytest.raises(SettingError, match="at least 1"):
         GradientAccumulationPlugin(num_steps=steps)  # type: ignore[arg-type]
+
+
+def test_loaders_of_other_libraries_enter_and_leave_iteration() -> None:
+    state, loader = GradientState(), Loader()
+    state._add_dataloader(loader)
+    assert state.active_dataloader is loader
+    state._remove_dataloader(loader)
+    assert not state.in_dataloader
+
+
+def test_a_reset_leaves_no_state_behind() -> None:
+    GradientState(GradientAccumulationPlugin(num_steps=4))
+    GradientState._reset_state()
+    assert GradientState().num_steps == 1

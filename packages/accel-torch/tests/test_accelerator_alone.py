@@ -434,3 +434,16 @@ def test_nothing_is_prepared_after_a_reset(whole: bool) -> None:
     AcceleratorState._reset_state(whole)
     with pytest.raises(AttributeError, match=r"`AcceleratorState._reset_state\(\)` was called"):
         accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_an_error_of_backward_reaches_the_script() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(RuntimeError, match="scalar"):
+        accelerator.backward(torch.ones(2, requires_grad=True) * 2)
+
+
+def test_generators_and_placement_can_be_set_after_the_accelerator_was_made() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.rng_types = ["torch"]
+    accelerator.device_placement = False
+    assert (accelerator.rng_types, accelerator.device_placement) == (["torch"], False)
