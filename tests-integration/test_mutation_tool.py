@@ -98,3 +98,7 @@ def test_too_many_survivors_are_a_problem() -> None:
     text = report.document([result("survived"), *[result("killed")] * 5], 50, judged)
     assert report.problems(text) == ["only 83.3 % are noticed"]
     assert report.problems("") == ["there are no figures of mutants"]
+
+
+def test_the_document_judges_every_survivor() -> None:
+    assert report.problems(report.DOCUMENT.read_text(encoding="utf-8")) == []

@@ -89,7 +89,8 @@ class Copy:
 @contextlib.contextmanager
 def changed(file: Path, source: bytes) -> Iterator[None]:
     """A block in which a module has another source; what Python compiled is removed, it may be of the same second."""
-    kept = shutil.copy2(file, file.with_name(file.name + _KEPT))
+    kept = file.with_name(file.name + _KEPT)
+    shutil.copy2(file, kept)
 
     def write(text: bytes) -> None:
         file.write_bytes(text)
