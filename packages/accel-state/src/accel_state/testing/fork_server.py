@@ -31,8 +31,8 @@ _REQUEST_BYTES = 1 << 20
 _PRELOADED = ("torch.", "accel_")
 """Modules of these packages are imported before the fork, once the process of the tests has imported them."""
 
-_STARTS_THREADS = ("torch._inductor",)
-"""Their threads would be missing in the processes that are forked afterwards."""
+_NOT_PRELOADED = ("torch._inductor", "accel_state.testing.simulated_")
+"""Modules that start threads, which forked processes would lack, or that register a device with torch."""
 
 _STATUS = struct.Struct("i")
 
@@ -179,7 +179,7 @@ def _receive(requests: socket.socket) -> tuple[Any, Sequence[int]] | None:
 
 
 def _can_preload(module: str) -> bool:
-    return module.startswith(_PRELOADED) and not module.startswith(_STARTS_THREADS)
+    return module.startswith(_PRELOADED) and not module.startswith(_NOT_PRELOADED)
 
 
 def _preload(modules: Sequence[str]) -> None:
