@@ -14,13 +14,15 @@ def passes():
 
 
 def fails_in_training():
-    selftest._train_alone = lambda model, inputs, targets: None
-    selftest.main()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "_train_alone", lambda model, inputs, targets: None)
+        selftest.main()
 
 
 def fails_in_gathering():
-    selftest.gather = lambda tensor: torch.zeros(2)
-    selftest.main()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "gather", lambda tensor: torch.zeros(2))
+        selftest.main()
 
 
 def test_self_test_on_one_process(capsys):
