@@ -198,7 +198,7 @@ def test_a_report_names_what_changed_and_counts_the_rest() -> None:
 
 # ---------------------------------------------------------------- end to end
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The tool, with the drop-in in the place of the original."""
+    """The tool, with the drop-in instead of the original."""
     command = [sys.executable, str(ROOT / "tools/measure.py"), "--seconds", "0", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -47,7 +47,7 @@ def settings_classes() -> Iterator[type]:
 def has_settings(cls: type) -> bool:
     try:
         return bool(settings_of(cls))
-    except TypeError:  # it is no dataclass
+    except TypeError:  # it is not a dataclass
         return False
 
 

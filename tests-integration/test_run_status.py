@@ -100,7 +100,7 @@ def at(text: str, path: str = "job.py") -> str:
 
 
 class Job:
-    """A launch in the background, whose processes do what they are told."""
+    """A launch in the background, whose processes follow commands."""
 
     def __init__(self, folder: Path, *options: str, ranks: int = 2) -> None:
         self.folder = folder
@@ -162,7 +162,7 @@ class Job:
     def until(self, rank: int, **expected: object) -> dict[str, Any]:
         """What the command says of a process, as soon as it says this."""
         deadline = time.monotonic() + 120
-        # A launcher that has just been started is no run yet.
+        # A launcher that has just started is not a run yet.
         until(lambda: self.status().returncode == 0)
         while True:
             said = self.look()

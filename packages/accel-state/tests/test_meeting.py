@@ -58,7 +58,7 @@ Told = Mapping[str, tuple[str, "Future[list[str]]"]]
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[Told]:
-    """What processes that do not meet are told, and the port of some; they wait for their timeouts at the same time."""
+    """The errors of processes that do not meet, and the port of some; they wait for their timeouts at the same time."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with held_port(True) as taken, held_port(False) as first, held_port(False) as second, ThreadPoolExecutor(7) as pool:

@@ -25,7 +25,7 @@ def run(folder: str, kind: str, load: bool) -> dict[str, Any]:
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         if load:
-            # Generators of the CPU are no state for those of a device.
+            # The state of a generator of the CPU does not fit that of a device.
             accelerator.load_state(folder, load_kwargs={"waive": ("random_states",)})
         else:
             for _ in range(2):

@@ -81,7 +81,7 @@ def listening(pid: int) -> list[str]:
     return found
 
 
-def test_a_run_is_out_of_reach_of_strangers_and_ends_when_its_own_process_is_asked_to(run: Run) -> None:
+def test_a_run_is_out_of_reach_of_other_hosts_and_ends_when_its_own_process_is_asked_to(run: Run) -> None:
     port, scope = int(run.places[0]["port"]), run.places[0]["scope"]
     for place in run.places:
         assert all(address in LOOPBACK for address in listening(place["pid"]))

@@ -320,7 +320,7 @@ class StoreBarrier:
         mine = _BADLY + json.dumps(failure).encode()
         told = control.compare_set(self._key(), mine, _ANSWER)
         if told.startswith(_WELL):
-            # This phase went well before; the next one is told.
+            # This phase went well before; the next one reports the failure.
             self._index += 1
             return None
         if told == mine and (self.rank or self._collects):

@@ -148,7 +148,7 @@ def reduce_scatter(tensor: Any, op: str = "sum") -> Any:
     """
     if op not in _OPERATIONS:
         raise SettingError(
-            f"reduce_scatter() was asked for op={op!r}.",
+            f"Cannot reduce and scatter with op={op!r}.",
             "There is no such reduction.",
             f"Give one of {', '.join(map(repr, _OPERATIONS))}.",
         )

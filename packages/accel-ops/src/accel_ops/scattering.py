@@ -36,7 +36,7 @@ def scatter(tensor: Any = None, from_process: int = 0) -> Any:
 
     Raises:
         SettingError: there is no such process, or a tensor cannot be split evenly; its path is named.
-        UnknownKind: a leaf is no tensor, or one that cannot travel.
+        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
         ShapeMismatch: on the other processes, when `from_process` could not take part, or when the calls differ.
         CollectiveError: a process is gone or did not come in time.
 
@@ -76,7 +76,7 @@ def all_to_all(tensor: Any) -> Any:
 
     Raises:
         SettingError: a tensor cannot be split evenly; its path is named.
-        UnknownKind: a leaf is no tensor, or one that cannot travel.
+        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
 

@@ -175,7 +175,7 @@ def map_children(value: Any, walk: Callable[[Any], Any], refuse: Callable[[Any],
 
 
 def children(value: Any) -> Iterable[Any]:
-    """What a container of any kind holds; nothing for what is no container."""
+    """What a container of any kind holds; nothing for a value that is not a container."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, (dict, Mapping)):  # a dict is recognised sooner than a mapping

@@ -102,7 +102,7 @@ def system_call(pid: int) -> str:
     """The call on a file that the main thread of a process is inside of, such as "read() of /data/train.bin".
 
     Empty where it is in none, or this user may not see that (as a rule: root, and the owner where
-    `kernel.yama.ptrace_scope` is 0). Calls on sockets and terminals are not told.
+    `kernel.yama.ptrace_scope` is 0). It does not report calls on sockets and terminals.
     """
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:

@@ -1,8 +1,8 @@
 """Which runs of `accel launch` there are on this machine, and which one a pid or a folder means.
 
-A launcher keeps a folder that only its user can read, in the folder for temporary files. In it stands who the launcher
-is, and its processes leave where they are (`accel_state.hang_report.status`). The folder goes with the launcher; one of
-a launcher that was killed stays, and is told by the pid and the start time of that process.
+A launcher keeps a folder that only its user can read, in the folder for temporary files. The folder names the launcher,
+and its processes write their status there (`accel_state.hang_report.status`). A launcher removes its folder when it
+ends. The folder of a killed launcher stays; readers recognise it by the pid and the start time that it names.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _of_process(pid: int) -> LaunchedRun:
     found = _read(own) if own else next((run for run in (*running_runs(), *elsewhere) if run.pid == pid), None)
     if found is not None:
         return found
-    raise NotFound(asked, f"process {pid} is no run that `accel launch` started", _LIST)
+    raise NotFound(asked, f"process {pid} is not a run that `accel launch` started", _LIST)
 
 
 def _name_of(user: int) -> str:
@@ -168,7 +168,7 @@ def _of_folder(folder: str) -> LaunchedRun:
         pids = ", ".join(str(run.pid) for run in runs)
         raise SettingError(asked, f"{len(runs)} runs write to {folder!r}", f"name the process id of a launcher: {pids}")
     if not os.path.exists(folder):
-        raise NotFound(asked, f"there is no folder {folder!r}, and it is no process id either", _LIST)
+        raise NotFound(asked, f"there is no folder {folder!r}, and it is not a process id", _LIST)
     raise NotFound(asked, f"no run writes to {folder!r} now: it has finished, or runs on another machine", _LIST)
 
 

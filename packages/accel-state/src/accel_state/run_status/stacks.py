@@ -155,7 +155,7 @@ def place_in(frames: list[Frame], working_folder: str) -> Place | None:
 
     Args:
         frames: of the thread, the innermost first.
-        working_folder: where the run was started; paths below it are told as seen from there.
+        working_folder: where the run was started; paths below it are shown relative to it.
     """
     inside = ""
     for frame in _of_script(frames):

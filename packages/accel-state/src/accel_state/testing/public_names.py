@@ -20,7 +20,7 @@ def check_public_names(package: str) -> None:
     """Assert that `__all__`, `dir`, attributes and type checkers agree on the names of a package.
 
     Each name of `__all__` is listed once, is in `dir`, and is imported under `if TYPE_CHECKING:`, where no other name
-    is. The attribute is the object that the module named there holds. A name that is not listed is no attribute.
+    is. The attribute is the object that the module named there holds. A name that is not listed is not an attribute.
 
     Args:
         package: name of the package, such as "accel_ops"; it is imported.
