@@ -107,8 +107,8 @@ def test_e_fails(device):
     assert 1 + 1 == 3
 
 @on_devices("cpu", differs="nothing")
-def test_f(device):
-    pass
+def test_f_takes_too_long(device):
+    time.sleep(1000)
 """
 
 DRIVER = """
@@ -140,7 +140,7 @@ def test_a_test_that_dies_or_hangs_costs_itself_only_and_time_ends_all(tmp_path:
         "test_c[cpu]": "passed",
         "test_d_hangs[cpu]": "hung",
         "test_e_fails[cpu]": "failed",
-        "test_f[cpu]": "not run",
+        "test_f_takes_too_long[cpu]": "not run",
     }
     assert done.returncode == 1
     assert "1 + 1" in (tmp_path / "report.md").read_text(encoding="utf-8")
