@@ -14,9 +14,11 @@ from accel_state.errors import NotOffered
 
 TRACED = faults.obstacle(errors=True)
 
-# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs.
+# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. Of two processes that are killed,
+# each kill starts two interpreters: the quick tests hit the second process alone.
+SLOW = ("hang", "two processes, the first", "two processes over", "shards of FSDP on two processes, the first")
 SWEEPS = [
-    pytest.param(name, marks=pytest.mark.slow if name.startswith("hang") else ())
+    pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else ())
     for name in reliability.SWEEPS
     if not name.startswith("read")
 ]
