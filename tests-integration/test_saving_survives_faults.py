@@ -14,7 +14,7 @@ from accel_state.errors import NotOffered
 
 TRACED = faults.obstacle(errors=True)
 
-# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. Of two processes that are killed,
+# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. Of two processes that are killed
 # each kill starts two interpreters: the quick tests hit the second process alone.
 SLOW = ("hang", "two processes, the first", "two processes over", "shards of FSDP on two processes, the first")
 SWEEPS = [
