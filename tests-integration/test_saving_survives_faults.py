@@ -14,8 +14,8 @@ from accel_state.errors import NotOffered
 
 TRACED = faults.obstacle(errors=True)
 
-# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. Of two processes that are killed
-# each kill starts two interpreters: the quick tests hit the second process alone.
+# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. A kill of one of two processes
+# costs the start of two interpreters, so the quick tests hit the second process only.
 SLOW = ("hang", "two processes, the first", "two processes over", "shards of FSDP on two processes, the first")
 SWEEPS = [
     pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else ())
