@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from accel_bigmodel.weight_files.plain_rules import plain_rules
 from accel_ops.pickle_check import check
@@ -56,6 +56,10 @@ def _text(value: Any) -> bool:
 
 def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
+
+
+def _strides(value: Any) -> bool:
+    return value is None or (is_made(value, "tuple") and all(map(_count, value.parts)))
 
 
 def _list_of(kind: str) -> Field:
@@ -169,8 +173,11 @@ def _state(fields: Mapping[str, Field]) -> Callable[[Made, Any, Budget], None]:
 
 
 def _properties(made: Made, state: Any, budget: Budget) -> None:
-    demand(is_made(state, "tuple") and len(state.parts) == 5, f"{made.kind} has a state of its own")
-    dtype, layout, gradient, memory, pinned = state.parts
+    demand(is_made(state, "tuple") and len(state.parts) in (5, 6), f"{made.kind} has a state of its own")
+    dtype, layout, gradient, memory, pinned, *strides = state.parts
+    # torch 2.15 added the strides, and reads what an older torch wrote; an older one cannot read six properties.
+    demand(all(map(_strides, strides)), f"{made.kind} has a state of its own")
+    demand(len(state.parts) <= len(fields(TensorProperties)), "a newer torch wrote it: install torch 2.15 or newer")
     demand(isinstance(dtype, Global) and is_made(layout, "torch.layout"), "a tensor has no dtype or layout")
     demand(is_made(memory, f"{_METADATA}._MEM_FORMAT_ENCODING"), "a tensor has no memory format")
     demand(type(gradient) is bool and type(pinned) is bool, f"{made.kind} has a state of its own")
