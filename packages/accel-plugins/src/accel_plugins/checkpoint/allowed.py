@@ -6,9 +6,9 @@ state of plain fields. torch reads the same pickle without any check.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
@@ -40,7 +40,7 @@ def _kind(*kinds: str) -> Field:
     return lambda value: _is(value, *kinds)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Optional:
     """What a field may hold that may be missing."""
 
@@ -177,7 +177,10 @@ def _properties(made: Made, state: Any, budget: Budget) -> None:
     dtype, layout, gradient, memory, pinned, *strides = state.parts
     # torch 2.15 added the strides, and reads what an older torch wrote; an older one cannot read six properties.
     demand(all(map(_strides, strides)), f"{made.kind} has a state of its own")
-    demand(len(state.parts) <= len(fields(TensorProperties)), "a newer torch wrote it: install torch 2.15 or newer")
+    demand(
+        len(state.parts) <= len(dataclasses.fields(TensorProperties)),
+        "a newer torch wrote it: install torch 2.15 or newer",
+    )
     demand(isinstance(dtype, Global) and is_made(layout, "torch.layout"), "a tensor has no dtype or layout")
     demand(is_made(memory, f"{_METADATA}._MEM_FORMAT_ENCODING"), "a tensor has no memory format")
     demand(type(gradient) is bool and type(pinned) is bool, f"{made.kind} has a state of its own")
