@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from accel_bigmodel import (
     set_module_tensor_to_device,
 )
 from accel_state.devices.select import family_of
-from accel_state.testing.kinds_of_devices import on_devices
+from accel_state.testing.kinds_of_devices import on_devices, room_for
 
 
 @pytest.fixture(autouse=True)
@@ -119,23 +118,6 @@ def test_what_is_kept_for_reading_ahead_does_not_grow_with_passes(device: torch.
             held = torch.cuda.memory_reserved(device) if device.type == "cuda" else family_of(device).used_memory()
             kept.append(held)
     assert kept[-1] <= kept[3] + block_bytes(width_for(device))
-
-
-@contextmanager
-def room_for(device: torch.device, size: int) -> Iterator[None]:
-    """Leave so many bytes of the device to this process."""
-    if device.type != "cuda":
-        held = torch.empty(family_of(device).free_memory() - size, dtype=torch.uint8, device=device)
-        yield
-        del held
-        return
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + size) / total, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @pytest.mark.parametrize("blocks", [1.5, 2.5])

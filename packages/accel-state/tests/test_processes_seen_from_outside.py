@@ -131,7 +131,7 @@ def test_a_process_of_another_user_is_refused(temporary: Path) -> None:
 def test_a_folder_in_which_no_run_writes_is_refused(temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(NotFound, match="it has finished, or runs on another machine"):
         find_run(str(tmp_path_factory.mktemp("finished")))
-    with pytest.raises(NotFound, match="there is no folder 'nowhere', and it is not a process id"):
+    with pytest.raises(NotFound, match="'nowhere' is neither a folder nor a process id"):
         find_run("nowhere")
 
 

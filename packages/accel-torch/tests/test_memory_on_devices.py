@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,27 +12,10 @@ from accel_bigmodel import dispatch_model, get_max_memory, infer_auto_device_map
 from accel_bigmodel.estimate import estimate_memory
 from accel_state.devices.select import family_of
 from accel_state.memory import find_executable_batch_size
-from accel_state.testing.kinds_of_devices import on_devices
+from accel_state.testing.kinds_of_devices import on_devices, room_for
 from accel_torch import Accelerator
 
 WIDTH = 1024
-
-
-@contextmanager
-def room_for(device: torch.device, size: int) -> Iterator[None]:
-    """Leave so many bytes of the device to this process."""
-    if device.type != "cuda":
-        held = torch.empty(family_of(device).free_memory() - size, dtype=torch.uint8, device=device)
-        yield
-        del held
-        return
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + size) / total, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @on_devices("simulated", differs="the allocator is really out of memory, and has a cache to give back")

@@ -67,7 +67,7 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False)
             its own tensors. Every process has to run the backward then, and cannot name a `dst`.
 
     Raises:
-        SettingError: there is no process `dst`, or it was given with `differentiable`.
+        SettingError: `dst` is not a rank of the group, or the call gives it with `differentiable`.
         UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.

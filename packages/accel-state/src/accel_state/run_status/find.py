@@ -168,7 +168,7 @@ def _of_folder(folder: str) -> LaunchedRun:
         pids = ", ".join(str(run.pid) for run in runs)
         raise SettingError(asked, f"{len(runs)} runs write to {folder!r}", f"name the process id of a launcher: {pids}")
     if not os.path.exists(folder):
-        raise NotFound(asked, f"there is no folder {folder!r}, and it is not a process id", _LIST)
+        raise NotFound(asked, f"{folder!r} is neither a folder nor a process id", _LIST)
     raise NotFound(asked, f"no run writes to {folder!r} now: it has finished, or runs on another machine", _LIST)
 
 

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
+import torch
 
+from accel_state.devices.select import family_of
 from accel_state.settings.environ import publish
 
-__all__ = ("GPU_PROCESSES", "SIMULATED", "on_devices", "working_on")
+__all__ = ("GPU_PROCESSES", "SIMULATED", "on_devices", "room_for", "working_on")
 
 SIMULATED: Final = "simulated"
 """The kind of device that is made of CPU memory, see `accel_state.testing.simulated_device`."""
@@ -59,3 +61,20 @@ def working_on(kind: str, memory: int = 2**30) -> Iterator[None]:
     if kind == "cpu":
         publish({"ACCELERATE_USE_CPU": "true"})
     yield
+
+
+@contextmanager
+def room_for(device: torch.device, size: int) -> Iterator[None]:
+    """Leave `size` bytes of a device's memory to this process, until the block ends."""
+    if device.type != "cuda":
+        held = torch.empty(family_of(device).free_memory() - size, dtype=torch.uint8, device=device)
+        yield
+        del held
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + size) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
