@@ -19,7 +19,7 @@ from accel_state import GradientState, PartialState, current
 from accel_state.settings.probe import importable
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-from accel_state.transport.local import LocalTransport
+from accel_state.transport.base import LocalTransport
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 

@@ -19,8 +19,7 @@ from accel_ops.rng import restore, snapshot
 from accel_state import PartialState, current
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
-from accel_state.transport.base import DONE, Work
-from accel_state.transport.local import LocalTransport
+from accel_state.transport.base import DONE, LocalTransport, Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 

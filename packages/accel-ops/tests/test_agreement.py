@@ -20,8 +20,8 @@ from accel_state import PartialState, current
 from accel_state.errors import CheckpointError, CollectiveError
 from accel_state.hang_report import failure
 from accel_state.testing.processes import Processes
+from accel_state.transport.base import LocalTransport
 from accel_state.transport.control import ControlStore
-from accel_state.transport.local import LocalTransport
 
 PATIENT = 60.0
 

@@ -17,9 +17,9 @@ import torch
 from accel_state import PartialState, current, get_logger
 from accel_state.devices.select import family_of
 from accel_state.errors import NotReady
-from accel_state.forked_garbage import keep_garbage_at_forks
 from accel_state.testing.processes import Processes, run_command
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
+from accel_state.transport.shutdown import keep_garbage_at_forks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -114,7 +114,7 @@ def worker_of_a_rank() -> tuple[int, int, str]:
 def test_a_worker_reads_who_its_rank_is_and_may_not_use_its_connections(two: Processes) -> None:
     for rank, (index, count, told) in enumerate(two.run(worker_of_a_rank)):
         assert (index, count) == (rank, 2)
-        assert told.startswith("2.0 A collective was called in a process that was forked")
+        assert told.startswith("2.0 Cannot call a collective in a process that was forked")
 
 
 def device_opened_before_the_fork() -> str:
@@ -172,7 +172,7 @@ def test_a_child_does_not_end_what_its_parent_left_to_be_collected(one: Processe
 
 FORKED_AFTER_A_HOOK_THAT_ALLOCATES = """
 import gc, os, sys
-from accel_state.forked_garbage import keep_garbage_at_forks
+from accel_state.transport.shutdown import keep_garbage_at_forks
 
 os.register_at_fork(after_in_child=lambda: [[] for _ in range(50_000)])
 keep_garbage_at_forks()

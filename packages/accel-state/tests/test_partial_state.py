@@ -80,11 +80,11 @@ def collectives() -> list[Any]:
     transport.all_reduce(total).wait()
     transport.all_reduce(least, "min").wait()
     told = torch.tensor([float(rank)])
-    transport.broadcast(told, source=1).wait()
+    transport.broadcast(told, src=1).wait()
     mine = torch.zeros(1)
-    transport.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None, source=0).wait()
+    transport.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None, src=0).wait()
     brought = [torch.zeros(1), torch.zeros(1)] if rank == 1 else None
-    transport.gather(brought, torch.tensor([rank + 7.0]), destination=1).wait()
+    transport.gather(brought, torch.tensor([rank + 7.0]), dst=1).wait()
     return [
         gathered.tolist(),
         total.item(),
@@ -107,7 +107,7 @@ def collectives_alone() -> None:
     transport = current.process().transport
     gathered, mine = torch.zeros(2), torch.zeros(1)
     transport.all_gather(gathered, torch.tensor([1.0, 2.0])).wait()
-    transport.scatter(mine, [torch.tensor([3.0])], source=0).wait()
+    transport.scatter(mine, [torch.tensor([3.0])], src=0).wait()
     transport.barrier()
 
     assert gathered.tolist() == [1.0, 2.0]
@@ -211,7 +211,7 @@ def test_an_address_where_nobody_answers(two: Processes) -> None:
         told = two.run(meet_nobody, environment=place)
     for message in told:
         assert place["MASTER_PORT"] in message
-        assert "did not meet" in message
+        assert "rendezvous failed" in message
 
 
 def test_a_launched_process_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from accel_state import PartialState, current
 from accel_state.testing.processes import Processes
 from accel_state.transport.base import Transport
-from accel_state.transport.messages import MOST_IN_ONE_ROUND
+from accel_state.transport.gloo import ALL_TO_ALL_LIMIT
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
-SIZES = (0, 1, 7, MOST_IN_ONE_ROUND)
+SIZES = (0, 1, 7, ALL_TO_ALL_LIMIT)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -118,7 +118,7 @@ def other_is_gone(operation: str) -> list[str]:
     transport = joined()
     if transport.rank == 1:
         os._exit(0)
-    large = torch.ones(MOST_IN_ONE_ROUND)
+    large = torch.ones(ALL_TO_ALL_LIMIT)
     start: dict[str, Any] = {
         "all_gather": lambda: transport.all_gather(torch.empty(2 * large.numel()), large),
         "all_reduce": lambda: transport.all_reduce(large),
@@ -146,7 +146,7 @@ def test_a_process_that_is_gone_is_told_by_every_wait_and_not_by_the_start(two: 
 def owns_its_group() -> bool:
     """A group of the script's own is not mixed up with ours."""
     transport = joined()
-    mine = torch.ones(MOST_IN_ONE_ROUND)
+    mine = torch.ones(ALL_TO_ALL_LIMIT)
     output = torch.empty(transport.world_size * mine.numel())
     ours = transport.all_gather(output, mine)
     theirs = torch.ones(1)

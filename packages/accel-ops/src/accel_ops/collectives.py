@@ -281,7 +281,7 @@ def _reduce(
     transport: Transport,
     plan: Plan,
     leaves: Sequence[torch.Tensor],
-    operation: Reduction,
+    op: Reduction,
     divisor: int,
     scale: float,
 ) -> list[torch.Tensor]:
@@ -289,12 +289,12 @@ def _reduce(
     totals = [torch.empty_like(summand) for summand in large]
     packed = None if call.fits(plan) else plan.pack(leaves)
     rows = call.agree(plan, leaves)
-    rows, sums, works = _begin_sums(transport, plan, rows, packed, operation)
-    adding = [_add(transport, summand, operation, total) for summand, total in zip(large, totals, strict=True)]
+    rows, sums, works = _begin_sums(transport, plan, rows, packed, op)
+    adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
     call.wait(works)
     if rows is not None:
         # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
-        sums = [_combined(segment.of(rows), operation, segment.dtype) for segment in plan.packing.segments]
+        sums = [_combined(segment.of(rows), op, segment.dtype) for segment in plan.packing.segments]
     results: list[Any] = [None] * len(leaves)
     for segment, total in zip(plan.packing.segments, sums, strict=True):
         parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
@@ -307,7 +307,7 @@ def _reduce(
 
 
 def _begin_sums(
-    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, operation: Reduction
+    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, op: Reduction
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
     """Start to bring the small leaves together, unless the slots have brought them.
 
@@ -320,7 +320,7 @@ def _begin_sums(
         rows = packed.new_empty(transport.world_size, packed.numel())
         return rows, [], [transport.all_gather(rows.view(-1), packed)]
     sums = [_summand(segment.of(packed)) for segment in plan.packing.segments]
-    return None, sums, [_add(transport, summand, operation) for summand in sums]
+    return None, sums, [_add(transport, summand, op) for summand in sums]
 
 
 def _is_gathered(plan: Plan, transport: Transport) -> bool:
@@ -335,25 +335,25 @@ def _summand(values: torch.Tensor) -> torch.Tensor:
     return values.to(_WIDER.get(values.dtype, values.dtype))
 
 
-def _combined(rows: torch.Tensor, operation: Reduction, dtype: torch.dtype) -> torch.Tensor:
-    if operation in ("sum", "product"):
-        return rows.sum(0, dtype=dtype) if operation == "sum" else rows.prod(0, dtype=dtype)
-    return rows.amax(0) if operation == "max" else rows.amin(0)
+def _combined(rows: torch.Tensor, op: Reduction, dtype: torch.dtype) -> torch.Tensor:
+    if op in ("sum", "product"):
+        return rows.sum(0, dtype=dtype) if op == "sum" else rows.prod(0, dtype=dtype)
+    return rows.amax(0) if op == "max" else rows.amin(0)
 
 
-def _add(transport: Transport, values: torch.Tensor, operation: Reduction, into: torch.Tensor | None = None) -> Work:
+def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.Tensor | None = None) -> Work:
     """Start to combine `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
     if values.dtype is torch.bool:
-        bytewise: Reduction = "min" if operation in ("min", "product") else "max"
+        bytewise: Reduction = "min" if op in ("min", "product") else "max"
         return transport.all_reduce(
             values.view(torch.uint8), bytewise, None if into is None else into.view(torch.uint8)
         )
-    if operation in ("sum", "product") or not values.is_floating_point():
-        return transport.all_reduce(values, operation, into)
+    if op in ("sum", "product") or not values.is_floating_point():
+        return transport.all_reduce(values, op, into)
     # What backends make of NaN depends on the order of the processes.
     spoilt = values.isnan()
     return _WithNaN(
-        transport.all_reduce(values, operation, into),
+        transport.all_reduce(values, op, into),
         transport.all_reduce(spoilt.view(torch.uint8), "max"),
         values if into is None else into,
         spoilt,
@@ -384,23 +384,23 @@ def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
 
 
 def _broadcast(
-    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], source: int
+    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], src: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What was received from another process, by position in `plan.small` and `plan.large`."""
-    sends = transport.rank == source
+    sends = transport.rank == src
     large = [_contiguous(leaves[position]) for position in plan.large]
     packed = None
     if not call.fits(plan):
         packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
     rows = call.agree(plan, leaves if sends else None)
-    works = [] if packed is None else [transport.broadcast(packed, source)]
-    works += [transport.broadcast(as_bytes(leaf), source) for leaf in large]
+    works = [] if packed is None else [transport.broadcast(packed, src)]
+    works += [transport.broadcast(as_bytes(leaf), src) for leaf in large]
     call.wait(works)
     if sends:
         return [], []
     if packed is None:
         assert rows is not None
-        packed = rows[source]
+        packed = rows[src]
     return plan.packing.split(packed, copy=False), large
 
 

@@ -111,21 +111,21 @@ class CheckedCall(HeaderCall):
         layout = struct.Struct(f"<{len(numbers)}q")
         return [layout.unpack(row) for row in self._swap(plan.fingerprint, plan.description, layout.pack(*numbers))]
 
-    def bytes_of(self, data: bytes | None, source: int) -> bytes:
-        """The bytes of process `source`; the others give None."""
+    def bytes_of(self, data: bytes | None, src: int) -> bytes:
+        """The bytes of process `src`; the others give None."""
         slot = self._exchange.slot
         length = 0 if data is None else len(data)
         if data is not None and length <= slot.capacity:
             slot.write(data)
         self._meet(*self._bare(), length)
-        length = slot.lengths()[source]
+        length = slot.lengths()[src]
         if length <= slot.capacity:
-            return slot.row(source, length)
+            return slot.row(src, length)
         buffer = torch.empty(length, dtype=torch.uint8)
         if data is not None:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         buffer = buffer.to(self._transport.device)
-        self.wait([self._transport.broadcast(buffer, source)])
+        self.wait([self._transport.broadcast(buffer, src)])
         return buffer.cpu().numpy().tobytes()
 
     def _whole(self, data: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from accel_state.labels import DistributedType
 from accel_state.settings.environ import from_environment, publish
 from accel_state.settings.run import ProcessSettings
 from accel_state.topology import Topology, read_topology
-from accel_state.transport.select import place_in_group, start_transport
+from accel_state.transport.rendezvous import init_transport, topology_of_group
 
 __all__ = ("start_process",)
 
@@ -44,7 +44,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     told = family.placed(read_topology())
     if told.distributed:
         publish(told.variables())
-    topology = told if told.distributed else place_in_group(max(family.count(), 1)) or told
+    topology = told if told.distributed else topology_of_group(max(family.count(), 1)) or told
     device = _device(settings, family, topology)
     family.settle(told)
     if settings.cpu_affinity:
@@ -54,7 +54,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
         if (status := StatusFile.of_run(topology.rank)) is not None:
             # The thread that writes it later begins when the processes have met.
             status.write(look(CallLog()))
-        transport, backend = start_transport(topology, family, device, group.backend, group.init_method, timeout)
+        transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(
         topology=topology,
         device=device,

@@ -14,7 +14,7 @@ from accel_state import current
 from accel_state.errors import AccelError
 from accel_state.hang_report.failure import amend
 from accel_state.protocol.call import exchange_of
-from accel_state.transport.leaving import note_failure
+from accel_state.transport.shutdown import record_exit_exception
 
 __all__ = ("explain_foreign", "install_hook")
 
@@ -52,6 +52,6 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """As the interpreter calls it."""
         if kind is not KeyboardInterrupt:
-            note_failure(error)
+            record_exit_exception(error)
             explain_foreign(error)
         self._then(kind, error, trace)

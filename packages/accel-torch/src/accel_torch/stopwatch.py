@@ -158,17 +158,17 @@ class TimedTransport(Transport):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         return self._timed(self.inner.all_gather(output, tensor, header=header))
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
-        return self._timed(self.inner.all_reduce(tensor, operation, into))
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+        return self._timed(self.inner.all_reduce(tensor, op, into))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return self._timed(self.inner.broadcast(tensor, source))
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return self._timed(self.inner.broadcast(tensor, src))
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
-        return self._timed(self.inner.scatter(output, inputs, source))
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
+        return self._timed(self.inner.scatter(output, inputs, src))
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
-        return self._timed(self.inner.gather(outputs, tensor, destination))
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
+        return self._timed(self.inner.gather(outputs, tensor, dst))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         return self._timed(self.inner.all_to_all(output, tensor))

@@ -51,30 +51,25 @@ class RecordingTransport(Transport):
         self.timeout = inner.timeout
         self.records: list[Record] = []
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, header: bool = False) -> Work:  # noqa: A002
-        self._note("all_gather", input)
-        return self.inner.all_gather(output, input, header=header)
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
+        self._note("all_gather", tensor)
+        return self.inner.all_gather(output, tensor, header=header)
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
         self._note("all_reduce", tensor)
-        return self.inner.all_reduce(tensor, operation, into)
+        return self.inner.all_reduce(tensor, op, into)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         self._note("broadcast", tensor)
-        return self.inner.broadcast(tensor, source)
+        return self.inner.broadcast(tensor, src)
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
         self._note("scatter", *(inputs or ()))
-        return self.inner.scatter(output, inputs, source)
+        return self.inner.scatter(output, inputs, src)
 
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        input: torch.Tensor,  # noqa: A002
-        destination: int,
-    ) -> Work:
-        self._note("gather", input)
-        return self.inner.gather(outputs, input, destination)
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
+        self._note("gather", tensor)
+        return self.inner.gather(outputs, tensor, dst)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         self._note("all_to_all", tensor)

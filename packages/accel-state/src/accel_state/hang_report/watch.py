@@ -25,7 +25,7 @@ from accel_state.hang_report.main_thread import Place
 from accel_state.hang_report.sightings import Sighting, look
 from accel_state.hang_report.status import Heard, StatusFile
 from accel_state.transport.control import ControlStore
-from accel_state.transport.leaving import how_it_ends
+from accel_state.transport.shutdown import exit_exception
 
 __all__ = ("MOST_READ_UNASKED", "TICK", "Picture", "Watch")
 
@@ -125,7 +125,7 @@ class Watch:
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=_LAST_PATIENCE)
-        last = replace(look(self._log), left=f"with {error}" if (error := how_it_ends()) else "without an exception")
+        last = replace(look(self._log), left=f"with {error}" if (error := exit_exception()) else "without an exception")
         if self._status is not None:
             self._status.write(last)
         if self._control is not None and self._failed is None and not self._thread.is_alive():

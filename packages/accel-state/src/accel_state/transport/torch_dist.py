@@ -1,10 +1,9 @@
 """The transport over torch.distributed, on process groups of our own.
 
 Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can
-then only wait, never mix. They have the backends of the default group, whoever made it. Headers always travel on the
-CPU: over the backend that the default group has for it, or over a second group with gloo. What travels over gloo takes
-the way that costs the processor least: in one round where it is small, in messages from tensor to tensor where it is
-not.
+then only wait, never mix. They have the backends of the default group, whoever made it. Headers always travel between
+CPU tensors: over the CPU backend of the default group, or over a second group with gloo. Tensors over gloo take the way
+that costs the processor least: one all_to_all for small ones, point-to-point messages for large ones.
 """
 
 from __future__ import annotations
@@ -17,12 +16,17 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from accel_state.forked_garbage import keep_garbage_at_forks
-from accel_state.transport.base import DONE, Reduction, Transport, Work
+from accel_state.transport.base import DONE, ForkedTransport, Reduction, Transport, Work
 from accel_state.transport.control import ControlStore
-from accel_state.transport.forked import ForkedTransport
-from accel_state.transport.leaving import leave_at_exit
-from accel_state.transport.messages import MOST_IN_ONE_ROUND, Rounds, deal, exchange, reduce_pair, send_pair
+from accel_state.transport.gloo import (
+    ALL_TO_ALL_LIMIT,
+    AllGatherByAllToAll,
+    all_gather_p2p,
+    all_reduce_p2p,
+    broadcast_p2p,
+    scatter_p2p,
+)
+from accel_state.transport.shutdown import keep_garbage_at_forks, shutdown_at_exit
 
 __all__ = ("TorchDistTransport",)
 
@@ -41,10 +45,10 @@ class TorchDistTransport(Transport):
     """Collectives over a process group made for us; torch.distributed must be initialised.
 
     Args:
-        device: where the tensors of this process lie.
+        device: of the tensors of this process.
         timeout: how long a collective may take before it fails.
         store: the store the process group was made from.
-        owner: whether the default group was made for this transport, and ends with it.
+        owner: whether the default group was made for this transport, which then ends it.
     """
 
     def __init__(
@@ -59,52 +63,52 @@ class TorchDistTransport(Transport):
         self._header = dist.new_group(timeout=timeout, backend=None if "cpu" in backends else host)
         over_header = "cpu" in backends or device.type not in backends
         self._data = self._header if over_header else dist.new_group(timeout=timeout)
-        # Each transport has keys of its own: what was told before a state was made anew is not heard afterwards.
+        # Each transport has its own keys, so that nobody reads messages from before a state was made anew.
         self._scope = f"transport{self._data.group_name}"
         self._store = None
         if host != dist.Backend.FAKE:
-            # Behind a fake group there are no other processes, and its store may hold nothing.
+            # A fake group has no other processes, and its store may be empty.
             shared = self._host_store() if store is None else store
             self._store = dist.distributed_c10d.PrefixStore(self._scope, shared)
-        self._rounds = Rounds(self._header) if host == dist.Backend.GLOO else None
+        self._small = AllGatherByAllToAll(self._header) if host == dist.Backend.GLOO else None
         self._owner = owner
-        leave_at_exit(self)
+        shutdown_at_exit(self)
         keep_garbage_at_forks()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
-        if self._rounds is not None and self._over_gloo(tensor, group):
-            if tensor.nbytes * self.world_size > MOST_IN_ONE_ROUND:
-                return exchange(output, tensor, group)
-            return _started(self._rounds.gather(output, tensor))
+        if self._small is not None and self._over_gloo(tensor, group):
+            if tensor.nbytes * self.world_size > ALL_TO_ALL_LIMIT:
+                return all_gather_p2p(output, tensor, group)
+            return _started(self._small.all_gather(output, tensor))
         if tensor.is_cpu:
-            # Each backend for the CPU can gather into a list; MPI knows no other way.
+            # Each CPU backend can gather into a list; MPI offers nothing else.
             rows = list(output.view(self.world_size, -1))
             work = dist.all_gather(rows, tensor.view(-1), group=group, async_op=True)
-            # Threads wait in the call itself, and cannot wait for what it returns.
+            # Ranks that are threads wait inside of the call, and cannot wait for its result.
             return DONE if work.is_completed() else _started(work)
         return _started(_all_gather(output, tensor, group=group, async_op=True))
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
         if self._is_pair(tensor):
-            return reduce_pair(tensor, operation, tensor if into is None else into, self._data)
+            return all_reduce_p2p(tensor, op, tensor if into is None else into, self._data)
         target = tensor if into is None else into.copy_(tensor)
-        return _started(dist.all_reduce(target, op=_REDUCTIONS[operation], group=self._data, async_op=True))
+        return _started(dist.all_reduce(target, op=_REDUCTIONS[op], group=self._data, async_op=True))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         if self._is_pair(tensor):
-            return send_pair(tensor, source, self._data)
-        return _started(dist.broadcast(tensor, src=source, group=self._data, async_op=True))
+            return broadcast_p2p(tensor, src, self._data)
+        return _started(dist.broadcast(tensor, src=src, group=self._data, async_op=True))
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
         given = None if inputs is None else list(inputs)
         if self._over_gloo(output, self._data):
-            return deal(output, given, source, self._data)
-        return _started(dist.scatter(output, given, src=source, group=self._data, async_op=True))
+            return scatter_p2p(output, given, src, self._data)
+        return _started(dist.scatter(output, given, src=src, group=self._data, async_op=True))
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
         taken = None if outputs is None else list(outputs)
-        return _started(dist.gather(tensor, taken, dst=destination, group=self._data, async_op=True))
+        return _started(dist.gather(tensor, taken, dst=dst, group=self._data, async_op=True))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         work = dist.all_to_all_single(output, tensor, group=self._data, async_op=True)
@@ -123,26 +127,26 @@ class TorchDistTransport(Transport):
         for group in {self._data, self._header}:
             dist.destroy_process_group(group)
 
-    def leave(self) -> None:
-        """End the groups over gloo, whose threads end with them when nothing else refers to the group."""
+    def shutdown(self) -> None:
+        """End the groups over gloo; their threads end with them when nothing else refers to the group."""
         groups = {self._data, self._header}
-        del self._data, self._header, self._rounds
+        del self._data, self._header, self._small
         if self._owner and dist.is_initialized():
             groups.add(dist.group.WORLD)
         while groups:
             _end_host_group(groups.pop())
 
     def _over_gloo(self, tensor: torch.Tensor, group: Any) -> bool:
-        return self._rounds is not None and group is self._header and tensor.is_cpu
+        return self._small is not None and group is self._header and tensor.is_cpu
 
     def _host_store(self) -> Any:
-        """A store on rank 0, for groups that were made without one, such as those of MPI."""
-        host, hosted, place = socket.gethostname(), None, [("", 0)]
+        """A store on rank 0, for groups without one, such as those of MPI."""
+        host, hosted, address = socket.gethostname(), None, [("", 0)]
         if self.rank == 0:
             hosted = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            place = [(host, hosted.port)]
-        dist.broadcast_object_list(place, src=0, group=self._header)
-        return hosted or dist.TCPStore(*place[0], is_master=False)  # type: ignore[attr-defined]
+            address = [(host, hosted.port)]
+        dist.broadcast_object_list(address, src=0, group=self._header)
+        return hosted or dist.TCPStore(*address[0], is_master=False)  # type: ignore[attr-defined]
 
     def _is_pair(self, tensor: torch.Tensor) -> bool:
         return self.world_size == 2 and self._over_gloo(tensor, self._data)
@@ -152,7 +156,7 @@ class TorchDistTransport(Transport):
 
 
 def _backends_of_default_group() -> dict[str, str]:
-    """Which backend moves the tensors of which type of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    """The backend of the default group for each type of device: {"cpu": "gloo", "cuda": "nccl"}."""
     pairs: Any = (pair.split(":") for pair in dist.get_backend_config().split(","))
     return dict(pairs)
 
@@ -162,7 +166,7 @@ def _end_host_group(group: Any) -> None:
         if dist.get_backend(group) == dist.Backend.GLOO:
             dist.destroy_process_group(group)
     except ValueError:
-        # The script has ended it already.
+        # The script has already ended it.
         return
 
 

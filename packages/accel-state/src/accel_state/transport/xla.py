@@ -1,8 +1,8 @@
 """The transport between processes that torch_xla's runtime connects.
 
-What lies on devices travels by the runtime's own collectives, inside of compiled graphs; headers and whatever lies on
-the CPU travel over gloo. Replicas must execute the same graphs, so each collective is a graph of its own: work that is
-pending is executed before it, since it may differ between the processes.
+Tensors on devices travel by the runtime's own collectives, inside of compiled graphs; headers and CPU tensors travel
+over gloo. Replicas must execute the same graphs, so each collective is a graph of its own, and pending work, which may
+differ between the processes, runs before it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from accel_state.transport.torch_dist import TorchDistTransport
 __all__ = ("XLATransport",)
 
 _NAMES = {"product": "mul"}
-"""What torch_xla calls a reduction, where that differs."""
+"""torch_xla's names of reductions, where they differ."""
 
 
 class XLATransport(TorchDistTransport):
     """Collectives between XLA devices, one for each process, beside a process group over gloo.
 
     Where one process drives several devices as one (SPMD), the runtime has no collectives between processes, and
-    tensors take the way over the host.
+    tensors travel over the host.
     """
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
@@ -39,38 +39,38 @@ class XLATransport(TorchDistTransport):
         output.view(-1).copy_(gathered.view(-1))
         return DONE
 
-    def all_reduce(self, tensor: torch.Tensor, operation: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", into: torch.Tensor | None = None) -> Work:
         if not self._on_device(tensor):
-            return super().all_reduce(tensor, operation, into)
+            return super().all_reduce(tensor, op, into)
         target = tensor if into is None else into.copy_(tensor)
         if _spmd():
             reduced = target.cpu()
-            super().all_reduce(reduced, operation).wait()
+            super().all_reduce(reduced, op).wait()
             target.copy_(reduced)
         else:
-            _alone(lambda model: model.all_reduce(_NAMES.get(operation, operation), [target]))
+            _alone(lambda model: model.all_reduce(_NAMES.get(op, op), [target]))
         return DONE
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         if not self._on_device(tensor):
-            return super().broadcast(tensor, source)
-        # The runtime's own broadcast multiplies by 0 elsewhere, and what is not finite would survive that.
+            return super().broadcast(tensor, src)
+        # The runtime's own broadcast multiplies by 0 elsewhere, which infinities and NaN would survive.
         gathered = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         self.all_gather(gathered, tensor.contiguous())
-        tensor.copy_(gathered.view(self.world_size, -1)[source].view_as(tensor))
+        tensor.copy_(gathered.view(self.world_size, -1)[src].view_as(tensor))
         return DONE
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int) -> Work:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
         if not self._on_device(output):
-            return super().scatter(output, inputs, source)
+            return super().scatter(output, inputs, src)
         every = torch.stack([part.reshape(-1) for part in inputs or [output] * self.world_size])
-        self.broadcast(every, source)
+        self.broadcast(every, src)
         output.copy_(every[self.rank].view_as(output))
         return DONE
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, destination: int) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
         if not self._on_device(tensor):
-            return super().gather(outputs, tensor, destination)
+            return super().gather(outputs, tensor, dst)
         gathered = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         self.all_gather(gathered, tensor.contiguous())
         for output, part in zip(outputs or (), gathered.view(self.world_size, -1), strict=outputs is not None):
@@ -93,7 +93,7 @@ def _spmd() -> bool:
 
 
 def _alone(collective: Any) -> Any:
-    """The result of a collective that is executed as a graph of its own."""
+    """The result of a collective that runs as a graph of its own."""
     import torch_xla
     import torch_xla.core.xla_model as xla_model
 

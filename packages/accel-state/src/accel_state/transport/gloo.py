@@ -1,8 +1,8 @@
 """Collectives over gloo that cost the processor less than gloo's own.
 
-gloo gathers in a ring, into a buffer that it makes for each call, and copies from there. Instead, small tensors are
-given to all in one round, which takes half the time, and large ones travel in messages from tensor to tensor, sent by
-the thread that asks, which takes two thirds of it. As many bytes travel.
+gloo gathers in a ring, into a buffer that it makes for each call, and copies from there. Instead, every process sends
+small tensors to all others in one all_to_all, which takes half the time. Large ones travel in point-to-point messages
+from tensor to tensor, which the calling thread sends; this takes two thirds of the time. As many bytes travel.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ import torch.distributed as dist
 
 from accel_state.transport.base import Reduction
 
-__all__ = ("MOST_IN_ONE_ROUND", "Messages", "Rounds", "deal", "exchange", "reduce_pair", "send_pair")
+__all__ = (
+    "ALL_TO_ALL_LIMIT",
+    "AllGatherByAllToAll",
+    "P2PWork",
+    "all_gather_p2p",
+    "all_reduce_p2p",
+    "broadcast_p2p",
+    "scatter_p2p",
+)
 
-MOST_IN_ONE_ROUND: Final = 256 * 1024
-"""Bytes for all processes together that one process may send in one round, where it makes a copy for each."""
+ALL_TO_ALL_LIMIT: Final = 256 * 1024
+"""Bytes for all processes together up to which a process makes a copy for each and sends them in one all_to_all."""
 
 _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
@@ -29,8 +37,8 @@ _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
 }
 
 
-class Rounds:
-    """Gathers small tensors, each of which every process sends to all at once.
+class AllGatherByAllToAll:
+    """Gathers small tensors: every process sends a copy to each of the others in one all_to_all.
 
     Args:
         group: the processes, connected by gloo.
@@ -42,13 +50,13 @@ class Rounds:
         self._group = group
         self._world_size = dist.get_world_size()
         self._copies = self._rows = self._new_copies()
-        # What the last round sent and received is kept: a thread of the backend would have to take the GIL to let go.
+        # Keeps the buffers of the last call: a thread of the backend that released them would have to take the GIL.
         self._last: tuple[Any, ...] = ()
 
-    def gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         """Start to collect `tensor` of every process into `output`, by rank; both are contiguous."""
         if self._last and not self._last[0].is_completed():
-            # That round may yet read what it sends.
+            # The last call may still read from its buffer.
             self._copies = self._rows = self._new_copies()
         shape = (self._world_size, tensor.numel())
         if self._rows.shape != shape or self._rows.dtype is not tensor.dtype:
@@ -66,17 +74,17 @@ class Rounds:
 
     def _new_copies(self) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.empty(max(MOST_IN_ONE_ROUND, self._world_size), dtype=torch.uint8)
+            return torch.empty(max(ALL_TO_ALL_LIMIT, self._world_size), dtype=torch.uint8)
 
 
-class Messages:
-    """Messages that were started together; they are complete when all have arrived and been put to use.
+class P2PWork:
+    """Messages that were started together, as one work; complete when all have arrived and were used.
 
-    What could not be started is told by `wait`, as what fails on the way.
+    `wait` raises what failed at the start as well as what failed on the way.
 
     Args:
-        start: starts them and returns their works.
-        finish: what is done with what arrived.
+        start: starts the messages and returns their works.
+        finish: uses what arrived.
     """
 
     __slots__ = ("_ended", "_error", "_finish", "_works")
@@ -94,7 +102,7 @@ class Messages:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all are complete.
 
-        A `timeout` shorter than the group's is not kept: gloo would close the connections when it is over.
+        Ignores a `timeout` shorter than the group's: gloo would close the connections after it.
         """
         if not self._ended:
             self._ended = True
@@ -110,11 +118,11 @@ class Messages:
         return True
 
     def is_completed(self) -> bool:
-        """Whether they were waited for."""
+        """Whether somebody waited for them."""
         return self._ended
 
 
-def exchange(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Messages:
+def all_gather_p2p(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> P2PWork:
     """Collect `tensor` of every process into `output`, by rank; both are contiguous."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     rows, mine = output.view(world_size, -1), tensor.view(-1)
@@ -128,29 +136,27 @@ def exchange(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Messages
         rows[rank].copy_(mine)
         return works
 
-    return Messages(start)
+    return P2PWork(start)
 
 
-def deal(output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, source: int, group: Any) -> Messages:
-    """Give each process its own tensor of those that process `source` has, by rank; its own may be `output` itself."""
+def scatter_p2p(output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, group: Any) -> P2PWork:
+    """Give each process its own of the `inputs` of process `src`, by rank; that of `src` may be `output` itself."""
     if inputs is None:
-        return Messages(lambda: [dist.irecv(output, source, group=group)])
-    own = inputs[source]
+        return P2PWork(lambda: [dist.irecv(output, src, group=group)])
+    own = inputs[src]
     if own is not output:
         output.copy_(own)
-    return Messages(
-        lambda: [dist.isend(tensor, rank, group=group) for rank, tensor in enumerate(inputs) if rank != source]
-    )
+    return P2PWork(lambda: [dist.isend(tensor, rank, group=group) for rank, tensor in enumerate(inputs) if rank != src])
 
 
-def send_pair(tensor: torch.Tensor, source: int, group: Any) -> Messages:
-    """Overwrite `tensor` with that of process `source`, between two processes."""
-    if dist.get_rank() == source:
-        return Messages(lambda: [dist.isend(tensor, 1 - source, group=group)])
-    return Messages(lambda: [dist.irecv(tensor, source, group=group)])
+def broadcast_p2p(tensor: torch.Tensor, src: int, group: Any) -> P2PWork:
+    """Overwrite `tensor` with that of process `src`, between two processes."""
+    if dist.get_rank() == src:
+        return P2PWork(lambda: [dist.isend(tensor, 1 - src, group=group)])
+    return P2PWork(lambda: [dist.irecv(tensor, src, group=group)])
 
 
-def reduce_pair(tensor: torch.Tensor, operation: Reduction, into: torch.Tensor, group: Any) -> Messages:
+def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, group: Any) -> P2PWork:
     """Combine `tensor` of two processes in `into`, which may be the same."""
     other = 1 - dist.get_rank()
     received = torch.empty_like(tensor) if into is tensor else into
@@ -163,6 +169,6 @@ def reduce_pair(tensor: torch.Tensor, operation: Reduction, into: torch.Tensor, 
     def finish() -> None:
         # Tensors made in inference mode can be written to in that mode alone; others do not mind.
         with torch.inference_mode():
-            _COMBINE[operation](first, second, out=into)
+            _COMBINE[op](first, second, out=into)
 
-    return Messages(start, finish)
+    return P2PWork(start, finish)

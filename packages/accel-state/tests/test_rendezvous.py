@@ -93,13 +93,13 @@ def test_rank_0_given_twice_finds_its_port_in_use(told: Told) -> None:
 def test_a_process_that_never_comes(told: Told) -> None:
     for text in told["missing"][1].result():
         assert text.startswith("CollectiveError")
-        assert "of 3 wanted to meet the others" in text
+        assert "of 3 to the others at tcp://" in text
 
 
 def test_a_process_that_never_comes_is_named_where_the_store_is_there_without_it(told: Told) -> None:
     for text in told["missing at an agent"][1].result():
         assert text.startswith("CollectiveError")
-        assert "these had not come: 1." in text
+        assert "these ranks had not come: 1." in text
 
 
 def test_a_port_that_another_program_holds(told: Told) -> None:

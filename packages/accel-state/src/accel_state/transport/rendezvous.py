@@ -1,0 +1,346 @@
+"""How the transport of a process starts: alone, or after a rendezvous with the other processes of the run.
+
+The processes meet at a store that they share, and check that each rank came once. Then torch.distributed connects them,
+with a process group over that store. A process group that the script initialised itself is used as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from accel_state.devices.base import DeviceFamily
+from accel_state.errors import AccelError, CollectiveError, SettingError
+from accel_state.topology import Topology
+from accel_state.transport.base import LocalTransport, Transport
+
+__all__ = ("backend_for", "init_transport", "topology_of_group")
+
+_GRACE: Final = timedelta(seconds=2)
+"""What torch is given beyond the timeout to report by itself."""
+
+_LAST_WORDS: Final = timedelta(seconds=10)
+"""How long the process that hosts the store waits for the others to read why all give up."""
+
+_FIRST_PAUSE: Final = 0.002
+_LONGEST_PAUSE: Final = 0.1
+"""Seconds between two tries to connect; they double up to this."""
+
+_rendezvous_counts: Counter[tuple[str, int]] = Counter()
+"""How often this process met others at a URL; a second rendezvous must not read the keys of the first one."""
+
+
+def backend_for(family: DeviceFamily, requested: str | None) -> str:
+    """Name of the torch.distributed backend for a device family; `requested` wins where it can move its tensors.
+
+    "nccl" is what the interface has as its default, so on another family it means "by device".
+
+    Raises:
+        NotOffered: no backend is requested and none is known.
+    """
+    if requested is None or (requested == "nccl" and family.backend != "nccl"):
+        return family.distributed_backend()
+    return requested
+
+
+def topology_of_group(devices: int) -> Topology | None:
+    """The place of this process in the default group of torch.distributed; None before there is one.
+
+    For a process whose launcher left no trace. This assumes that ranks follow each other on each machine.
+
+    Args:
+        devices: of this machine. With several, this assumes that as many processes are on each machine; with one,
+            which all share, that all of them are.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_world_size = world_size if devices == 1 else min(devices, world_size)
+    node, local = divmod(rank, local_world_size)
+    return Topology(rank, world_size, local, local_world_size, node, scheme="process group")
+
+
+def init_transport(
+    topology: Topology,
+    family: DeviceFamily,
+    device: torch.device,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+) -> tuple[Transport, str | None]:
+    """The transport of this process and the name of its torch.distributed backend (None when it runs alone).
+
+    A process group that the script initialised itself is used as it is, whatever its backend.
+
+    Args:
+        topology: the place of this process.
+        family: of its device.
+        device: where its tensors are.
+        backend: of torch.distributed; by default that of the family.
+        init_method: URL of the rendezvous; by default MASTER_ADDR and MASTER_PORT.
+        timeout: of the rendezvous and of each collective; by default that of the family.
+
+    Raises:
+        SettingError: no address is known for the rendezvous, or two processes have the same rank.
+        NotOffered: no backend is known that moves the tensors of the device.
+        CollectiveError: the processes did not meet in time, or could not connect to each other.
+    """
+    limit = timeout or family.timeout
+    if dist.is_available() and dist.is_initialized():
+        return _transport(family)(device, limit, dist.distributed_c10d._get_default_store()), dist.get_backend()
+    no_address = topology.master_addr is None or topology.master_port is None
+    if topology.world_size == 1 and (no_address or not dist.is_available()):
+        return LocalTransport(device), None
+    chosen = backend_for(family, backend)
+    store = _init_store(topology, init_method, limit)
+    try:
+        return _connect(topology, family, device, chosen, store, limit), chosen
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise CollectiveError(
+            f"Cannot connect process {topology.rank} of {topology.world_size} to the others, which it has met.",
+            f"The backend {chosen!r} could not: {str(error).splitlines()[0]}.",
+            "Look at the output of the other processes, and at the network between the machines.",
+        ) from error
+
+
+def _connect(
+    topology: Topology, family: DeviceFamily, device: torch.device, backend: str, store: Any, timeout: timedelta
+) -> Transport:
+    """The transport over a process group that this makes; the transport owns the group and ends it."""
+    dist.init_process_group(
+        backend=backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+    )
+    transport: Transport = _transport(family)(device, timeout, store, owner=True)
+    # A process that ended now would break the connections that others still make.
+    transport.barrier()
+    return transport
+
+
+def _transport(family: DeviceFamily) -> Any:
+    """The class of the transport between processes on a family's devices."""
+    module, _, name = family.transport.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# ---------------------------------------------------------------------- the store
+
+
+def _init_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Any:
+    """The store that all processes share, with a prefix of its own for each attempt of a restarted run.
+
+    Raises:
+        SettingError: no address is known, or several processes have the same rank.
+        CollectiveError: the processes did not meet in time.
+    """
+    if init_method is None or init_method == "env://":
+        _check_address(topology)
+        host = f"[{topology.master_addr}]" if ":" in str(topology.master_addr) else topology.master_addr
+        url = f"tcp://{host}:{topology.master_port}"
+    else:
+        url = init_method
+    try:
+        store = _in_time(lambda: _open_store(url, topology, timeout), timeout)
+        store.set_timeout(timeout)
+        again = _rendezvous_counts[url, topology.attempt]
+        _rendezvous_counts[url, topology.attempt] += 1
+        named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
+        _in_time(lambda: _check_ranks(named, topology, url, timeout), timeout + _LAST_WORDS)
+    except AccelError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _failed_rendezvous(topology, url, error) from error
+    return named
+
+
+def _check_address(topology: Topology) -> None:
+    address = (("MASTER_ADDR", topology.master_addr), ("MASTER_PORT", topology.master_port))
+    missing = [name for name, value in address if value is None]
+    if missing:
+        raise SettingError(
+            f"Cannot connect rank {topology.rank} of {topology.world_size} ({topology.scheme}) to the other processes.",
+            f"{' and '.join(missing)} not set, so the processes have no address to meet at.",
+            "Set them, or start the script with `accel launch`, which sets them.",
+        )
+
+
+def _open_store(url: str, topology: Topology, timeout: timedelta) -> Any:
+    from torch.distributed.rendezvous import rendezvous
+
+    deadline = time.monotonic() + timeout.total_seconds()
+    if topology.rank != 0:
+        _wait_for_host(url, deadline)
+    left = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+    store = _host_on_loopback(url, topology, left)
+    return next(rendezvous(url, topology.rank, topology.world_size, timeout=left))[0] if store is None else store
+
+
+def _in_time(work: Callable[[], Any], timeout: timedelta) -> Any:
+    """What `work` returns; it runs in a thread that can be abandoned, since torch waits for a silent host for ever.
+
+    Raises:
+        TimeoutError: it did not end in time.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="accel_state.rendezvous", daemon=True)
+    thread.start()
+    thread.join((timeout + _GRACE).total_seconds())
+    if not outcome:
+        raise TimeoutError(f"the host there did not answer within {timeout.total_seconds():g} seconds")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _host_on_loopback(url: str, topology: Topology, timeout: timedelta) -> Any | None:
+    """The store, hosted on the loopback interface; None where torch or another process hosts it.
+
+    torch listens on every interface of the machine, even for a rendezvous at a loopback address.
+    """
+    address = urlsplit(url)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if topology.rank != 0 or agent_hosts or os.name != "posix" or address.scheme != "tcp" or address.query:
+        return None
+    host = "127.0.0.1" if address.hostname == "localhost" else str(address.hostname)
+    if not _is_loopback(host) or not address.port:
+        return None
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        # A launcher keeps the port bound without listening, for which both have to set this.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, address.port))
+        listener.listen()
+    except OSError:
+        # torch uses a store of this process that has not ended yet again, and reports the error for all others.
+        listener.close()
+        return None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        address.port,
+        topology.world_size,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _wait_for_host(url: str, deadline: float) -> None:
+    """Return when the host of the store listens; torch would try only about twice a second.
+
+    Raises:
+        TimeoutError: nobody listened before the deadline.
+    """
+    address = urlsplit(url)
+    if address.scheme != "tcp" or address.hostname is None or address.port is None:
+        return
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.1)
+            socket.create_connection((address.hostname, address.port), timeout=left).close()
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                raise TimeoutError(f"nobody listened there: {error}") from error
+        else:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _failed_rendezvous(topology: Topology, url: str, error: Exception) -> CollectiveError:
+    if "EADDRINUSE" in str(error):
+        return CollectiveError(
+            _cannot_meet(topology, url),
+            "This process has to listen there, and the port is in use: by another program, or by a second process "
+            f"that was started as rank {topology.rank}.",
+            "Give every process another rank, or choose another MASTER_PORT (`accel launch` finds a free one).",
+        )
+    return CollectiveError(
+        _cannot_meet(topology, url),
+        f"The rendezvous failed: {str(error).splitlines()[0]}.",
+        "Check that the address is that of the first machine, that the port is free there, and that every process "
+        "was started.",
+    )
+
+
+def _cannot_meet(topology: Topology, url: str) -> str:
+    return f"Cannot connect process {topology.rank} of {topology.world_size} to the others at {url}."
+
+
+# ---------------------------------------------------------------------- the check of ranks
+
+
+def _check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -> None:
+    """Wait until every process of the run came, and check that no two have the same rank.
+
+    Two processes with one rank would otherwise overwrite each other's connections, and all would wait.
+    """
+    if topology.world_size == 1:
+        return
+    if store.add(f"came/{topology.rank}", 1) > 1:
+        store.set("twice", str(topology.rank))
+    if store.add("came", 1) == topology.world_size:
+        store.set("all came", "")
+    try:
+        store.wait(["all came"], timeout)
+    except RuntimeError as error:
+        raise CollectiveError(
+            _cannot_meet(topology, url),
+            _missing(store, topology, timeout),
+            "Look at the output of those processes, and check that every process was started.",
+        ) from error
+    if store.check(["twice"]):
+        twice = store.get("twice").decode()
+        _wait_for_readers(store, topology)
+        raise SettingError(
+            _cannot_meet(topology, url),
+            f"Two processes were started as rank {twice}.",
+            "Give every process another rank, or start the script with `accel launch`, which does.",
+        )
+
+
+def _missing(store: Any, topology: Topology, timeout: timedelta) -> str:
+    try:
+        missing = [str(rank) for rank in range(topology.world_size) if not store.check([f"came/{rank}"])]
+    except RuntimeError as error:
+        return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."
+    return f"After {timeout.total_seconds():g} seconds these ranks had not come: {', '.join(missing)}."
+
+
+def _wait_for_readers(store: Any, topology: Topology) -> None:
+    """Keep the store, which ends with its host, until every process has read from it."""
+    with contextlib.suppress(RuntimeError):
+        if store.add("left", 1) == topology.world_size:
+            store.set("all left", "")
+        if topology.rank == 0:
+            store.wait(["all left"], _LAST_WORDS)
