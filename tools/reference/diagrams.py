@@ -40,7 +40,7 @@ _PATH = {
     "accel_data.dispatcher": (3, 1, 1),
     "accel_data.postal": (4, 1, 1),
     "accel_state.transport": (5, 1, 1),
-    "accel_ops.move": (6, 0, 1),
+    "accel_ops.conversion": (6, 0, 1),
     _SCRIPT: (7, 0, 1),
     "accel_plugins.strategy": (8, 0, 0),
     "accel_torch.metrics": (8, 1, 1),
@@ -61,12 +61,12 @@ _STEPS = (
     Step("accel_data.samplers", "accel_data.plan", "accel_data.samplers"),
     Step("accel_data.plan", "accel_data.indexed", "accel_data.indexed"),
     Step("accel_data.indexed", "accel_data.loader", "accel_data.loader"),
-    Step("accel_data.loader", "accel_ops.move", "accel_data.loader"),
+    Step("accel_data.loader", "accel_ops.conversion", "accel_data.loader"),
     Step("accel_data.plan", "accel_data.dispatched", "accel_data.dispatched"),
     Step("accel_data.dispatched", "accel_data.dispatcher", "accel_data.dispatcher"),
     Step("accel_data.dispatcher", "accel_data.postal", "accel_data.dispatcher"),
     Step("accel_data.postal", "accel_state.transport", "accel_data.postal"),
-    Step("accel_state.transport", "accel_ops.move", "accel_data.dispatcher"),
+    Step("accel_state.transport", "accel_ops.conversion", "accel_data.dispatcher"),
     Step("accel_plugins.strategy", "accel_torch.step", "accel_torch.step"),
     Step("accel_torch.metrics", "accel_ops.collectives", "accel_torch.metrics"),
 )
@@ -74,7 +74,7 @@ _BETWEEN = frozenset({"accel_data.postal", "accel_ops"})
 """The sender that a loader has, and the package whose names are gathered at its top."""
 
 _OF_THE_SCRIPT = (
-    Arrow("accel_ops.move", _SCRIPT),
+    Arrow("accel_ops.conversion", _SCRIPT),
     Arrow(_SCRIPT, "accel_plugins.strategy"),
     Arrow(_SCRIPT, "accel_torch.metrics"),
 )

@@ -134,7 +134,7 @@ def compare_broadcasts(specs: list[Any]) -> None:
         for source in range(PartialState(cpu=True).num_processes):
             data = data_of(spec, seed)
             expected = {path: on_all_ranks(leaf)[source] for path, leaf in in_order(data)}
-            assert broadcast(data, from_process=source) is data
+            assert broadcast(data, src=source) is data
             check_same(data, expected, data)
 
 
@@ -144,7 +144,7 @@ def compare_scatters(specs: list[Any]) -> None:
         data = data_of(("dict", {"a": spec, "b": ("leaf", "float32", [8, 2], False)}), seed)
         for source in range(state.num_processes):
             whole = {path: on_all_ranks(leaf)[source] for path, leaf in in_order(data)}
-            mine = scatter(data if state.process_index == source else None, from_process=source)
+            mine = scatter(data if state.process_index == source else None, src=source)
             parts = {path: leaf.chunk(state.num_processes)[state.process_index] for path, leaf in whole.items()}
             for path, leaf in leaves_with_paths(mine):
                 assert torch.equal(as_bytes(leaf.contiguous()), as_bytes(parts[path].contiguous())), path

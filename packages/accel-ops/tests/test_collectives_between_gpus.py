@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_ops import broadcast, gather, gather_object, pad_across_processes, reduce
-from accel_ops.plan import LARGE
+from accel_ops.checked_call import LARGE
 from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
 from accel_state.errors import ShapeMismatch
@@ -43,7 +43,7 @@ def on_gpus() -> list[str]:
     assert torch.equal(gathered["half"], torch.cat([nested(other, device)["half"] for other in range(2)]))
     mean = reduce(nested(rank, device))
     assert all(leaf.eq(0.5).all() for leaf in (*mean["small"], mean["half"], mean["large"], mean["scalar"]))
-    sent = broadcast(nested(rank, device), from_process=1)
+    sent = broadcast(nested(rank, device), src=1)
     assert sent["large"].eq(1).all()
     assert sent["large"].device == device
     padded = pad_across_processes(torch.ones(1 + rank, device=device))

@@ -39,9 +39,9 @@ def nested() -> tuple[Any, ...]:
     gathered = gather(data)
     total = reduce(data["y"], "sum")[0].item()
     most = reduce(data["x"], "max").tolist()
-    sent = broadcast({"z": torch.tensor([rank])}, from_process=3)["z"].item()
+    sent = broadcast({"z": torch.tensor([rank])}, src=3)["z"].item()
     padded = pad_across_processes(torch.ones(rank % 5 + 1)).shape[0]
-    mine = scatter(torch.arange(WORLD) if rank == 5 else None, from_process=5).item()
+    mine = scatter(torch.arange(WORLD) if rank == 5 else None, src=5).item()
     return gathered["x"].tolist(), gathered["y"][0].tolist(), total, most, sent, padded, mine
 
 
@@ -55,7 +55,7 @@ def test_tensors_between_64_ranks() -> None:
 def objects() -> tuple[list[Any], list[Any]]:
     rank = PartialState(cpu=True).process_index
     names = gather_object([f"rank {rank}"] * (rank % 3))
-    return names, broadcast_object_list([rank, {"from": rank}], from_process=WORLD - 1)
+    return names, broadcast_object_list([rank, {"from": rank}], src=WORLD - 1)
 
 
 def test_objects_between_64_ranks() -> None:

@@ -16,7 +16,7 @@ from accel_ops import (
     reduce,
     scatter,
 )
-from accel_ops.plan import LARGE
+from accel_ops.checked_call import LARGE
 from accel_state import PartialState
 from accel_state.testing.kinds_of_devices import on_devices, working_on
 from accel_state.testing.processes import Processes
@@ -66,7 +66,7 @@ def exchange(kind: str, backend: str | None) -> str:
         check(reduce(nested(rank, device), "sum"), [sum(ranks)], device, 1)
         check(reduce({"mean": nested(rank, device)["large"]}, "mean"), [sum(ranks) / count], device, 1)
         check(reduce({"scaled": nested(rank, device)["scalar"]}, "sum", 2.0), [2 * sum(ranks)], device, 1)
-        check(broadcast(nested(rank, device), from_process=count - 1), [count - 1.0], device, 1)
+        check(broadcast(nested(rank, device), src=count - 1), [count - 1.0], device, 1)
         to_last = gather(nested(rank, device), dst=count - 1)
         if rank == count - 1:
             check(to_last, ranks, device, count)
@@ -75,7 +75,7 @@ def exchange(kind: str, backend: str | None) -> str:
         padded = pad_across_processes(torch.ones(1 + rank, device=device) + busy(device))
         assert padded.tolist() == [1.0] * (1 + rank) + [0.0] * (count - 1 - rank)
         assert gather_object([rank]) == list(range(count))
-        assert broadcast_object_list([rank, "text"], from_process=count - 1) == [count - 1, "text"]
+        assert broadcast_object_list([rank, "text"], src=count - 1) == [count - 1, "text"]
         assert gather(torch.tensor([rank])).tolist() == list(range(count))
         state.wait_for_everyone()
         return str(state.backend)

@@ -65,7 +65,7 @@ def no_gradients() -> None:
         assert not result.requires_grad
         assert type(result) is torch.Tensor
     parameter = torch.nn.Parameter(torch.full((2,), float(rank())))
-    assert broadcast(parameter, from_process=1) is parameter
+    assert broadcast(parameter, src=1) is parameter
     assert parameter.tolist() == [1.0, 1.0]
     assert parameter.requires_grad
     assert parameter.is_leaf
@@ -76,7 +76,7 @@ def in_place() -> None:
     """Every kind of target is overwritten where it lies, also parts of a larger tensor."""
     whole = torch.full((600, 600), float(rank()))
     targets = [whole[:2, :2], whole.t()[300:, 300:], torch.full((2,), rank()), torch.full((400, 400), float(rank()))]
-    broadcast(targets, from_process=1)
+    broadcast(targets, src=1)
     assert all(target.eq(1).all() for target in targets)
     assert whole[0, 5] == rank()
     assert whole[450, 450] == 1
@@ -99,7 +99,7 @@ def inference_mode() -> None:
         assert gather(small).tolist() == [0.0, 0.0, 1.0, 1.0]
     assert gather([small, large])[0].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert reduce([small, large], "sum")[1].eq(1).all()
-    broadcast([small, large], from_process=1)
+    broadcast([small, large], src=1)
     assert small.eq(1).all()
     assert large.eq(1).all()
     with torch.inference_mode():
@@ -155,7 +155,7 @@ def subclasses() -> None:
 
     tagged = torch.full((2,), float(rank())).as_subclass(Tagged)
     assert gather([tagged])[0].tolist() == [0.0, 0.0, 1.0, 1.0]
-    broadcast(tagged, from_process=1)
+    broadcast(tagged, src=1)
     assert tagged.tolist() == [1.0, 1.0]
 
 
@@ -195,11 +195,11 @@ def distributed_tensors() -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         target = distribute_tensor(whole if rank() else whole * 0, own, [placement], src_data_rank=None)
         beside = torch.full((2,), float(rank()))
-        broadcast([target, beside], from_process=1)
+        broadcast([target, beside], src=1)
         assert target.to_local().equal(distribute_tensor(whole, own, [placement], src_data_rank=None).to_local())
         assert beside.tolist() == [1.0, 1.0]
     with pytest.raises(UnknownKind, match="partial sum"):
-        broadcast(partial, from_process=1)
+        broadcast(partial, src=1)
     with pytest.raises(ShapeMismatch, match="DTensor"):
         gather(spread if rank() else distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None))
 
@@ -221,7 +221,7 @@ def objects() -> None:
     assert gather_object(torch.tensor([[number]]))[1].tolist() == [1]
     for length in (1, 100_000):
         given = ["x" * length, number]
-        assert broadcast_object_list(given, from_process=1) is given
+        assert broadcast_object_list(given, src=1) is given
         assert given == ["x" * length, 1]
     assert broadcast_object_list([]) == []
 

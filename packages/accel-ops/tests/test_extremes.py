@@ -38,24 +38,24 @@ def values_of(rank: int, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Ten
     return drawn.to(dtype)
 
 
-def extremes(dtypes: list[torch.dtype], reduction: str) -> None:
+def extremes(dtypes: list[torch.dtype], op: str) -> None:
     state = PartialState(cpu=True)
     cases = [(dtype, size) for dtype in dtypes for size in SIZES]
     given = [values_of(state.process_index, *case) for case in cases]
     kept = [tensor.clone() for tensor in given]
-    for found, case in zip(reduce(given, reduction), cases, strict=True):
+    for found, case in zip(reduce(given, op), cases, strict=True):
         everyones = torch.stack([values_of(rank, *case) for rank in range(state.num_processes)])
-        expected = everyones.amax(0) if reduction == "max" else everyones.amin(0)
+        expected = everyones.amax(0) if op == "max" else everyones.amin(0)
         assert found.dtype is case[0]
         assert found.equal(expected), case
     assert all(now.equal(before) for now, before in zip(given, kept, strict=True))
 
 
-@pytest.mark.parametrize("reduction", ["max", "min"])
-def test_every_dtype_and_size(group: Processes, reduction: str) -> None:
-    group.run(extremes, list(DTYPES), reduction)
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_every_dtype_and_size(group: Processes, op: str) -> None:
+    group.run(extremes, list(DTYPES), op)
     for dtype in DTYPES:
-        group.run(extremes, [dtype], reduction)
+        group.run(extremes, [dtype], op)
 
 
 def spoilt(count: int, rank_with_nan: int) -> Any:
@@ -85,10 +85,10 @@ def test_the_result_is_scaled(group: Processes) -> None:
     assert answers == [len(answers) / 2] * len(answers)
 
 
-def refused(reduction: str, dtype: torch.dtype, scale: float) -> str:
+def refused(op: str, dtype: torch.dtype, scale: float) -> str:
     PartialState(cpu=True)
     try:
-        reduce(torch.ones(2).to(dtype), reduction, scale=scale)
+        reduce(torch.ones(2).to(dtype), op, scale=scale)
     except (SettingError, UnknownKind) as error:
         return f"{error.obstacle} {error.remedy}"
     return "nothing was raised"

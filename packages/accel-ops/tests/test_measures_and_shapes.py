@@ -20,10 +20,8 @@ from accel_ops import (
     find_device,
     get_data_structure,
     get_shape,
-    ignorant_find_batch_size,
     initialize_tensors,
     is_tensor_information,
-    is_torch_xpu_tensor,
     listify,
     pad_input_tensors,
     slice_tensors,
@@ -43,7 +41,6 @@ class Sample:
 @pytest.mark.parametrize("data", [X, [X], {"a": {"b": X}, "c": torch.ones(9)}, Pair((X,), None)])
 def test_the_batch_size_is_that_of_the_first_tensor(data: Any) -> None:
     assert find_batch_size(data) == 2
-    assert ignorant_find_batch_size(data) == 2
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,6 @@ def test_the_batch_size_is_that_of_the_first_tensor(data: Any) -> None:
 def test_data_without_a_batch_size_are_refused(data: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         find_batch_size(data)
-    assert ignorant_find_batch_size(data) is None
 
 
 def test_the_device_is_that_of_the_first_tensor() -> None:
@@ -101,11 +97,6 @@ def test_shapes_structures_and_numbers_take_the_place_of_tensors() -> None:
     assert made[1]["a"].shape == (2, 3)
     assert made[1]["a"].dtype is torch.bfloat16
     assert initialize_tensors(get_data_structure(torch.tensor(1))).shape == ()
-
-
-def test_a_tensor_on_the_cpu_is_none_of_an_intel_gpu() -> None:
-    assert not is_torch_xpu_tensor(X)
-    assert not is_torch_xpu_tensor("text")
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,7 +18,7 @@ from accel_ops import (
     scatter,
     synchronize_rng_states,
 )
-from accel_ops.plan import LARGE
+from accel_ops.checked_call import LARGE
 from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
 from accel_state.protocol.slot import HEADER, slot_size

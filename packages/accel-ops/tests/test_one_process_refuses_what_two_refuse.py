@@ -22,9 +22,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "scaled sum of integers": lambda: reduce(torch.arange(3), "sum", scale=0.5),
     "reduce of a number": lambda: reduce(2.5, "mean"),
     "broadcast of a number": lambda: broadcast(3),
-    "broadcast from a rank that no process has": lambda: broadcast(torch.ones(1), from_process=7),
+    "broadcast from a rank that no process has": lambda: broadcast(torch.ones(1), src=7),
     "broadcast of objects that are no list": lambda: broadcast_object_list("text"),
-    "broadcast of objects from a rank that no process has": lambda: broadcast_object_list([1], from_process=7),
+    "broadcast of objects from a rank that no process has": lambda: broadcast_object_list([1], src=7),
     "gather of a text as objects": lambda: gather_object("text"),
     "gather of a dict as objects": lambda: gather_object({"a": 1}),
     "gather of a number as objects": lambda: gather_object(3),
@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "padding with what a dtype cannot hold": lambda: pad_across_processes(torch.arange(3), pad_index=0.5),
     "scatter of a number": lambda: scatter(3),
     "scatter of a scalar tensor": lambda: scatter(torch.tensor(3.0)),
-    "scatter from a rank that no process has": lambda: scatter(torch.ones(2), from_process=7),
+    "scatter from a rank that no process has": lambda: scatter(torch.ones(2), src=7),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ops.packing import Packing, as_bytes, gathered_shape
+from accel_ops.packing import PackedLayout, as_bytes, gathered_shape
 from accel_state.protocol.slot import ALIGNMENT, HEADER, slot_size
 
 DTYPES = [
@@ -48,17 +48,17 @@ def tensor_of(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
 @given(kinds, st.integers(1, 3))
 def test_what_was_packed_is_unpacked(given_kinds: list[tuple[torch.dtype, list[int]]], rows: int) -> None:
     tensors = [[tensor_of(dtype, shape) for dtype, shape in given_kinds] for _ in range(rows)]
-    packing = Packing(((tensor.shape, tensor.dtype) for tensor in tensors[0]), rows)
-    buffer = torch.full((rows, packing.nbytes), 255, dtype=torch.uint8)
+    layout = PackedLayout(((tensor.shape, tensor.dtype) for tensor in tensors[0]), rows)
+    buffer = torch.full((rows, layout.nbytes), 255, dtype=torch.uint8)
     for row in range(rows):
-        packing.write(tensors[row], buffer[row])
-    for position, joined in enumerate(packing.join(buffer)):
+        layout.write(tensors[row], buffer[row])
+    for position, joined in enumerate(layout.join(buffer)):
         parts = [row[position] for row in tensors]
         assert joined.shape == gathered_shape(parts[0].shape, rows)
         assert joined.dtype is parts[0].dtype
         assert torch.equal(as_bytes(joined), torch.cat([as_bytes(part) for part in parts]))
     for copy in (True, False):
-        for position, part in enumerate(packing.split(buffer[0], copy)):
+        for position, part in enumerate(layout.split(buffer[0], copy)):
             assert part.shape == tensors[0][position].shape
             assert torch.equal(as_bytes(part), as_bytes(tensors[0][position]))
 
@@ -66,30 +66,30 @@ def test_what_was_packed_is_unpacked(given_kinds: list[tuple[torch.dtype, list[i
 @settings(max_examples=40, deadline=None)
 @given(kinds)
 def test_each_unpacked_tensor_owns_its_memory(given_kinds: list[tuple[torch.dtype, list[int]]]) -> None:
-    packing = Packing(((shape, dtype) for dtype, shape in given_kinds), 2)
-    buffer = torch.zeros(2, packing.nbytes, dtype=torch.uint8)
-    for part in [*packing.join(buffer), *packing.split(buffer[0])]:
+    layout = PackedLayout(((shape, dtype) for dtype, shape in given_kinds), 2)
+    buffer = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
+    for part in [*layout.join(buffer), *layout.split(buffer[0])]:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
 def test_nothing_takes_no_bytes() -> None:
-    assert Packing([], 2).nbytes == 0
+    assert PackedLayout([], 2).nbytes == 0
 
 
 def test_segments_begin_where_every_dtype_can_be_read() -> None:
-    packing = Packing([((1,), torch.bool), ((3,), torch.complex128), ((), torch.int8), ((5,), torch.bool)])
-    assert all(segment.start % ALIGNMENT == 0 for segment in packing.segments)
-    assert packing.nbytes % ALIGNMENT == 0
-    assert [segment.members for segment in packing.segments] == [(0, 3), (1,), (2,)]
+    layout = PackedLayout([((1,), torch.bool), ((3,), torch.complex128), ((), torch.int8), ((5,), torch.bool)])
+    assert all(segment.start % ALIGNMENT == 0 for segment in layout.segments)
+    assert layout.nbytes % ALIGNMENT == 0
+    assert [segment.members for segment in layout.segments] == [(0, 3), (1,), (2,)]
 
 
 @pytest.mark.parametrize("beside", [[], [torch.zeros(2, 7, dtype=torch.int64)]])
 def test_tensors_that_are_not_contiguous_are_packed_in_their_order(beside: list[torch.Tensor]) -> None:
     tensors = [torch.arange(6).reshape(2, 3).t(), *beside]
-    packing = Packing((tensor.shape, tensor.dtype) for tensor in tensors)
-    buffer = torch.empty(packing.nbytes, dtype=torch.uint8)
-    packing.write(tensors, buffer)
-    assert packing.split(buffer)[0].tolist() == [[0, 3], [1, 4], [2, 5]]
+    layout = PackedLayout((tensor.shape, tensor.dtype) for tensor in tensors)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.write(tensors, buffer)
+    assert layout.split(buffer)[0].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64, 1000, 100_000])

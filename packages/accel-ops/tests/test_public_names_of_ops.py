@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import accel_ops
-from accel_ops import collectives, dtype, measure, move, objects, rng, shape, tree
+from accel_ops import collectives, conversion, objects, reduction, rng, shape, tree
 
 
 def test_names_for_type_checkers_and_at_run_time_are_the_same() -> None:
@@ -24,18 +24,20 @@ def test_names_for_type_checkers_and_at_run_time_are_the_same() -> None:
 
 def test_parameters_and_defaults_are_those_that_callers_know() -> None:
     known = {
-        collectives.broadcast: "(tensor, from_process=0)",
-        collectives.reduce: "(tensor, reduction='mean', scale=1.0)",
-        objects.broadcast_object_list: "(object_list, from_process=0)",
+        collectives.broadcast: "(tensor, src=0)",
+        collectives.scatter: "(tensor=None, src=0)",
+        reduction.reduce: "(tensor, op='mean', scale=1.0)",
+        reduction.reduce_scatter: "(tensor, op='sum')",
+        objects.broadcast_object_list: "(object_list, src=0)",
         objects.gather_object: "(object)",
         shape.concatenate: "(data, dim=0)",
         shape.pad_across_processes: "(tensor, dim=0, pad_index=0, pad_first=False)",
         shape.pad_input_tensors: "(tensor, batch_size, num_processes, dim=0)",
         shape.slice_tensors: "(data, tensor_slice, process_index=None, num_processes=None)",
-        move.send_to_device: "(tensor, device, non_blocking=False, skip_keys=None)",
+        conversion.send_to_device: "(tensor, device, non_blocking=False, skip_keys=None)",
         tree.honor_type: "(obj, generator)",
-        dtype.convert_outputs_to_fp32: "(model_forward)",
-        measure.find_batch_size: "(data)",
+        conversion.convert_outputs_to_fp32: "(model_forward)",
+        tree.find_batch_size: "(data)",
         rng.set_seed: "(seed, device_specific=False, deterministic=False)",
         rng.synchronize_rng_state: "(rng_type=None, generator=None)",
         rng.synchronize_rng_states: "(rng_types, generator=None)",

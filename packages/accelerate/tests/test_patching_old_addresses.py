@@ -11,7 +11,7 @@ import torch
 import accel_data.loader
 import accel_ops
 import accel_ops.collectives
-import accel_ops.move
+import accel_ops.conversion
 import accelerate.accelerator
 import accelerate.utils
 import accelerate.utils.operations
@@ -46,11 +46,11 @@ def test_a_patch_reaches_whoever_calls_it(address: str, read_before: bool) -> No
 
 
 def test_a_patch_reaches_modules_that_imported_the_name() -> None:
-    original = accel_ops.move.send_to_device
+    original = accel_ops.conversion.send_to_device
     assert accel_data.loader.send_to_device is original
     with mock.patch("accelerate.utils.send_to_device") as stand_in:
-        assert accel_data.loader.send_to_device is accel_ops.move.send_to_device is stand_in
-    assert accel_data.loader.send_to_device is accel_ops.move.send_to_device is original
+        assert accel_data.loader.send_to_device is accel_ops.conversion.send_to_device is stand_in
+    assert accel_data.loader.send_to_device is accel_ops.conversion.send_to_device is original
 
 
 def test_the_object_to_patch_can_be_the_module() -> None:
@@ -62,15 +62,15 @@ def test_the_object_to_patch_can_be_the_module() -> None:
 
 
 def test_deleting_and_assigning_at_an_old_address() -> None:
-    original = accel_ops.collectives.reduce
+    original = accel_ops.collectives.gather
     module: Any = accelerate.utils
-    del module.reduce
+    del module.gather
     try:
-        assert not hasattr(accel_ops.collectives, "reduce")
-        assert not hasattr(module, "reduce")
+        assert not hasattr(accel_ops.collectives, "gather")
+        assert not hasattr(module, "gather")
     finally:
-        module.reduce = original
-    assert accel_ops.collectives.reduce is accelerate.utils.operations.reduce is original
+        module.gather = original
+    assert accel_ops.collectives.gather is accelerate.utils.operations.gather is original
 
 
 def test_what_is_no_name_of_the_table_stays_in_the_module() -> None:

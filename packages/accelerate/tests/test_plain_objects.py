@@ -50,7 +50,7 @@ def replicated() -> None:
     shape, number = gather_tensor_shape(given)
     assert shape.tolist() == [3]
     assert number == TENSOR_TYPE_TO_INT[torch.float32]
-    with pytest.raises(SettingError, match="No process"):
+    with pytest.raises(SettingError, match="Every process gave None"):
         copy_tensor_to_devices(None)
 
 

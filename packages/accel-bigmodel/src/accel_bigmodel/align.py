@@ -16,8 +16,8 @@ from accel_bigmodel.hooks import ModelHook, SequentialHook
 from accel_bigmodel.place import TiedParameters, parameter_like, set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
-from accel_ops.measure import find_device
-from accel_ops.move import send_to_device
+from accel_ops.conversion import send_to_device
+from accel_ops.tree import find_device
 from accel_state.errors import ShapeMismatch
 from accel_state.marks import HOOK
 

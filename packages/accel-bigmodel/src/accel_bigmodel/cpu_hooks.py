@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_bigmodel.device_map import Device, resolve_device
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from accel_ops.move import send_to_device
+from accel_ops.conversion import send_to_device
 from accel_state.devices.select import best_family
 
 __all__ = ("CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook")

@@ -19,7 +19,7 @@ from accel_bigmodel.offload import OffloadedWeightsLoader, extract_submodules_st
 from accel_bigmodel.offload_index import INDEX_NAME
 from accel_bigmodel.prefetch import BlockReader
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
-from accel_ops.measure import find_device
+from accel_ops.tree import find_device
 from accel_state.errors import SettingError
 from accel_state.marks import DEVICE_MAP
 

@@ -14,10 +14,9 @@ from accel_bigmodel.device_map import infer_auto_device_map
 from accel_bigmodel.pipeline_stage import Stage
 from accel_bigmodel.placement import pieces_of
 from accel_ops.collectives import broadcast
-from accel_ops.measure import find_batch_size, get_data_structure, initialize_tensors
 from accel_ops.objects import broadcast_object_list
 from accel_ops.shape import slice_tensors
-from accel_ops.tree import leaves_with_paths, recursively_apply
+from accel_ops.tree import find_batch_size, get_data_structure, initialize_tensors, leaves_with_paths, recursively_apply
 from accel_state import current
 from accel_state.errors import AccelError, SettingError
 
@@ -200,8 +199,8 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     if not gather_output:
         return output
     structure: list[Any] = [get_data_structure(output) if process.rank == last else None]
-    broadcast_object_list(structure, from_process=last)
+    broadcast_object_list(structure, src=last)
     mine = output if process.rank == last else initialize_tensors(structure[0])
     tensors = [leaf for _, leaf in leaves_with_paths(mine) if isinstance(leaf, torch.Tensor)]
-    shared_tensors = iter(broadcast(tensors, from_process=last))
+    shared_tensors = iter(broadcast(tensors, src=last))
     return recursively_apply(lambda _: next(shared_tensors), mine)

@@ -17,7 +17,7 @@ from accel_data.mesh import coordinates
 from accel_data.postal import Arrival, alone, receive, send
 from accel_data.prepared import END, PreparedLoader
 from accel_data.progress import Outlook, Position, Progress
-from accel_ops.move import send_to_device
+from accel_ops.conversion import send_to_device
 from accel_ops.objects import gather_object
 from accel_state import current
 from accel_state.gradient import GradientState

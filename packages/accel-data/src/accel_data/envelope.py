@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.packing import Packing
+from accel_ops.packing import PackedLayout
 from accel_ops.tree import map_children, recursively_apply
 
 __all__ = ("BATCH", "END", "FAILURE", "Announcement", "Form", "Parcel", "take_apart")
@@ -89,13 +89,13 @@ class Form:
 
     skeleton: Any
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-    _packing: Packing | None = field(default=None, compare=False, repr=False)
+    _packing: PackedLayout | None = field(default=None, compare=False, repr=False)
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackedLayout:
         """How its tensors lie in a message."""
         if self._packing is None:
-            self._packing = Packing(self.tensors)
+            self._packing = PackedLayout(self.tensors)
         return self._packing
 
     def __getstate__(self) -> tuple[Any, Any]:

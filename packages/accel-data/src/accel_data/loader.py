@@ -18,7 +18,7 @@ from accel_data.self_contained import SelfContained
 from accel_data.sources import Source
 from accel_data.stateful import is_stateful, knows_its_order
 from accel_data.streamed import StreamSource
-from accel_ops.move import send_to_device
+from accel_ops.conversion import send_to_device
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 

@@ -10,44 +10,39 @@ if TYPE_CHECKING:
     from accel_ops.agreement import StoreBarrier as StoreBarrier
     from accel_ops.agreement import all_agree as all_agree
     from accel_ops.agreement import raise_on_any_rank as raise_on_any_rank
-    from accel_ops.checked import DistributedOperationException as DistributedOperationException
-    from accel_ops.checked import chained_operation as chained_operation
-    from accel_ops.checked import verify_operation as verify_operation
+    from accel_ops.checked_call import recent_calls as recent_calls
+    from accel_ops.checked_call import where_is_everyone as where_is_everyone
+    from accel_ops.collectives import all_to_all as all_to_all
     from accel_ops.collectives import broadcast as broadcast
     from accel_ops.collectives import gather as gather
-    from accel_ops.collectives import reduce as reduce
-    from accel_ops.collectives import reduce_scatter as reduce_scatter
-    from accel_ops.dtype import ConvertOutputsToFp32 as ConvertOutputsToFp32
-    from accel_ops.dtype import convert_outputs_to_fp32 as convert_outputs_to_fp32
-    from accel_ops.dtype import convert_to_fp32 as convert_to_fp32
-    from accel_ops.measure import find_batch_size as find_batch_size
-    from accel_ops.measure import find_device as find_device
-    from accel_ops.measure import get_data_structure as get_data_structure
-    from accel_ops.measure import get_shape as get_shape
-    from accel_ops.measure import ignorant_find_batch_size as ignorant_find_batch_size
-    from accel_ops.measure import initialize_tensors as initialize_tensors
-    from accel_ops.measure import is_torch_xpu_tensor as is_torch_xpu_tensor
-    from accel_ops.measure import listify as listify
-    from accel_ops.move import send_to_device as send_to_device
+    from accel_ops.collectives import scatter as scatter
+    from accel_ops.conversion import ConvertOutputsToFp32 as ConvertOutputsToFp32
+    from accel_ops.conversion import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel_ops.conversion import convert_to_fp32 as convert_to_fp32
+    from accel_ops.conversion import send_to_device as send_to_device
     from accel_ops.objects import broadcast_object_list as broadcast_object_list
     from accel_ops.objects import gather_object as gather_object
-    from accel_ops.report import recent_calls as recent_calls
-    from accel_ops.report import where_is_everyone as where_is_everyone
+    from accel_ops.reduction import reduce as reduce
+    from accel_ops.reduction import reduce_scatter as reduce_scatter
     from accel_ops.rng import set_seed as set_seed
     from accel_ops.rng import synchronize_rng_state as synchronize_rng_state
     from accel_ops.rng import synchronize_rng_states as synchronize_rng_states
-    from accel_ops.scattering import all_to_all as all_to_all
-    from accel_ops.scattering import scatter as scatter
     from accel_ops.shape import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
     from accel_ops.shape import concatenate as concatenate
     from accel_ops.shape import pad_across_processes as pad_across_processes
     from accel_ops.shape import pad_input_tensors as pad_input_tensors
     from accel_ops.shape import slice_tensors as slice_tensors
     from accel_ops.tree import TensorInformation as TensorInformation
+    from accel_ops.tree import find_batch_size as find_batch_size
+    from accel_ops.tree import find_device as find_device
+    from accel_ops.tree import get_data_structure as get_data_structure
+    from accel_ops.tree import get_shape as get_shape
     from accel_ops.tree import honor_type as honor_type
+    from accel_ops.tree import initialize_tensors as initialize_tensors
     from accel_ops.tree import is_namedtuple as is_namedtuple
     from accel_ops.tree import is_tensor_information as is_tensor_information
     from accel_ops.tree import is_torch_tensor as is_torch_tensor
+    from accel_ops.tree import listify as listify
     from accel_ops.tree import recursively_apply as recursively_apply
     from accel_state.errors import CollectiveError as CollectiveError
     from accel_state.errors import SettingError as SettingError
@@ -58,7 +53,6 @@ __all__ = (
     "CannotPadNestedTensorWarning",
     "CollectiveError",
     "ConvertOutputsToFp32",
-    "DistributedOperationException",
     "SettingError",
     "ShapeMismatch",
     "StoreBarrier",
@@ -68,7 +62,6 @@ __all__ = (
     "all_to_all",
     "broadcast",
     "broadcast_object_list",
-    "chained_operation",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
@@ -79,12 +72,10 @@ __all__ = (
     "get_data_structure",
     "get_shape",
     "honor_type",
-    "ignorant_find_batch_size",
     "initialize_tensors",
     "is_namedtuple",
     "is_tensor_information",
     "is_torch_tensor",
-    "is_torch_xpu_tensor",
     "listify",
     "pad_across_processes",
     "pad_input_tensors",
@@ -99,7 +90,6 @@ __all__ = (
     "slice_tensors",
     "synchronize_rng_state",
     "synchronize_rng_states",
-    "verify_operation",
     "where_is_everyone",
 )
 
@@ -109,24 +99,17 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "accel_ops.agreement": ("StoreBarrier", "all_agree", "raise_on_any_rank"),
-        "accel_ops.checked": ("DistributedOperationException", "chained_operation", "verify_operation"),
-        "accel_ops.collectives": ("broadcast", "gather", "reduce", "reduce_scatter"),
-        "accel_ops.dtype": ("ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"),
-        "accel_ops.measure": (
-            "find_batch_size",
-            "find_device",
-            "get_data_structure",
-            "get_shape",
-            "ignorant_find_batch_size",
-            "initialize_tensors",
-            "is_torch_xpu_tensor",
-            "listify",
+        "accel_ops.checked_call": ("recent_calls", "where_is_everyone"),
+        "accel_ops.collectives": ("all_to_all", "broadcast", "gather", "scatter"),
+        "accel_ops.conversion": (
+            "ConvertOutputsToFp32",
+            "convert_outputs_to_fp32",
+            "convert_to_fp32",
+            "send_to_device",
         ),
-        "accel_ops.move": ("send_to_device",),
         "accel_ops.objects": ("broadcast_object_list", "gather_object"),
-        "accel_ops.report": ("recent_calls", "where_is_everyone"),
+        "accel_ops.reduction": ("reduce", "reduce_scatter"),
         "accel_ops.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
-        "accel_ops.scattering": ("all_to_all", "scatter"),
         "accel_ops.shape": (
             "CannotPadNestedTensorWarning",
             "concatenate",
@@ -136,10 +119,16 @@ __getattr__, __dir__ = lazy_names(
         ),
         "accel_ops.tree": (
             "TensorInformation",
+            "find_batch_size",
+            "find_device",
+            "get_data_structure",
+            "get_shape",
             "honor_type",
+            "initialize_tensors",
             "is_namedtuple",
             "is_tensor_information",
             "is_torch_tensor",
+            "listify",
             "recursively_apply",
         ),
         "accel_state.errors": ("CollectiveError", "SettingError", "ShapeMismatch", "UnknownKind"),

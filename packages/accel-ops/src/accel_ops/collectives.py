@@ -1,64 +1,46 @@
-"""gather, reduce, reduce_scatter and broadcast of nested data."""
+"""gather, broadcast, scatter and all_to_all of nested data."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from accel_ops.exchange import CheckedCall, check_alone
-from accel_ops.packing import as_bytes, gathered_shape
-from accel_ops.plan import Plan, check_divisible, check_leaf, check_rank
-from accel_ops.tree import flatten, rebuild, recursively_apply
-from accel_ops.whole import check_writable, is_dtensor, write_whole
-from accel_state import current
-from accel_state.errors import SettingError, UnknownKind
-from accel_state.transport.base import Reduction, Transport, Work
-
-__all__ = ("broadcast", "gather", "reduce", "reduce_scatter")
-
-_REDUCTIONS: Final = ("mean", "sum", "product", "max", "min", "none")
-
-_OPERATIONS: Final[dict[str, Reduction]] = {
-    "mean": "sum",
-    "sum": "sum",
-    "product": "product",
-    "max": "max",
-    "min": "min",
-}
-
-_MOST_GATHERED: Final = 64 * 1024 * 1024
-"""Bytes of all processes together up to which small tensors of several dtypes are added up by each process."""
-
-_WIDER: Final = {torch.int16: torch.int32}
-"""Sums of these are taken in a wider type, which backends can add; the result wraps as theirs would."""
-
-_SUMMABLE: Final = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    }
+from accel_ops.checked_call import (
+    CheckedCall,
+    Plan,
+    check_alone,
+    check_divisible,
+    check_leaf,
+    check_rank,
+    check_writable,
+    is_dtensor,
+    write_full_tensor,
 )
+from accel_ops.objects import dumps, loads
+from accel_ops.packing import PackedLayout, as_bytes, contiguous, gathered_shape
+from accel_ops.reduction import reduce_scatter
+from accel_ops.tree import (
+    TensorInformation,
+    flatten,
+    is_tensor_information,
+    leaves_with_paths,
+    rebuild,
+    recursively_apply,
+)
+from accel_state import current
+from accel_state.errors import SettingError
+from accel_state.transport.base import Transport, Work
+
+__all__ = ("all_to_all", "broadcast", "gather", "scatter")
 
 
 def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False) -> Any:
     """The tensors of all processes, concatenated along their first dimension in the order of the ranks.
 
     Tensors without dimensions come back with one element per process. With one process the data come back as they are.
-    A DTensor counts as the whole tensor that it stands for.
+    A DTensor counts as the full tensor that it represents.
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
@@ -86,99 +68,17 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False)
         check_rank("gather", "dst", dst, transport)
         plan, leaves = call.plan(tensor)
         gathered = _gather(call, transport, plan, leaves, dst)
-        return rebuild(tensor, _back(gathered, plan)) if dst in (None, transport.rank) else None
+        return rebuild(tensor, plan.on_devices(gathered)) if dst in (None, transport.rank) else None
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The element-wise mean, sum, product, maximum or minimum of the tensors of all processes, on every process.
-
-    The tensors given are not changed. The results are equal bit by bit on all processes. Sums and maxima of bool are
-    "any", products and minima "all". A maximum or minimum is NaN where any process has NaN.
-
-    Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        reduction: "mean", "sum", "product", "max", "min", or "none", which returns the data as they are.
-        scale: factor for the result.
-
-    Raises:
-        SettingError: an unknown `reduction`.
-        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
-        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
-
-    Example:
-        >>> loss = reduce(loss, "mean")
-    """
-    if reduction not in _REDUCTIONS:
-        raise SettingError(
-            f"reduce() was asked for reduction={reduction!r}.",
-            "There is no such reduction.",
-            f"Give one of {', '.join(map(repr, _REDUCTIONS))}.",
-        )
-    transport = current.process_or_start().transport
-    if reduction == "none":
-        return tensor
-    check = _check_of(reduction, scale)
-    if transport.world_size == 1:
-        check_alone("reduce", tensor, check)
-        return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
-    with CheckedCall(transport, "reduce", reduction=reduction, scale=scale) as call:
-        operation = _OPERATIONS[reduction]
-        plan, leaves = call.plan(tensor, check=check)
-        divisor = transport.world_size if reduction == "mean" else 1
-        return rebuild(tensor, _back(_reduce(call, transport, plan, leaves, operation, divisor, scale), plan))
-
-
-def reduce_scatter(tensor: Any, op: str = "sum") -> Any:
-    """The part for this process of what `reduce` returns: equal slices of the first dimension, by rank.
-
-    Args:
-        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
-            of processes divides; shapes and dtypes equal on all processes.
-        op: "mean", "sum", "product", "max" or "min".
-
-    Raises:
-        SettingError: an unknown `op`, or a tensor cannot be split evenly; its path is named.
-        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
-        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
-        CollectiveError: a process is gone or did not come in time.
-
-    Example:
-        >>> mine = reduce_scatter(torch.ones(8), "sum")
-    """
-    if op not in _OPERATIONS:
-        raise SettingError(
-            f"Cannot reduce and scatter with op={op!r}.",
-            "There is no such reduction.",
-            f"Give one of {', '.join(map(repr, _OPERATIONS))}.",
-        )
-    transport = current.process_or_start().transport
-    count, check = transport.world_size, _check_of(op, 1.0)
-
-    def check_both(path: str, leaf: torch.Tensor, operation: str) -> None:
-        check(path, leaf, operation)
-        check_divisible(path, leaf, operation, count)
-
-    if count == 1:
-        check_alone("reduce_scatter", tensor, check_both)
-        return tensor
-    with CheckedCall(transport, "reduce_scatter", op=op) as call:
-        plan, leaves = call.plan(tensor, check=check_both)
-        divisor = count if op == "mean" else 1
-        totals = _reduce(call, transport, plan, leaves, _OPERATIONS[op], divisor, 1.0)
-        sizes = [total.shape[0] // count for total in totals]
-        parts = [total.narrow(0, transport.rank * n, n).clone() for total, n in zip(totals, sizes, strict=True)]
-        return rebuild(tensor, _back(parts, plan))
-
-
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: Any, src: int = 0) -> Any:
     """The tensors of one process, on every process.
 
     The tensors given are overwritten in place, and returned.
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        from_process: the process whose tensors all get.
+        src: the process whose tensors all get.
 
     Raises:
         SettingError: there is no such process.
@@ -188,20 +88,107 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """
     transport = current.process_or_start().transport
     if transport.world_size == 1:
-        check_rank("broadcast", "from_process", from_process, transport)
+        check_rank("broadcast", "src", src, transport)
         check_alone("broadcast", tensor)
         return tensor
-    with CheckedCall(transport, "broadcast", from_process=from_process) as call:
-        check_rank("broadcast", "from_process", from_process, transport)
-        targets, structure = flatten(tensor, "broadcast")
+    with CheckedCall(transport, "broadcast", src=src) as call:
+        check_rank("broadcast", "src", src, transport)
+        targets, spec = flatten(tensor, "broadcast")
         for target in targets:
             if type(target) is not torch.Tensor and is_dtensor(target):
                 check_writable(target)
-        plan, leaves = call.plan_of(tensor, targets, structure)
-        small, large = _broadcast(call, transport, plan, leaves, from_process)
+        plan, leaves = call.plan_of(tensor, targets, spec)
+        small, large = _broadcast(call, transport, plan, leaves, src)
         _overwrite([targets[position] for position in plan.small], small)
         _overwrite([targets[position] for position in plan.large], large)
         return tensor
+
+
+def scatter(tensor: Any = None, src: int = 0) -> Any:
+    """The part of one process's tensors that is for this process: equal slices of the first dimension, by rank.
+
+    The structure and the shapes travel along, so only `src` gives data. With one process they come back as
+    they are.
+
+    Args:
+        tensor: on `src`, a tensor, or nested data with tensors alone at the leaves, each with a first
+            dimension that the number of processes divides; ignored on the others.
+        src: the process whose data are split.
+
+    Raises:
+        SettingError: there is no such process, or a tensor cannot be split evenly; its path is named.
+        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
+        ShapeMismatch: on the other processes, when `src` could not take part, or when the calls differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> mine = scatter({"images": images} if state.is_main_process else None)
+    """
+    transport = current.process_or_start().transport
+    if transport.world_size == 1:
+        check_rank("scatter", "src", src, transport)
+        _checked_leaves(tensor, 1)
+        return tensor
+    with CheckedCall(transport, "scatter", src=src) as call:
+        check_rank("scatter", "src", src, transport)
+        inputs = announcement = None
+        if transport.rank == src:
+            skeleton, inputs = _parts(tensor, transport.world_size, transport.device)
+            announcement = dumps(skeleton)
+        skeleton = loads(call.broadcast_bytes(announcement, src))
+        found = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
+        layout = PackedLayout((info.shape, info.dtype) for info in found)
+        output = torch.empty(layout.nbytes, dtype=torch.uint8, device=transport.device)
+        if layout.nbytes:
+            call.wait([transport.scatter(output, inputs, src)])
+        received = iter(layout.split(output))
+    return recursively_apply(lambda info: next(received), skeleton, test_type=is_tensor_information)
+
+
+def all_to_all(tensor: Any) -> Any:
+    """What all processes have for this process, joined along the first dimension in the order of the ranks.
+
+    Each process splits its tensors into equal slices of their first dimension, and slice r is for process r. Shapes
+    stay as they are; with one process the data come back.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
+            of processes divides; shapes and dtypes equal on all processes.
+
+    Raises:
+        SettingError: a tensor cannot be split evenly; its path is named.
+        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> from_everyone = all_to_all(for_everyone)
+    """
+    transport = current.process_or_start().transport
+    count = transport.world_size
+
+    def check(path: str, leaf: torch.Tensor, operation: str) -> None:
+        check_leaf(path, leaf, operation)
+        check_divisible(path, leaf, operation, count)
+
+    if count == 1:
+        check_alone("all_to_all", tensor, check)
+        return tensor
+    with CheckedCall(transport, "all_to_all") as call:
+        plan, leaves = call.plan(tensor, check=check)
+        rows = [_rows(leaves[position], count) for position in plan.order]
+        layout = PackedLayout(((row.shape[1:], row.dtype) for row in rows), count)
+        given = torch.empty(count, layout.nbytes, dtype=torch.uint8, device=transport.device)
+        for rank, buffer in enumerate(given):
+            layout.write([row[rank] for row in rows], buffer)
+        received = torch.empty_like(given)
+        call.agree(plan)
+        if layout.nbytes:
+            call.wait([transport.all_to_all(received, given)])
+        results: list[Any] = [None] * len(leaves)
+        for position, joined in zip(plan.order, layout.join(received), strict=True):
+            results[position] = joined.to(plan.devices[position]) if plan.devices else joined
+        return rebuild(tensor, iter(results))
 
 
 def _gather_with_gradients(tensor: Any, dst: int | None) -> Any:
@@ -242,7 +229,7 @@ def _gather(
     """The gathered leaves; nothing where they are not wanted."""
     wanted = dst is None or dst == transport.rank
     outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
-    inputs = [as_bytes(_contiguous(leaves[position])) for position in plan.large]
+    inputs = [as_bytes(contiguous(leaves[position])) for position in plan.large]
     packed = None if call.fits(plan) else plan.pack(leaves)
     rows = call.agree(plan, leaves)
     works = []
@@ -257,7 +244,7 @@ def _gather(
         return []
     assert rows is not None
     results: list[Any] = [None] * len(leaves)
-    for position, joined in zip(plan.small, plan.packing.join(rows), strict=True):
+    for position, joined in zip(plan.small, plan.layout.join(rows), strict=True):
         results[position] = joined
     for position, output in zip(plan.large, outputs, strict=True):
         results[position] = output
@@ -276,119 +263,12 @@ def _collect(transport: Transport, rows: torch.Tensor | None, given: torch.Tenso
     return transport.gather(None if rows is None else list(rows), given, dst)
 
 
-def _reduce(
-    call: CheckedCall,
-    transport: Transport,
-    plan: Plan,
-    leaves: Sequence[torch.Tensor],
-    op: Reduction,
-    divisor: int,
-    scale: float,
-) -> list[torch.Tensor]:
-    large = [_summand(_contiguous(leaves[position])) for position in plan.large]
-    totals = [torch.empty_like(summand) for summand in large]
-    packed = None if call.fits(plan) else plan.pack(leaves)
-    rows = call.agree(plan, leaves)
-    rows, sums, works = _begin_sums(transport, plan, rows, packed, op)
-    adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
-    call.wait(works)
-    if rows is not None:
-        # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
-        sums = [_combined(segment.of(rows), op, segment.dtype) for segment in plan.packing.segments]
-    results: list[Any] = [None] * len(leaves)
-    for segment, total in zip(plan.packing.segments, sums, strict=True):
-        parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
-        for member, part in zip(segment.members, parts, strict=True):
-            results[plan.small[member]] = part
-    for position, work, total in zip(plan.large, adding, totals, strict=True):
-        call.wait((work,))
-        results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
-    return results
-
-
-def _begin_sums(
-    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, op: Reduction
-) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
-    """Start to bring the small leaves together, unless the slots have brought them.
-
-    Returns:
-        What all processes gave, or None; else what becomes the sums, by segment; and what to wait for.
-    """
-    if packed is None:
-        return rows, [], []
-    if _is_gathered(plan, transport):
-        rows = packed.new_empty(transport.world_size, packed.numel())
-        return rows, [], [transport.all_gather(rows.view(-1), packed)]
-    sums = [_summand(segment.of(packed)) for segment in plan.packing.segments]
-    return None, sums, [_add(transport, summand, op) for summand in sums]
-
-
-def _is_gathered(plan: Plan, transport: Transport) -> bool:
-    """Whether what is packed is brought to every process as it is and added up there.
-
-    Numbers can be added up on the way in their own dtype alone, so several dtypes would need as many collectives.
-    """
-    return len(plan.packing.segments) > 1 and plan.packing.nbytes * transport.world_size <= _MOST_GATHERED
-
-
-def _summand(values: torch.Tensor) -> torch.Tensor:
-    return values.to(_WIDER.get(values.dtype, values.dtype))
-
-
-def _combined(rows: torch.Tensor, op: Reduction, dtype: torch.dtype) -> torch.Tensor:
-    if op in ("sum", "product"):
-        return rows.sum(0, dtype=dtype) if op == "sum" else rows.prod(0, dtype=dtype)
-    return rows.amax(0) if op == "max" else rows.amin(0)
-
-
-def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.Tensor | None = None) -> Work:
-    """Start to combine `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
-    if values.dtype is torch.bool:
-        bytewise: Reduction = "min" if op in ("min", "product") else "max"
-        return transport.all_reduce(
-            values.view(torch.uint8), bytewise, None if into is None else into.view(torch.uint8)
-        )
-    if op in ("sum", "product") or not values.is_floating_point():
-        return transport.all_reduce(values, op, into)
-    # What backends make of NaN depends on the order of the processes.
-    spoilt = values.isnan()
-    return _WithNaN(
-        transport.all_reduce(values, op, into),
-        transport.all_reduce(spoilt.view(torch.uint8), "max"),
-        values if into is None else into,
-        spoilt,
-    )
-
-
-class _WithNaN:
-    """Extremes that become NaN where any process had NaN."""
-
-    __slots__ = ("_marks", "_spoilt", "_target", "_values")
-
-    def __init__(self, values: Work, marks: Work, target: torch.Tensor, spoilt: torch.Tensor) -> None:
-        self._values, self._marks, self._target, self._spoilt = values, marks, target, spoilt
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> None:
-        self._values.wait(timeout)
-        self._marks.wait(timeout)
-        self._target.masked_fill_(self._spoilt, math.nan)
-
-    def is_completed(self) -> bool:
-        return self._values.is_completed() and self._marks.is_completed()
-
-
-def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
-    if divisor != 1:
-        total.div_(divisor)
-    return total if scale == 1.0 else total.mul_(scale)
-
-
 def _broadcast(
     call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], src: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What was received from another process, by position in `plan.small` and `plan.large`."""
     sends = transport.rank == src
-    large = [_contiguous(leaves[position]) for position in plan.large]
+    large = [contiguous(leaves[position]) for position in plan.large]
     packed = None
     if not call.fits(plan):
         packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
@@ -401,7 +281,7 @@ def _broadcast(
     if packed is None:
         assert rows is not None
         packed = rows[src]
-    return plan.packing.split(packed, copy=False), large
+    return plan.layout.split(packed, copy=False), large
 
 
 def _overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -409,7 +289,7 @@ def _overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
     into, new = [], []
     for target, value in zip(targets, values, strict=False):
         if type(target) is not torch.Tensor and is_dtensor(target):
-            write_whole(target, value)
+            write_full_tensor(target, value)
         elif not _is_same_memory(target, value):
             into.append(target)
             new.append(value)
@@ -424,64 +304,30 @@ def _is_same_memory(target: torch.Tensor, value: torch.Tensor) -> bool:
     return value.data_ptr() == target.data_ptr() and target.is_contiguous()
 
 
-def _contiguous(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.detach().resolve_conj().resolve_neg().contiguous()
+def _rows(leaf: torch.Tensor, count: int) -> torch.Tensor:
+    """A tensor cut along its first dimension, one row for each process."""
+    return leaf.detach().reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
 
 
-def _back(results: list[torch.Tensor], plan: Plan) -> Iterator[torch.Tensor]:
-    """Results where the leaves came from."""
-    if not plan.devices:
-        return iter(results)
-    return (result.to(device) for result, device in zip(results, plan.devices, strict=True))
+def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
+    """What each part looks like, as nested data, and the packed parts."""
+    leaves = _checked_leaves(tensor, count)
+    skeleton = recursively_apply(lambda leaf: _part_of(leaf, count), tensor)
+    chunks = [leaf.to(device).chunk(count) if leaf.numel() else (leaf,) * count for leaf in leaves]
+    layout = PackedLayout((chunk[0].shape, chunk[0].dtype) for chunk in chunks)
+    packed = [torch.empty(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
+    for rank, buffer in enumerate(packed):
+        layout.write([chunk[rank] for chunk in chunks], buffer)
+    return skeleton, packed
 
 
-def _check_of(reduction: str, scale: float) -> Callable[[str, torch.Tensor, str], None]:
-    if reduction == "mean":
-        return _check_fraction
-    if reduction == "sum":
-        return _check_sum if scale == 1.0 else _check_fraction
-    if reduction == "product":
-        return _check_product if scale == 1.0 else _check_fraction_of_product
-    return _check_order if scale == 1.0 else _check_fractions_in_order
+def _checked_leaves(tensor: Any, count: int) -> list[torch.Tensor]:
+    leaves, _ = flatten(tensor, "scatter")
+    for path, leaf in leaves_with_paths(tensor):
+        check_leaf(path, leaf, "scatter")
+        check_divisible(path, leaf, "scatter", count)
+    return leaves
 
 
-def _check_fractions_in_order(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_order(path, leaf, operation)
-    _check_fraction(path, leaf, operation)
-
-
-def _check_order(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_sum(path, leaf, operation)
-    if leaf.is_complex():
-        raise _not_summable(path, leaf, "Complex numbers have no order.", "Reduce .abs() or the real part.")
-
-
-def _check_fraction_of_product(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_product(path, leaf, operation)
-    _check_fraction(path, leaf, operation)
-
-
-def _check_product(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_sum(path, leaf, operation)
-    if leaf.is_complex():
-        raise _not_summable(path, leaf, "Backends do not multiply complex numbers.", "gather() them and multiply then.")
-
-
-def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:
-    check_leaf(path, leaf, operation)
-    if leaf.dtype not in _SUMMABLE:
-        raise _not_summable(path, leaf, f"Tensors of {leaf.dtype} cannot be added up.", "Convert it to float32 first.")
-
-
-def _check_fraction(path: str, leaf: torch.Tensor, operation: str) -> None:
-    _check_sum(path, leaf, operation)
-    if not (leaf.is_floating_point() or leaf.is_complex()):
-        obstacle = f"A mean or a multiple of whole numbers is no {leaf.dtype}."
-        raise _not_summable(
-            path, leaf, obstacle, 'Convert it with .float() first, or use reduction="sum" without scale.'
-        )
-
-
-def _not_summable(path: str, leaf: torch.Tensor, obstacle: str, remedy: str) -> UnknownKind:
-    where = f"the leaf {path}" if path else "the tensor"
-    return UnknownKind(f"reduce() was given {where} of dtype {leaf.dtype}.", obstacle, remedy)
+def _part_of(leaf: torch.Tensor, count: int) -> TensorInformation:
+    return TensorInformation(torch.Size((leaf.shape[0] // count, *leaf.shape[1:])), leaf.dtype)

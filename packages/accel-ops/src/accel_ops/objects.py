@@ -1,18 +1,40 @@
-"""gather_object and broadcast_object_list: anything that can be pickled, between processes that trust each other."""
+"""gather_object and broadcast_object_list: anything that can be pickled, between processes that trust each other.
+
+`dumps` and `loads` are their pickles, which hold tensors of the dtypes that torch itself cannot pickle too.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
-from accel_ops.exchange import CheckedCall
-from accel_ops.pickling import dumps, loads
-from accel_ops.plan import check_rank
+import torch
+
+from accel_ops.checked_call import CheckedCall, check_rank
 from accel_state import current
 from accel_state.errors import UnknownKind
 
-__all__ = ("broadcast_object_list", "gather_object")
+__all__ = ("broadcast_object_list", "dumps", "gather_object", "loads")
+
+_NOT_PICKLED_BY_TORCH: Final = frozenset(
+    getattr(torch, name)
+    for name in (
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+    )
+    if hasattr(torch, name)
+)
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
@@ -41,14 +63,14 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
     return list(chain.from_iterable(loads(row) for row in rows))
 
 
-def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+def broadcast_object_list(object_list: Any, src: int = 0) -> Any:
     """The items of one process's list, on every process.
 
     The list given is overwritten in place, and returned.
 
     Args:
         object_list: a list of picklable items, of the same length on all processes.
-        from_process: the process whose items all get.
+        src: the process whose items all get.
 
     Raises:
         SettingError: there is no such process.
@@ -59,16 +81,16 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     transport = current.process_or_start().transport
     if transport.world_size == 1:
         _check_list(object_list)
-        check_rank("broadcast_object_list", "from_process", from_process, transport)
+        check_rank("broadcast_object_list", "src", src, transport)
         _pickled("broadcast_object_list", list(object_list))
         return object_list
     length = len(object_list) if isinstance(object_list, MutableSequence) else None
-    with CheckedCall(transport, "broadcast_object_list", from_process=from_process, length=length) as call:
+    with CheckedCall(transport, "broadcast_object_list", src=src, length=length) as call:
         _check_list(object_list)
-        check_rank("broadcast_object_list", "from_process", from_process, transport)
-        sends = transport.rank == from_process
+        check_rank("broadcast_object_list", "src", src, transport)
+        sends = transport.rank == src
         data = _pickled("broadcast_object_list", list(object_list)) if sends else None
-        received = call.bytes_of(data, from_process)
+        received = call.broadcast_bytes(data, src)
     if not sends:
         object_list[:] = loads(received)
     return object_list
@@ -112,3 +134,29 @@ def _can_be_pickled(item: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.dtype in _NOT_PICKLED_BY_TORCH:
+            plain = obj.detach().cpu().contiguous()
+            return _tensor, (plain.view(-1).view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
+        return NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    """The bytes of an object."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """The object that `dumps` made the bytes of; only for bytes from processes of the same run."""
+    return pickle.loads(data)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)

@@ -14,12 +14,17 @@ import torch
 
 from accel_state.protocol.slot import ALIGNMENT
 
-__all__ = ("Packing", "Segment", "as_bytes", "gathered_shape")
+__all__ = ("PackedLayout", "Segment", "as_bytes", "contiguous", "gathered_shape")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as uint8 of shape (nbytes,) that shares its memory."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in a row, without history; the tensor's own memory where they are so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def gathered_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
@@ -93,7 +98,7 @@ class Segment:
         return [part.view(shape) for part, shape in zip(parts, self._joined, strict=True)]
 
 
-class Packing:
+class PackedLayout:
     """The layout of a packed buffer.
 
     Args:

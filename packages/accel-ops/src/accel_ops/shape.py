@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accel_ops.exchange import CheckedCall, check_alone
-from accel_ops.plan import check_leaf
+from accel_ops.checked_call import CheckedCall, check_alone, check_leaf
 from accel_ops.tree import flatten, honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
 from accel_state import current
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
@@ -64,7 +63,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         plan, leaves = call.plan(tensor, shape_of=_dimensions, move=False)
         _check_value(pad_index, leaves)
         sizes = [_size(leaves[position], dim) for position in plan.order]
-        longest = map(max, *call.swap_numbers(plan, sizes))
+        longest = map(max, *call.all_gather_ints(plan, sizes))
         padded: list[Any] = list(leaves)
         for position, size in zip(plan.order, longest, strict=True):
             padded[position] = _padded(leaves[position], dim, size, pad_index, pad_first)

@@ -1,7 +1,8 @@
 """Nested data: lists, tuples, named tuples, mappings and dataclasses with tensors at their leaves.
 
 Everything in this package that takes "a tensor or nested data" walks it with the functions here, so that all operations
-agree on what a container is, how it is rebuilt, and what the path to a leaf is called.
+agree on what a container is, how it is rebuilt, and how the path to a leaf is written. Facts are
+read from it here as well: `find_batch_size`, `get_shape` and the like.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
-from accel_state.errors import UnknownKind
+from accel_state.errors import SettingError, UnknownKind
 
 __all__ = (
-    "Structure",
     "TensorInformation",
+    "TreeSpec",
     "children",
+    "find_batch_size",
+    "find_device",
     "flatten",
+    "get_data_structure",
+    "get_shape",
     "honor_type",
+    "initialize_tensors",
     "is_namedtuple",
     "is_tensor_information",
     "is_torch_tensor",
     "leaves_with_paths",
+    "listify",
     "map_children",
     "mapping_like",
     "name_of",
@@ -34,8 +41,8 @@ __all__ = (
 
 T = TypeVar("T")
 
-Structure = Any
-"""A hashable picture of the containers around the leaves: equal for data that differ in their leaves alone."""
+TreeSpec = Any
+"""Hashable description of the containers around the leaves: equal for data that differ only in their leaves."""
 
 
 @dataclasses.dataclass
@@ -134,7 +141,7 @@ def rebuild(data: Any, leaves: Iterator[Any]) -> Any:
     return walk(data)
 
 
-def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Structure]:
+def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
     """The tensors of `data` and a hashable picture of the containers around them.
 
     Raises:
@@ -144,7 +151,7 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Structure]:
     # Appending returns None, which is what a leaf looks like in the structure.
     leaf, usual = leaves.append, torch.Tensor
 
-    def walk(value: Any) -> Structure:
+    def walk(value: Any) -> TreeSpec:
         kind = type(value)
         if kind is dict:
             parts = [leaf(item) if type(item) is usual else walk(item) for item in value.values()]
@@ -271,3 +278,66 @@ def _unsupported(data: Any, value: Any, test_type: Callable[[Any], bool], operat
         + ("." if test_type is is_torch_tensor else f" and does not pass {name_of(test_type)}()."),
         "Give tensors, or lists, tuples, mappings and dataclasses of tensors; take other values out first.",
     )
+
+
+def find_batch_size(data: Any) -> int:
+    """Size of the first dimension of the first leaf.
+
+    Raises:
+        SettingError: a container on the way to the first leaf is empty.
+        UnknownKind: the first leaf is no tensor, or a tensor without dimensions.
+    """
+    first = data
+    while isinstance(first, (list, tuple, Mapping)):
+        if not first:
+            raise SettingError(
+                "The batch size of nested data was asked for.",
+                f"An empty {type(first).__name__} holds no tensor that would have one.",
+                "Give data with a tensor in front.",
+            )
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    if not isinstance(first, torch.Tensor) or first.dim() == 0:
+        what = "a tensor without dimensions" if isinstance(first, torch.Tensor) else f"of type {type(first).__name__}"
+        raise UnknownKind(
+            "The batch size of nested data was asked for.",
+            f"The first leaf is {what}, and has no batch size.",
+            "Give data whose first leaf is a tensor with a batch dimension.",
+        )
+    return first.shape[0]
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Device of the first tensor; None when there is none. What follows that tensor is not visited."""
+    if isinstance(data, torch.Tensor):
+        return data.device
+    for item in children(data):
+        device = find_device(item)
+        if device is not None:
+            return device
+    return None
+
+
+def get_shape(data: Any) -> Any:
+    """Nested data with the shape of each tensor, as a list, in its place."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Nested data with a `TensorInformation` in place of each tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Nested data with an uninitialised tensor on the CPU in place of each `TensorInformation`."""
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def listify(data: Any) -> Any:
+    """Nested data with the numbers of each tensor, as nested lists, in its place."""
+    return recursively_apply(_to_list, data)
+
+
+def _to_list(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().tolist()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.pickle_rules import Budget, Global, Made, PickleRefused, Rule, Rules, demand, is_made, numbers_in
+from accel_ops.pickle_check import Budget, Global, Made, PickleRefused, Rule, Rules, demand, is_made, numbers_in
 
 __all__ = ("STORAGES", "plain_rules", "torch_rules")
 

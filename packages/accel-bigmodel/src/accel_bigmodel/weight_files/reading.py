@@ -19,7 +19,7 @@ from accel_bigmodel.weight_files.header import read_header
 from accel_bigmodel.weight_files.index import read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
 from accel_bigmodel.weight_files.torch_files import check_torch_file
-from accel_ops.pickle_rules import PickleRefused
+from accel_ops.pickle_check import PickleRefused
 from accel_state.errors import CheckpointError
 
 __all__ = ("WeightFile", "WeightSource", "find_weights", "load_weights", "load_weights_file")

@@ -17,8 +17,7 @@ from typing import IO, Any, Final
 import torch
 
 from accel_bigmodel.weight_files.plain_rules import STORAGES, torch_rules
-from accel_ops.pickle_check import check
-from accel_ops.pickle_rules import Budget, Global, Made, PickleRefused, demand, is_made
+from accel_ops.pickle_check import Budget, Global, Made, PickleRefused, check, demand, is_made
 from accel_state.untrusted import open_regular
 
 __all__ = ("check_torch_file",)

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from accel_bigmodel.weight_files.torch_files import check_torch_file
-from accel_ops.pickle_rules import PickleRefused
+from accel_ops.pickle_check import PickleRefused
 from accel_state.errors import CheckpointError
 
 __all__ = ("read", "read_open", "write")

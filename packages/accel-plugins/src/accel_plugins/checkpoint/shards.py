@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from accel_bigmodel.weight_files.torch_files import check_torch_file
-from accel_ops.pickle_rules import demand
+from accel_ops.pickle_check import demand
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.allowed import read_metadata
 from accel_plugins.checkpoint.manifest import walk

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ops.collectives import reduce
+from accel_ops.reduction import reduce
 from accel_plugins.bundle import Bundle
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
 from accel_plugins.strategy import Strategy
@@ -79,7 +79,7 @@ class DDPStrategy(Strategy):
     def average_parameters(self, model: Module) -> None:
         # Detached and not `.data`: writing raises the version of the parameter, which a snapshot compares.
         parameters = [parameter.detach() for parameter in self.unwrap(model).parameters()]
-        for parameter, mean in zip(parameters, reduce(parameters, reduction="mean"), strict=True):
+        for parameter, mean in zip(parameters, reduce(parameters, op="mean"), strict=True):
             parameter.copy_(mean)
 
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from accel_ops.dtype import convert_to_fp32
+from accel_ops.conversion import convert_to_fp32
 
 __all__ = ("ORIGINAL_FORWARD", "Region", "autocast_forward", "restore_forward")
 

@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xla_model
 from torch import Tensor
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-from accel_ops.move import send_to_device
+from accel_ops.conversion import send_to_device
 from accel_ops.tree import recursively_apply
 
 __all__ = ("XLAFeed",)

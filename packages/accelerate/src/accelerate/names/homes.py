@@ -396,22 +396,23 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.operations": {
         "accelerate.legacy.deepspeed": "GatheredParameters",
-        "accel_ops.checked": "DistributedOperationException chained_operation verify_operation",
-        "accel_ops.collectives": "broadcast gather reduce",
-        "accel_ops.dtype": "ConvertOutputsToFp32 convert_outputs_to_fp32 convert_to_fp32",
-        "accel_ops.measure": """
-            find_batch_size find_device get_data_structure get_shape ignorant_find_batch_size initialize_tensors
-            is_torch_xpu_tensor listify
+        "accel_ops.collectives": "gather",
+        "accel_ops.conversion": """
+            ConvertOutputsToFp32 convert_outputs_to_fp32 convert_to_fp32 send_to_device
         """,
-        "accel_ops.move": "send_to_device",
-        "accel_ops.objects": "broadcast_object_list gather_object",
-        "accelerate.legacy.replicate": """
-            TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT copy_tensor_to_devices gather_tensor_shape
-        """,
+        "accel_ops.objects": "gather_object",
         "accel_ops.shape": """
             CannotPadNestedTensorWarning concatenate pad_across_processes pad_input_tensors slice_tensors
         """,
-        "accel_ops.tree": "honor_type is_namedtuple is_tensor_information is_torch_tensor",
+        "accel_ops.tree": """
+            find_batch_size find_device get_data_structure get_shape honor_type initialize_tensors is_namedtuple
+            is_tensor_information is_torch_tensor listify
+        """,
+        "accelerate.legacy.operations": """
+            DistributedOperationException TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT broadcast broadcast_object_list
+            chained_operation copy_tensor_to_devices gather_tensor_shape ignorant_find_batch_size is_torch_xpu_tensor
+            reduce verify_operation
+        """,
         "accelerate.legacy.error_texts": "recursively_apply",
     },
     "accelerate.utils.other": {

@@ -1,0 +1,416 @@
+"""The checked collective: what all processes must agree on, how leaves travel, and the call that does both.
+
+    with CheckedCall(transport, "gather") as call:  # logged; calls of other threads wait
+        plan, leaves = call.plan(data)              # what must agree, and how it travels
+        rows = call.agree(plan, leaves)             # headers exchanged and compared: after this, sizes are equal
+        ...                                         # data that did not fit moves
+        call.wait(works)
+
+A failure before `agree` goes to the other processes in place of it, so that they raise too instead of waiting.
+
+A `Plan` says which leaves travel packed and which by themselves. It depends only on structure, shapes and dtypes, so it
+is made once for each and looked up afterwards. Leaves are in the order of their paths, so that processes agree whose
+dictionaries were filled in different orders. A DTensor counts as the full tensor that it represents.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from accel_ops.packing import PackedLayout
+from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
+from accel_state import current
+from accel_state.errors import SettingError, UnknownKind
+from accel_state.hang_report.call_log import Call
+from accel_state.hang_report.sightings import describe
+from accel_state.protocol.call import HeaderCall, exchange_of
+from accel_state.protocol.descriptions import Description, fingerprint_of
+from accel_state.transport.base import Transport
+
+__all__ = (
+    "LARGE",
+    "CheckedCall",
+    "Plan",
+    "check_alone",
+    "check_divisible",
+    "check_leaf",
+    "check_rank",
+    "check_writable",
+    "is_dtensor",
+    "recent_calls",
+    "where_is_everyone",
+    "write_full_tensor",
+)
+
+LARGE: Final = 256 * 1024
+"""Bytes above which a leaf travels by itself, straight into its final tensor; below, packing with others is quicker."""
+
+_HOST: Final = torch.device("cpu")
+_PLANS_KEPT: Final = 1024
+
+_LONGEST_READ: Final = 2.0
+"""Seconds for which an answer of the store is waited for."""
+
+
+def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
+    """Let a leaf pass whose storage is simply its elements.
+
+    Raises:
+        UnknownKind: for other leaves; the path is named.
+    """
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        obstacle, remedy = "a sparse or nested tensor", "Convert it with .to_dense() or to_padded_tensor() first."
+    elif leaf.is_quantized:
+        obstacle, remedy = "a quantized tensor", "Give its .int_repr() or .dequantize() instead."
+    elif leaf.is_meta:
+        obstacle, remedy = "a meta tensor, which has no contents", "Materialise it first, for example with .to_empty()."
+    elif type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        obstacle, remedy = f"of the tensor subclass {type(leaf).__name__}", "Give the plain tensors that it is made of."
+    else:
+        return
+    raise UnknownKind(
+        f"{operation}() was given nested data that it cannot use.",
+        f"{f'The leaf {path}' if path else 'The value'} is {obstacle}.",
+        remedy,
+    )
+
+
+def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -> None:
+    """Let a leaf pass that can be split evenly along its first dimension.
+
+    Raises:
+        SettingError: for other leaves; the path is named.
+    """
+    if leaf.dim() == 0 or leaf.shape[0] % count:
+        raise SettingError(
+            f"{operation}() was to split {path or 'a tensor'} of shape {tuple(leaf.shape)} between {count} processes.",
+            "Its first dimension is not a multiple of that." if leaf.dim() else "It has no dimension to split.",
+            "Pad it first, for example with pad_input_tensors().",
+        )
+
+
+def check_rank(operation: str, name: str, rank: int | None, transport: Transport) -> None:
+    """Refuse a rank that no process has.
+
+    Raises:
+        SettingError: there is no such process.
+    """
+    if rank is not None and not 0 <= rank < transport.world_size:
+        raise SettingError(
+            f"{operation}() was called with {name}={rank}.",
+            f"There are {transport.world_size} processes, with ranks from 0.",
+            f"Give a rank from 0 to {transport.world_size - 1}.",
+        )
+
+
+def check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, str], None] = check_leaf) -> None:
+    """Refuse on one process what several refuse, so that a script fails before it is launched on more.
+
+    Args:
+        operation: name of the function that the user called.
+        data: nested data with tensors alone at its leaves.
+        check: raises when a leaf, given with path and operation, cannot take part.
+
+    Raises:
+        UnknownKind: a leaf cannot travel.
+    """
+    leaves, _ = flatten(data, operation)
+    try:
+        for leaf in leaves:
+            check("", leaf, operation)
+    except UnknownKind:
+        for path, leaf in leaves_with_paths(data):
+            check(path, leaf, operation)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor. Nothing is imported: where its module was not loaded, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def placement_of(tensor: Any) -> str:
+    """How a DTensor is spread, as text that is equal on all its processes."""
+    return f"DTensor {tuple(tensor.shape)} {tensor.placements} on {tuple(tensor.device_mesh.shape)}"
+
+
+def check_writable(tensor: Any) -> None:
+    """Let a DTensor pass whose processes each hold a part of its value.
+
+    Raises:
+        UnknownKind: they hold partial sums, so that no part of a value is theirs.
+    """
+    from torch.distributed.tensor import Partial
+
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise UnknownKind(
+            "A DTensor was to be overwritten with a value.",
+            f"Its placements are {tensor.placements}: each process holds a partial sum.",
+            "Redistribute it to Shard or Replicate first.",
+        )
+
+
+def write_full_tensor(tensor: Any, value: torch.Tensor) -> None:
+    """Overwrite the local part of a DTensor, one that is writable, with its part of `value`."""
+    from torch.distributed.tensor import distribute_tensor
+
+    parts = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.to_local().copy_(parts.to_local())
+
+
+class Plan:
+    """How the leaves of one structure travel.
+
+    Attributes:
+        description: what must be equal on all processes.
+        fingerprint: its hash.
+        order: positions of the leaves in the order of their paths.
+        small: positions of the leaves that travel packed, in that order.
+        large: positions of the others, in that order.
+        layout: where the small ones are in the packed buffer.
+        devices: where the leaves lie, as far as that is not where the transport moves tensors; else empty.
+    """
+
+    __slots__ = ("description", "devices", "fingerprint", "large", "layout", "order", "small")
+
+    def __init__(
+        self,
+        description: Description,
+        paths: Sequence[str],
+        leaves: Sequence[torch.Tensor],
+        device: torch.device,
+        world_size: int,
+    ) -> None:
+        self.description = description
+        self.fingerprint = fingerprint_of(description)
+        self.order = tuple(sorted(range(len(leaves)), key=paths.__getitem__))
+        self.small = tuple(position for position in self.order if leaves[position].nbytes <= LARGE)
+        self.large = tuple(position for position in self.order if leaves[position].nbytes > LARGE)
+        small = ((leaves[position].shape, leaves[position].dtype) for position in self.small)
+        self.layout = PackedLayout(small, world_size)
+        foreign = any(leaf.device != device for leaf in leaves)
+        self.devices = tuple(leaf.device for leaf in leaves) if foreign else ()
+
+    def pack(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The small leaves in one new buffer, uint8 of shape (layout.nbytes,)."""
+        buffer = self.empty_pack(leaves)
+        self.layout.write([leaves[position] for position in self.small], buffer)
+        return buffer
+
+    def empty_pack(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """An uninitialised buffer for the small leaves, where they lie."""
+        return torch.empty(self.layout.nbytes, dtype=torch.uint8, device=leaves[0].device)
+
+    def on_devices(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Results on the devices that the leaves came from."""
+        if not self.devices:
+            return iter(results)
+        return (result.to(device) for result, device in zip(results, self.devices, strict=True))
+
+
+def plan_for(
+    operation: str,
+    arguments: dict[str, str],
+    paths: Sequence[str],
+    leaves: Sequence[torch.Tensor],
+    shapes: Sequence[Any],
+    device: torch.device,
+    world_size: int,
+    check: Callable[[str, torch.Tensor, str], None],
+) -> Plan:
+    """Make the plan for the leaves of nested data.
+
+    Args:
+        operation: name of the collective.
+        arguments: those that must be equal on all processes.
+        paths: of the leaves.
+        leaves: as `flatten` found them.
+        shapes: the part of each leaf's shape that must be equal on all processes.
+        device: where the transport moves tensors.
+        world_size: number of processes.
+        check: raises when a leaf, given with path and operation, cannot take part.
+    """
+    told = []
+    for path, leaf, shape in zip(paths, leaves, shapes, strict=True):
+        check(path, leaf, operation)
+        told.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
+    return Plan(Description(operation, arguments, sorted(told)), paths, leaves, device, world_size)
+
+
+class CheckedCall(HeaderCall):
+    """One checked collective; a context manager.
+
+    Args:
+        transport: between more than one process.
+        operation: name of the function that the user called.
+        arguments: what must be equal on all processes, by name.
+    """
+
+    __slots__ = ()
+
+    def plan(
+        self,
+        data: Any,
+        shape_of: Callable[[torch.Tensor], Any] | None = None,
+        check: Callable[[str, torch.Tensor, str], None] = check_leaf,
+        move: bool = True,
+    ) -> tuple[Plan, list[torch.Tensor]]:
+        """How nested data travel, and their leaves where the transport can move them.
+
+        Args:
+            data: nested data with tensors alone at its leaves.
+            shape_of: the part of a leaf's shape that must be equal on all processes; by default all of it.
+            check: raises when a leaf, given with path and operation, cannot take part.
+            move: bring the leaves to where the transport moves tensors.
+
+        Raises:
+            UnknownKind: a leaf cannot travel.
+        """
+        leaves, spec = flatten(data, self._operation)
+        return self.plan_of(data, leaves, spec, shape_of, check, move)
+
+    def plan_of(
+        self,
+        data: Any,
+        leaves: list[torch.Tensor],
+        spec: TreeSpec,
+        shape_of: Callable[[torch.Tensor], Any] | None = None,
+        check: Callable[[str, torch.Tensor, str], None] = check_leaf,
+        move: bool = True,
+    ) -> tuple[Plan, list[torch.Tensor]]:
+        """Like `plan`, for data whose leaves and structure `flatten` has found already."""
+        if any(is_dtensor(leaf) for leaf in leaves if type(leaf) is not torch.Tensor):
+            leaves = self._full_tensors(data, leaves)
+        plan = self._plan(data, leaves, spec, shape_of, check)
+        if move and plan.devices:
+            leaves = [leaf.to(self._transport.device) for leaf in leaves]
+        return plan, leaves
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the small leaves, if there are any, travel in the slot itself, which lies on the CPU."""
+        nbytes = plan.layout.nbytes
+        return not nbytes or (nbytes <= self._exchange.slot.capacity and self._transport.device == _HOST)
+
+    def agree(self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Meet the other processes and check that all have the same plan.
+
+        Args:
+            plan: that of this process.
+            leaves: all leaves, if the small ones are to go along where they fit.
+
+        Returns:
+            The small leaves of all processes, uint8 of shape (world_size, layout.nbytes), valid inside of this call;
+            None when they do not fit.
+
+        Raises:
+            ShapeMismatch: on every process, when the plans differ.
+            CollectiveError: a process did not come.
+        """
+        slot, nbytes = self._exchange.slot, plan.layout.nbytes
+        along = self.fits(plan)
+        if along and leaves is not None:
+            plan.layout.write([leaves[position] for position in plan.small], slot.payload(nbytes))
+        self._meet(plan.fingerprint, plan.description, nbytes if along else 0)
+        return slot.rows(nbytes) if along else None
+
+    def all_gather_ints(self, plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """One number for each leaf of the plan, of all processes, by rank."""
+        layout = struct.Struct(f"<{len(numbers)}q")
+        return [layout.unpack(row) for row in self._swap(plan.fingerprint, plan.description, layout.pack(*numbers))]
+
+    def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
+        """The bytes of process `src`; the others give None."""
+        slot = self._exchange.slot
+        length = 0 if data is None else len(data)
+        if data is not None and length <= slot.capacity:
+            slot.write(data)
+        self._meet(*self._bare(), length)
+        length = slot.lengths()[src]
+        if length <= slot.capacity:
+            return slot.row(src, length)
+        buffer = torch.empty(length, dtype=torch.uint8)
+        if data is not None:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffer = buffer.to(self._transport.device)
+        self.wait([self._transport.broadcast(buffer, src)])
+        return buffer.cpu().numpy().tobytes()
+
+    def _full_tensors(self, data: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """All DTensors as full tensors, once all processes were seen to have the same: that is a collective too."""
+        paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
+        spread = [
+            (path, placement_of(leaf), str(leaf.dtype))
+            for path, leaf in zip(paths, leaves, strict=True)
+            if is_dtensor(leaf)
+        ]
+        description = self._describe(sorted(spread))
+        self._meet(fingerprint_of(description), description, 0)
+        self._met = False
+        return [leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves]
+
+    def _plan(
+        self,
+        data: Any,
+        leaves: Sequence[torch.Tensor],
+        spec: TreeSpec,
+        shape_of: Callable[[torch.Tensor], Any] | None,
+        check: Callable[[str, torch.Tensor, str], None],
+    ) -> Plan:
+        shapes = self._shapes(data, leaves, shape_of)
+        key = (
+            self._operation,
+            tuple(self._arguments.items()),
+            spec,
+            shapes,
+            tuple([leaf.dtype for leaf in leaves]),
+            tuple([leaf.device for leaf in leaves]),
+            tuple([leaf.layout for leaf in leaves]),
+            tuple(map(type, leaves)),
+        )
+        plans = self._exchange.plans
+        plan = plans.get(key)
+        if plan is None:
+            if len(plans) >= _PLANS_KEPT:
+                plans.clear()
+            paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
+            device, world_size = self._transport.device, self._transport.world_size
+            plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
+            plans[key] = plan
+        return plan
+
+    def _shapes(
+        self, data: Any, leaves: Sequence[torch.Tensor], shape_of: Callable[[torch.Tensor], Any] | None
+    ) -> tuple[Any, ...]:
+        try:
+            return tuple([leaf.shape if shape_of is None else shape_of(leaf) for leaf in leaves])
+        except RuntimeError:
+            for path, leaf in leaves_with_paths(data):
+                check_leaf(path, leaf, self._operation)
+            raise
+
+
+def where_is_everyone() -> str:
+    """Where each process is, as far as it is known: its last collective, and the line of the user's code.
+
+    Never waits for another process. What is known of the others is up to two seconds old. Among more than 16 processes
+    nothing is read before somebody asks, so that the first call takes up to two seconds.
+    """
+    transport = current.process_or_start().transport
+    watch = exchange_of(transport).watch
+    asked = watch.ask()
+    picture = watch.picture()
+    while not watch.reads_unasked and picture.taken < asked and time.monotonic() < asked + _LONGEST_READ:
+        time.sleep(0.02)
+        picture = watch.picture()
+    return describe(picture.sightings, transport.world_size, picture.ages)
+
+
+def recent_calls(count: int | None = None) -> tuple[Call, ...]:
+    """The newest collectives that this process completed, the newest last; all that are kept by default."""
+    return exchange_of(current.process_or_start().transport).log.recent(count)

@@ -1,0 +1,129 @@
+"""Moving nested data to a device, and bringing half-precision results back to float32."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, NoReturn
+
+import torch
+
+from accel_ops.tree import map_children, mapping_like, recursively_apply
+from accel_state.errors import AccelError
+
+__all__ = (
+    "CannotPickle",
+    "ConvertOutputsToFp32",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "send_to_device",
+)
+
+_ATOMS: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_HALF: Final = frozenset({torch.float16, torch.bfloat16})
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Collection[str] | None = None
+) -> Any:
+    """Nested data with its tensors, and all other objects that have a `.to`, on `device`.
+
+    Tensors that lie there already are not touched. What cannot be moved stays as it is.
+
+    Args:
+        tensor: a tensor, an object with `.to`, or nested data.
+        device: a `torch.device` or what makes one (text, or the index of a device).
+        non_blocking: do not wait until copies from pinned memory are done.
+        skip_keys: keys of mappings whose values stay where they are, at every depth.
+
+    Example:
+        >>> batch = send_to_device({"pixels": torch.zeros(2, 3), "names": ["a", "b"]}, "cpu")
+    """
+    target = device if isinstance(device, torch.device) else torch.device(device)
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+
+    def walk(value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor:
+            return value if value.device == target else value.to(target, non_blocking=non_blocking)
+        if kind is dict and not skipped:
+            return {key: walk(item) for key, item in value.items()}
+        if kind is list:
+            return [walk(item) for item in value]
+        if kind is tuple:
+            return tuple([walk(item) for item in value])
+        if kind in _ATOMS:
+            return value
+        if hasattr(value, "to"):
+            return _move(value, target, non_blocking)
+        if skipped and isinstance(value, Mapping):
+            return mapping_like(value, {key: item if key in skipped else walk(item) for key, item in value.items()})
+        return map_children(value, walk)
+
+    return walk(tensor)
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    try:
+        return value.to(device, non_blocking=non_blocking)
+    except TypeError as error:
+        if "non_blocking" not in str(error):
+            raise
+        return value.to(device)
+
+
+class CannotPickle(AccelError, pickle.PicklingError):
+    """Met when an object is pickled that only makes sense in the process that made it."""
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Nested data with its float16 and bfloat16 tensors as float32; all other leaves stay as they are."""
+    # Most outputs of models are one tensor, which needs no walk.
+    if isinstance(tensor, torch.Tensor):
+        return tensor.float() if tensor.dtype in _HALF else tensor
+    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+
+
+class ConvertOutputsToFp32:
+    """A forward function whose half-precision results come back as float32.
+
+    Args:
+        model_forward: the function; also found as `__wrapped__`.
+
+    Raises:
+        CannotPickle: when pickled, because the function belongs to a prepared model.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> NoReturn:
+        raise CannotPickle(
+            "A model that was prepared for mixed precision was to be pickled.",
+            "Its forward function belongs to this process.",
+            "Pickle what `unwrap_model(model)` returns, or save its state dict.",
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `model_forward` and returns its half-precision results as float32.
+
+    A plain function, so that it can take the place of a method. `__wrapped__` is a `ConvertOutputsToFp32`, which holds
+    the original as `model_forward`.
+    """
+    converting = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converting(*args, **kwargs)
+
+    forward.__wrapped__ = converting  # type: ignore[attr-defined]
+    return forward

@@ -1,0 +1,290 @@
+"""reduce and reduce_scatter: the tensors of all processes combined element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from accel_ops.checked_call import CheckedCall, Plan, check_alone, check_divisible, check_leaf
+from accel_ops.packing import contiguous
+from accel_ops.tree import rebuild, recursively_apply
+from accel_state import current
+from accel_state.errors import SettingError, UnknownKind
+from accel_state.transport.base import Reduction, Transport, Work
+
+__all__ = ("reduce", "reduce_scatter")
+
+_REDUCTIONS: Final = ("mean", "sum", "product", "max", "min", "none")
+
+_SENT: Final[dict[str, Reduction]] = {
+    "mean": "sum",
+    "sum": "sum",
+    "product": "product",
+    "max": "max",
+    "min": "min",
+}
+
+_MOST_GATHERED: Final = 64 * 1024 * 1024
+"""Bytes of all processes together up to which small tensors of several dtypes are added up by each process."""
+
+_WIDER: Final = {torch.int16: torch.int32}
+"""Sums of these are taken in a wider type, which backends can add; the result wraps as theirs would."""
+
+_SUMMABLE: Final = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+def reduce(tensor: Any, op: str = "mean", scale: float = 1.0) -> Any:
+    """The element-wise mean, sum, product, maximum or minimum of the tensors of all processes, on every process.
+
+    The tensors given are not changed. The results are equal bit by bit on all processes. Sums and maxima of bool are
+    "any", products and minima "all". A maximum or minimum is NaN where any process has NaN.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
+        op: "mean", "sum", "product", "max", "min", or "none", which returns the data as they are.
+        scale: factor for the result.
+
+    Raises:
+        SettingError: an unknown `op`.
+        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> loss = reduce(loss, "mean")
+    """
+    if op not in _REDUCTIONS:
+        raise SettingError(
+            f"Cannot reduce with op={op!r}.",
+            "There is no such reduction.",
+            f"Give one of {', '.join(map(repr, _REDUCTIONS))}.",
+        )
+    transport = current.process_or_start().transport
+    if op == "none":
+        return tensor
+    check = _check_of(op, scale)
+    if transport.world_size == 1:
+        check_alone("reduce", tensor, check)
+        return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
+    with CheckedCall(transport, "reduce", op=op, scale=scale) as call:
+        plan, leaves = call.plan(tensor, check=check)
+        divisor = transport.world_size if op == "mean" else 1
+        return rebuild(tensor, plan.on_devices(_reduce(call, transport, plan, leaves, _SENT[op], divisor, scale)))
+
+
+def reduce_scatter(tensor: Any, op: str = "sum") -> Any:
+    """The part for this process of what `reduce` returns: equal slices of the first dimension, by rank.
+
+    Args:
+        tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
+            of processes divides; shapes and dtypes equal on all processes.
+        op: "mean", "sum", "product", "max" or "min".
+
+    Raises:
+        SettingError: an unknown `op`, or a tensor cannot be split evenly; its path is named.
+        UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
+        ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
+        CollectiveError: a process is gone or did not come in time.
+
+    Example:
+        >>> mine = reduce_scatter(torch.ones(8), "sum")
+    """
+    if op not in _SENT:
+        raise SettingError(
+            f"Cannot reduce and scatter with op={op!r}.",
+            "There is no such reduction.",
+            f"Give one of {', '.join(map(repr, _SENT))}.",
+        )
+    transport = current.process_or_start().transport
+    count, check = transport.world_size, _check_of(op, 1.0)
+
+    def check_both(path: str, leaf: torch.Tensor, operation: str) -> None:
+        check(path, leaf, operation)
+        check_divisible(path, leaf, operation, count)
+
+    if count == 1:
+        check_alone("reduce_scatter", tensor, check_both)
+        return tensor
+    with CheckedCall(transport, "reduce_scatter", op=op) as call:
+        plan, leaves = call.plan(tensor, check=check_both)
+        divisor = count if op == "mean" else 1
+        totals = _reduce(call, transport, plan, leaves, _SENT[op], divisor, 1.0)
+        sizes = [total.shape[0] // count for total in totals]
+        parts = [total.narrow(0, transport.rank * n, n).clone() for total, n in zip(totals, sizes, strict=True)]
+        return rebuild(tensor, plan.on_devices(parts))
+
+
+def _reduce(
+    call: CheckedCall,
+    transport: Transport,
+    plan: Plan,
+    leaves: Sequence[torch.Tensor],
+    op: Reduction,
+    divisor: int,
+    scale: float,
+) -> list[torch.Tensor]:
+    large = [_summand(contiguous(leaves[position])) for position in plan.large]
+    totals = [torch.empty_like(summand) for summand in large]
+    packed = None if call.fits(plan) else plan.pack(leaves)
+    rows = call.agree(plan, leaves)
+    rows, sums, works = _begin_sums(transport, plan, rows, packed, op)
+    adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
+    call.wait(works)
+    if rows is not None:
+        # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
+        sums = [_combined(segment.of(rows), op, segment.dtype) for segment in plan.layout.segments]
+    results: list[Any] = [None] * len(leaves)
+    for segment, total in zip(plan.layout.segments, sums, strict=True):
+        parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
+        for member, part in zip(segment.members, parts, strict=True):
+            results[plan.small[member]] = part
+    for position, work, total in zip(plan.large, adding, totals, strict=True):
+        call.wait((work,))
+        results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
+    return results
+
+
+def _begin_sums(
+    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, op: Reduction
+) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
+    """Start to bring the small leaves together, unless the slots have brought them.
+
+    Returns:
+        What all processes gave, or None; else what becomes the sums, by segment; and what to wait for.
+    """
+    if packed is None:
+        return rows, [], []
+    if _is_gathered(plan, transport):
+        rows = packed.new_empty(transport.world_size, packed.numel())
+        return rows, [], [transport.all_gather(rows.view(-1), packed)]
+    sums = [_summand(segment.of(packed)) for segment in plan.layout.segments]
+    return None, sums, [_add(transport, summand, op) for summand in sums]
+
+
+def _is_gathered(plan: Plan, transport: Transport) -> bool:
+    """Whether what is packed is brought to every process as it is and added up there.
+
+    Numbers can be added up on the way in their own dtype alone, so several dtypes would need as many collectives.
+    """
+    return len(plan.layout.segments) > 1 and plan.layout.nbytes * transport.world_size <= _MOST_GATHERED
+
+
+def _summand(values: torch.Tensor) -> torch.Tensor:
+    return values.to(_WIDER.get(values.dtype, values.dtype))
+
+
+def _combined(rows: torch.Tensor, op: Reduction, dtype: torch.dtype) -> torch.Tensor:
+    if op in ("sum", "product"):
+        return rows.sum(0, dtype=dtype) if op == "sum" else rows.prod(0, dtype=dtype)
+    return rows.amax(0) if op == "max" else rows.amin(0)
+
+
+def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.Tensor | None = None) -> Work:
+    """Start to combine `values`, in place or into another; backends add bools as bytes, so their largest is taken."""
+    if values.dtype is torch.bool:
+        bytewise: Reduction = "min" if op in ("min", "product") else "max"
+        return transport.all_reduce(
+            values.view(torch.uint8), bytewise, None if into is None else into.view(torch.uint8)
+        )
+    if op in ("sum", "product") or not values.is_floating_point():
+        return transport.all_reduce(values, op, into)
+    # What backends make of NaN depends on the order of the processes.
+    spoilt = values.isnan()
+    return _WithNaN(
+        transport.all_reduce(values, op, into),
+        transport.all_reduce(spoilt.view(torch.uint8), "max"),
+        values if into is None else into,
+        spoilt,
+    )
+
+
+class _WithNaN:
+    """Extremes that become NaN where any process had NaN."""
+
+    __slots__ = ("_marks", "_spoilt", "_target", "_values")
+
+    def __init__(self, values: Work, marks: Work, target: torch.Tensor, spoilt: torch.Tensor) -> None:
+        self._values, self._marks, self._target, self._spoilt = values, marks, target, spoilt
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        self._values.wait(timeout)
+        self._marks.wait(timeout)
+        self._target.masked_fill_(self._spoilt, math.nan)
+
+    def is_completed(self) -> bool:
+        return self._values.is_completed() and self._marks.is_completed()
+
+
+def _scaled(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
+    if divisor != 1:
+        total.div_(divisor)
+    return total if scale == 1.0 else total.mul_(scale)
+
+
+def _check_of(op: str, scale: float) -> Callable[[str, torch.Tensor, str], None]:
+    if op == "mean":
+        return _check_fraction
+    if op == "sum":
+        return _check_sum if scale == 1.0 else _check_fraction
+    if op == "product":
+        return _check_product if scale == 1.0 else _check_fraction_of_product
+    return _check_order if scale == 1.0 else _check_fractions_in_order
+
+
+def _check_fractions_in_order(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_order(path, leaf, operation)
+    _check_fraction(path, leaf, operation)
+
+
+def _check_order(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_sum(path, leaf, operation)
+    if leaf.is_complex():
+        raise _not_summable(path, leaf, "Complex numbers have no order.", "Reduce .abs() or the real part.")
+
+
+def _check_fraction_of_product(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_product(path, leaf, operation)
+    _check_fraction(path, leaf, operation)
+
+
+def _check_product(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_sum(path, leaf, operation)
+    if leaf.is_complex():
+        raise _not_summable(path, leaf, "Backends do not multiply complex numbers.", "gather() them and multiply then.")
+
+
+def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:
+    check_leaf(path, leaf, operation)
+    if leaf.dtype not in _SUMMABLE:
+        raise _not_summable(path, leaf, f"Tensors of {leaf.dtype} cannot be added up.", "Convert it to float32 first.")
+
+
+def _check_fraction(path: str, leaf: torch.Tensor, operation: str) -> None:
+    _check_sum(path, leaf, operation)
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        obstacle = f"A mean or a multiple of whole numbers is no {leaf.dtype}."
+        raise _not_summable(path, leaf, obstacle, 'Convert it with .float() first, or use op="sum" without scale.')
+
+
+def _not_summable(path: str, leaf: torch.Tensor, obstacle: str, remedy: str) -> UnknownKind:
+    where = f"the leaf {path}" if path else "the tensor"
+    return UnknownKind(f"reduce() was given {where} of dtype {leaf.dtype}.", obstacle, remedy)
