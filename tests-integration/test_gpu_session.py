@@ -84,7 +84,7 @@ def test_a_run_on_the_cpu_is_reported(tmp_path: Path) -> None:
 HOSTILE = """
 import os, time
 import torch
-from accel_state.testing.kinds_of_devices import on_devices
+from accel_state.testing.plugin import on_devices
 
 @on_devices("cpu", differs="nothing")
 def test_a(device):

@@ -19,8 +19,7 @@ from typing import IO, Any
 
 import pytest
 
-from accel_state.testing.ports import ReservedPort
-from accel_state.testing.processes import Finished, run_command
+from accel_state.testing.processes import Finished, ReservedPort, run_command
 
 ACCEL = (sys.executable, "-m", "accel_cli.main")
 

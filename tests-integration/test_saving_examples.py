@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.errors import Conflict, Missing
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 

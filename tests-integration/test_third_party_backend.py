@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.processes import run_command
 
 # The first test also builds and installs.

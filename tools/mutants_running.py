@@ -336,9 +336,8 @@ def _fork_servers() -> None:
 
     Each waits for the socket that the `ForkServer` of a test would give to a process that it starts.
     """
-    from accel_state.testing import fork_server, member
+    from accel_state.testing import fork_server
 
-    _ = member.serve
     ready: list[tuple[socket.socket, _Started]] = []
     for _rank in range(_RANKS):
         ours, theirs = socket.socketpair()

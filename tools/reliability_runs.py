@@ -21,7 +21,7 @@ from accel_plugins.testing import faults
 from accel_state import current
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
-from accel_state.testing.ports import ReservedPort
+from accel_state.testing.processes import ReservedPort
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 __all__ = ("Run", "Together")

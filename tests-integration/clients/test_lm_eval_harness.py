@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 pytestmark = [
     pytest.mark.skipif(not importable("lm_eval"), reason="needs lm-eval: nox -s clients-lm-eval"),

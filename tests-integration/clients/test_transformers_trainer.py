@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 pytestmark = [
     pytest.mark.skipif(not importable("transformers"), reason="needs transformers: nox -s clients-transformers"),

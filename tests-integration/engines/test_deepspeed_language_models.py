@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 pytestmark = [
     pytest.mark.skipif(

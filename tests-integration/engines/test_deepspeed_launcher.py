@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.processes import Finished, run_command
 
 pytestmark = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 pytestmark = pytest.mark.skipif(not importable("megatron.core"), reason="needs megatron-core: nox -s engines-megatron")
 

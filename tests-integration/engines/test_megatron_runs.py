@@ -12,7 +12,7 @@ import pytest
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state import PartialState, current
 from accel_state.errors import NotOffered
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Finished, Processes, run_command
 

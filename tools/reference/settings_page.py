@@ -17,8 +17,7 @@ from typing import Any
 import griffe
 
 from accel_cli.launch.options import launch_classes
-from accel_state.settings.objects import plain_value
-from accel_state.settings.schema import Setting, settings_of
+from accel_state.settings.schema import Setting, plain_value, settings_of
 from reference.api import published_in
 from reference.described import first_sentence
 from reference.fields import fields_only_in_scripts

@@ -8,8 +8,7 @@ from accel_cli.launch.backends import backend_settings
 from accel_cli.launch.options import carried_classes
 from accel_cli.launch.plan import Machine, Script, make_plan
 from accel_cli.launch.request import request_of
-from accel_state.settings.objects import plain_value
-from accel_state.settings.schema import BOOLEAN, SWITCH, settings_of
+from accel_state.settings.schema import BOOLEAN, SWITCH, plain_value, settings_of
 
 CANDIDATES = ("3", "true", "false", "text")
 

@@ -17,7 +17,7 @@ Accel = Callable[..., Finished]
 
 MANIFEST = """
 from accel_plugins.manifest import Manifest
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 MANIFEST = Manifest(name="{name}", strategy="{name}_backend:Mine", tier=3{more})
 """
 BODY = """

@@ -27,7 +27,7 @@ from accel_cli.doctor.nodes import Meeting, meet
 from accel_cli.doctor.wire import Line, Unreachable, connect, listen
 from accel_cli.launch.meeting_place import is_own_address
 from accel_state.errors import LaunchError, SettingError
-from accel_state.testing.ports import ReservedPort
+from accel_state.testing.processes import ReservedPort
 
 MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
 SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})

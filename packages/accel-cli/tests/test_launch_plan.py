@@ -10,7 +10,7 @@ from accel_cli.launch.backends import backend_for, check_backend
 from accel_cli.launch.nested import WRITTEN, without_outer
 from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.torchrun import AGENT
-from accel_state.devices.rows import ROWS
+from accel_state.devices.specs import SPECS
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.network import loopback_variables
 from accel_state.settings.environ import ORIGINS, Given
@@ -49,7 +49,7 @@ def test_several_processes_share_the_processors():
     assert (made.runner, made.processes, made.address) == ("spawner", 2, "127.0.0.1")
     assert variables(made) == {
         **ALWAYS,
-        **ROWS["cpu"].sharing,
+        **SPECS["cpu"].sharing,
         "ACCELERATE_USE_CPU": "true",
         "ACCELERATE_DEBUG_MODE": "true",
         "ACCELERATE_MIXED_PRECISION": "bf16",

@@ -171,7 +171,7 @@ def test_a_kind_of_run_names_the_backend_that_offers_it(accel, script, tmp_path)
 REQUIRING = """
 from accel_plugins.manifest import Manifest
 from accel_state.labels import DistributedType
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 MANIFEST = Manifest(
     "comet",
     "comet:Strategy",

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel_data import Audit, audit, prepare_data_loader
 from accel_data.slicing import cut
 from accel_state import GradientState, PartialState, current
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_state.transport.base import LocalTransport

@@ -9,7 +9,7 @@ import pytest
 from accel_data import DataLoaderConfiguration
 from accel_data.config import check_sharding
 from accel_state.errors import Conflict, Missing, SettingError
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 
 def test_positions_and_defaults() -> None:

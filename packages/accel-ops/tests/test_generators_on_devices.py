@@ -11,7 +11,7 @@ import torch
 from accel_ops import set_seed, synchronize_rng_states
 from accel_ops.rng import restore, snapshot
 from accel_state import PartialState, current
-from accel_state.testing.kinds_of_devices import on_devices, working_on
+from accel_state.testing.plugin import on_devices, working_on
 from accel_state.testing.processes import Processes
 
 

@@ -26,7 +26,7 @@ Install = Callable[..., None]
 SOURCE = """
 from dataclasses import dataclass
 from accel_plugins import Manifest, Strategy
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 @dataclass
 class Settings:

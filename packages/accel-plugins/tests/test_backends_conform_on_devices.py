@@ -12,7 +12,7 @@ import pytest
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.testing import BackendSuite
-from accel_state.testing.kinds_of_devices import GPU_PROCESSES
+from accel_state.testing.plugin import GPU_PROCESSES
 from accel_state.testing.processes import Processes
 from accel_state.testing.simulated_device import POSSIBLE
 

@@ -16,8 +16,7 @@ from accel_plugins.precision.fp8_config import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_plugins.testing import Case
 from accel_plugins.testing.device_sessions import CUDASession
-from accel_state.devices.cuda import check_cuda_fp8_capability
-from accel_state.testing.kinds_of_devices import on_devices
+from accel_state.testing.plugin import on_devices
 from accel_state.testing.processes import Processes
 
 SHARDED = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=500)
@@ -63,7 +62,7 @@ def test_losses_stay_near_those_of_full_precision(
 ) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    if not check_cuda_fp8_capability():
+    if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no 8-bit units; they came with compute capability 8.9")
     case = Case(manifest, config, precision="fp8", adam=True)
     full = gpus.run(train, case.but(precision="no"), None)[0]

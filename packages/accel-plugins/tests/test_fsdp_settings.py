@@ -25,7 +25,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard
 from accel_plugins.testing.reference_loop import make_model
 from accel_state.errors import Conflict, NotOffered, SettingError
-from accel_state.settings.objects import plain_value
+from accel_state.settings.schema import plain_value
 
 Plugin = FullyShardedDataParallelPlugin
 
@@ -227,7 +227,7 @@ def test_settings_are_made_without_torch() -> None:
     program = (
         "import sys\n"
         "from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as Plugin\n"
-        "from accel_state.settings.objects import plain_value\n"
+        "from accel_state.settings.schema import plain_value\n"
         "one = Plugin(sharding_strategy='1', cpu_offload=True, mixed_precision_policy='bf16')\n"
         "assert plain_value(one, 'sharding_strategy') == 'FULL_SHARD'\n"
         "assert one == Plugin(sharding_strategy='FULL_SHARD', cpu_offload=True, mixed_precision_policy='bf16')\n"

@@ -15,7 +15,7 @@ from accel_plugins.checkpoint import ranges
 from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, record_of
 from accel_plugins.checkpoint.ranges import hash_of, place_of, range_ends
 from accel_plugins.checkpoint.verification import damage_in
-from accel_state.identity import Process
+from accel_state.current import Process
 from accel_state.testing.fresh import fresh
 
 MIB = 1 << 20

@@ -15,8 +15,7 @@ from packaging.version import Version
 
 from accel_plugins.xla.install import install_xla
 from accel_state.errors import Missing, NotOffered
-from accel_state.settings.probe import importable, look_again
-from accel_state.settings.versions import installed_version
+from accel_state.settings.installed import importable, installed_version, look_again
 
 SERIES = "{}.{}".format(*Version(torch.__version__).release)
 

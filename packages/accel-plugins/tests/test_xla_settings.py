@@ -15,7 +15,7 @@ from accel_state import current
 from accel_state.errors import Missing, SettingError
 from accel_state.process import PartialState
 from accel_state.settings.environ import publish
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -7,13 +7,12 @@ import sys
 import pytest
 
 from accel_state import PartialState, current, tqdm
-from accel_state.console import get_console, rich_enabled
 from accel_state.errors import Missing, SettingError
-from accel_state.settings import requirement
+from accel_state.settings import installed
 from accel_state.testing.processes import Processes
 
 pytest.importorskip("tqdm")
-rich = pytest.importorskip("rich")
+pytest.importorskip("rich")
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +41,17 @@ def test_colours_are_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     before = sys.excepthook
     PartialState(cpu=True)
     assert sys.excepthook is before
-    assert not rich_enabled()
     PartialState._reset_state()
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
-    assert rich_enabled()
     PartialState(cpu=True)
     assert sys.excepthook is not before
-    assert isinstance(get_console(), rich.console.Console)
 
 
 def test_colours_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirement, "importable", lambda module: module != "rich")
+    monkeypatch.setattr(installed, "importable", lambda module: module != "rich")
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
-    assert not rich_enabled()
     with pytest.raises(Missing, match=r"accel-state\[console\]"):
         PartialState(cpu=True)
-    with pytest.raises(Missing, match=r"accel-state\[console\]"):
-        get_console()
 
 
 def test_a_bar_does_not_make_a_process_join_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_state.devices.base import DeviceFamily
-from accel_state.devices.cuda import CUDA
+from accel_state.devices.torch_family import CUDA
 from accel_state.testing.device_suite import DeviceSuite
 from accel_state.testing.processes import Processes
 

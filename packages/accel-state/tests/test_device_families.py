@@ -15,10 +15,8 @@ from accel_state import PartialState
 from accel_state.devices import select
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.cpu import CPU
-from accel_state.devices.cuda import CUDA
-from accel_state.devices.mps import MPS
-from accel_state.devices.rows import ROWS
-from accel_state.devices.torch_family import TorchFamily, unlisted_family
+from accel_state.devices.specs import SPECS
+from accel_state.devices.torch_family import CUDA, MPS, TorchFamily, unlisted_family
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered
 from accel_state.labels import DistributedType, RNGType
@@ -77,10 +75,10 @@ class TestXLA(DeviceSuite):
 
 
 def test_every_family_of_the_rows_can_be_asked_for() -> None:
-    for name, row in ROWS.items():
+    for name, spec in SPECS.items():
         family = select.family_of(name)
-        assert (family.name, family.label, family.rng_key) == (name, row.label, row.rng_key)
-        assert family.visible_variable == row.visible_variable
+        assert (family.name, family.label, family.rng_key) == (name, spec.label, spec.rng_key)
+        assert family.visible_variable == spec.visible_variable
 
 
 def test_every_kind_of_generator_has_its_family() -> None:
@@ -108,7 +106,7 @@ class VendorModule:
         self.cleared = 0
 
     def is_available(self) -> bool:
-        self.seen = {name: os.environ.get(name) for name in ROWS["mlu"].probing}
+        self.seen = {name: os.environ.get(name) for name in SPECS["mlu"].probing}
         return True
 
     def device_count(self) -> int:
@@ -157,8 +155,8 @@ def test_a_vendor_s_module_answers(mlu: VendorModule, monkeypatch: pytest.Monkey
 def test_a_broken_vendor_is_told_of_and_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "broken_vendor_library.py").write_text("raise OSError('libbroken.so: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    family = TorchFamily(ROWS["npu"])
-    family.row = type(family.row)("npu", DistributedType.MULTI_NPU, "hccl", "key", vendor="broken_vendor_library")
+    family = TorchFamily(SPECS["npu"])
+    family.spec = type(family.spec)("npu", DistributedType.MULTI_NPU, "hccl", "key", vendor="broken_vendor_library")
     with pytest.warns(UserWarning, match=r"broken_vendor_library is installed.*libbroken\.so"):
         assert not family.present()
     assert not family.present()

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from accel_state import PartialState
 from accel_state.process import wait_for_everyone
-from accel_state.testing.ports import ReservedPort
-from accel_state.testing.processes import Processes
+from accel_state.testing.processes import Processes, ReservedPort
 from accel_state.uncaught import explain_foreign
 
 HERE = Path(__file__).name

@@ -9,8 +9,7 @@ import sys
 LIGHT = (
     "accel_state",
     "accel_state.current",
-    "accel_state.devices.nvidia",
-    "accel_state.devices.rows",
+    "accel_state.devices.specs",
     "accel_state.errors",
     "accel_state.gradient",
     "accel_state.identity",
@@ -23,11 +22,8 @@ LIGHT = (
     "accel_state.processors",
     "accel_state.settings.environ",
     "accel_state.settings.extension",
-    "accel_state.settings.requirement",
+    "accel_state.settings.installed",
     "accel_state.settings.run",
-    "accel_state.settings.versions",
-    "accel_state.shared",
-    "accel_state.slurm",
     "accel_state.topology",
 )
 

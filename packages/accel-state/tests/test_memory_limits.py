@@ -13,7 +13,6 @@ from accel_state import PartialState
 from accel_state.errors import OutOfMemory, SettingError, UnknownKind
 from accel_state.memory import (
     clear_device_cache,
-    convert_bytes,
     find_executable_batch_size,
     release_memory,
     should_reduce_batch_size,
@@ -152,18 +151,3 @@ def test_the_cache_of_the_device_is_asked_to_be_cleared(monkeypatch: pytest.Monk
 )
 def test_errors_after_which_a_smaller_batch_may_fit(error: Exception, smaller: bool) -> None:
     assert should_reduce_batch_size(error) is smaller
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KB"),
-        (10**6, "976.56 KB"),
-        (5 * 10**9, "4.66 GB"),
-        (10**19, "8881.78 PB"),
-    ],
-)
-def test_bytes_as_people_write_them(size: int, text: str) -> None:
-    assert convert_bytes(size) == text

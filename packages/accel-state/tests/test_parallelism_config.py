@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from accel_state import AcceleratorState
-from accel_state.arranged import arrangement_of_environment
 from accel_state.errors import Conflict, SettingError
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
@@ -18,6 +17,7 @@ from accel_state.mesh import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accel_state.run_state import parallelism_config_from_environment
 from accel_state.settings.environ import to_environment
 from accel_state.testing.processes import Processes
 
@@ -92,9 +92,9 @@ def test_what_is_written_for_a_child_arranges_it_the_same(monkeypatch: pytest.Mo
 
 def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    assert arrangement_of_environment() is None
+    assert parallelism_config_from_environment() is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    assert arrangement_of_environment() == ParallelismConfig(tp_size=2)
+    assert parallelism_config_from_environment() == ParallelismConfig(tp_size=2)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +13,7 @@ from accel_state.errors import SettingError
 from accel_state.network import get_free_port, is_port_in_use
 from accel_state.process import do_nothing, wait_for_everyone
 from accel_state.run_state import is_initialized
-from accel_state.shared import SharedDict, ThreadLocalSharedDict
-from accel_state.testing.ports import ReservedPort
+from accel_state.testing.processes import ReservedPort
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -67,7 +65,7 @@ def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPa
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        monkeypatch.setattr("accel_state.testing.ports._RANGE", (port, port))
+        monkeypatch.setattr("accel_state.testing.processes._PORTS", (port, port))
         with pytest.raises(OSError, match="no free port"):
             ReservedPort().another()
 
@@ -88,23 +86,6 @@ def test_what_states_share_is_empty_until_there_is_one() -> None:
     assert is_initialized()
     current.clear()
     assert PartialState._shared_state == {}
-
-
-def test_a_dictionary_for_each_thread() -> None:
-    class View:
-        shared = ThreadLocalSharedDict()
-
-    view = View()
-    view.shared["a"] = 1
-    assert View().shared == {"a": 1}
-    seen: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: seen.append(dict(View().shared)))
-    thread.start()
-    thread.join()
-    assert seen == [{}]
-    view.shared = {"b": 2}
-    assert View().shared == {"b": 2}
-    assert SharedDict() == {}
 
 
 def test_nothing_is_done_and_nobody_waited_for() -> None:

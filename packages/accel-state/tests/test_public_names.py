@@ -11,7 +11,7 @@ from accel_state.testing.public_names import check_public_names
 
 GOOD = """
 from typing import TYPE_CHECKING
-from accel_state.settings.lazy import lazy_names
+from accel_state.lazy import lazy_names
 if TYPE_CHECKING:
     from {package}.shapes import area as area
     from {package}.shapes import side as width

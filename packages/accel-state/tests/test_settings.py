@@ -12,10 +12,8 @@ import pytest
 from accel_state.errors import AccelError, Conflict, Missing, SettingError
 from accel_state.settings.environ import Given, from_environment, publish, read, resolve, to_environment
 from accel_state.settings.extension import extensions
-from accel_state.settings.probe import importable
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement, importable
 from accel_state.settings.schema import BOOLEAN, FLOAT, INTEGER, JSON, choice, listing, setting, settings_of, whole
-from accel_state.settings.versions import compare, is_torch_version
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,9 @@ def test_a_requirement_that_is_not_met_gives_the_install_line() -> None:
     assert Requirement("packaging", versions=">=1").obstacle() is None
 
 
-def test_probing_and_versions() -> None:
+def test_what_can_be_imported() -> None:
     assert importable("json")
     assert not importable("no_such_module.inside")
-    assert compare("2.13.0+cpu", "==", "2.13.0")
-    assert is_torch_version(">=", "2.9")
-    with pytest.raises(SettingError, match="=>"):
-        compare("1", "=>", "1")
 
 
 def test_extensions_are_found_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from accel_state.errors import SettingError
 from accel_state.settings.environ import from_environment
-from accel_state.settings.objects import Shown, given_value, member, plain_value, shown
-from accel_state.settings.schema import choice, setting
+from accel_state.settings.schema import Shown, choice, given_value, member, plain_value, setting, shown
 
 MADE: list[Any] = []
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_state.errors import SettingError
-from accel_state.slurm import first_host, tasks_of_node
-from accel_state.topology import Topology, read_topology
+from accel_state.topology import Topology, first_host, read_topology, tasks_of_node
 
 STEP = {
     "SLURM_JOB_ID": "123456",

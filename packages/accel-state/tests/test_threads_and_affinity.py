@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from accel_state import PartialState, affinity, processors, start
-from accel_state.affinity import override_numa_affinity, set_numa_affinity
+from accel_state import PartialState, processors, start
 from accel_state.devices import cpu
 from accel_state.devices.cpu import CPU
 from accel_state.errors import NotOffered
@@ -73,13 +70,13 @@ def test_this_machine_has_as_many_cores_as_processors_or_fewer() -> None:
 def bound() -> list[int]:
     allowed = sorted(os.sched_getaffinity(0))
     nodes = {index: frozenset({processor}) for index, processor in enumerate(allowed[:2])}
-    kept = affinity.numa_nodes, cpu.numa_nodes
-    vars(affinity)["numa_nodes"] = vars(cpu)["numa_nodes"] = lambda: nodes
+    kept = start.numa_nodes, cpu.numa_nodes
+    vars(start)["numa_nodes"] = vars(cpu)["numa_nodes"] = lambda: nodes
     try:
         PartialState(cpu=True)
         return [allowed.index(processor) for processor in os.sched_getaffinity(0)]
     finally:
-        vars(affinity)["numa_nodes"], vars(cpu)["numa_nodes"] = kept
+        vars(start)["numa_nodes"], vars(cpu)["numa_nodes"] = kept
 
 
 @can_bind
@@ -94,28 +91,10 @@ def test_an_unknown_node_is_told_of_and_leaves_the_process_unbound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = os.sched_getaffinity(0)
-    monkeypatch.setattr(affinity, "numa_nodes", dict)
-    override_numa_affinity(0)
+    monkeypatch.setattr(start, "numa_nodes", dict)
+    start.bind(CPU(), 0)
     assert os.sched_getaffinity(0) == before
     assert "stays unbound" in caplog.text
-
-
-@can_bind
-def test_setting_it_again_changes_nothing_and_overriding_does(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, wanted: calls.append(wanted))
-    set_numa_affinity.cache_clear()
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with caplog.at_level(logging.INFO):
-        set_numa_affinity(0, verbose=True)
-        set_numa_affinity(0, verbose=True)
-        assert len(calls) == 1
-        assert "The process of cpu:0 runs on the processors" in caplog.text
-        override_numa_affinity(0)
-        assert len(calls) == 2
-    set_numa_affinity.cache_clear()
 
 
 def test_a_system_that_cannot_bind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered
 from accel_state.process import PartialState
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.processes import Processes
 from accel_state.topology import Topology
 from accel_state.transport.xla import XLATransport

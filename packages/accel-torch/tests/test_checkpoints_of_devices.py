@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_state.testing.kinds_of_devices import on_devices, working_on
+from accel_state.testing.plugin import on_devices, working_on
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator
 

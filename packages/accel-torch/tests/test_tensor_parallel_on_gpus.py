@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_state.mesh import ParallelismConfig
-from accel_state.testing.kinds_of_devices import GPU_PROCESSES, on_devices, working_on
+from accel_state.testing.plugin import GPU_PROCESSES, on_devices, working_on
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, TorchTensorParallelPlugin
 

@@ -8,7 +8,7 @@ import pytest
 
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.settings import extension
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_tracking import (
     GeneralTracker,
     JSONLinesTracker,

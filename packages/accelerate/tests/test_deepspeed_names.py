@@ -9,7 +9,7 @@ import accelerate.utils
 import accelerate.utils.deepspeed as old
 from accel_plugins.deepspeed import config, document, optimizers, stand_ins, wrappers
 from accel_state.errors import AccelError, Missing, SettingError
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import GatheredParameters

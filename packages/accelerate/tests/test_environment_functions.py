@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,12 @@ from accelerate.legacy.environment import (
     convert_dict_to_env_variables,
     get_cpu_distributed_information,
     get_int_from_env,
+    override_numa_affinity,
     parse_choice_from_env,
     parse_flag_from_env,
     patch_environment,
     purge_accelerate_environment,
+    set_numa_affinity,
     str_to_bool,
 )
 
@@ -147,3 +150,21 @@ def test_check_os_kernel_warns_about_old_kernels(
     monkeypatch.setattr(platform, "release", lambda: release)
     check_os_kernel()
     assert bool(caplog.records) is warned
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
+def test_setting_it_again_changes_nothing_and_overriding_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, wanted: calls.append(wanted))
+    set_numa_affinity.cache_clear()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with caplog.at_level(logging.INFO):
+        set_numa_affinity(0, verbose=True)
+        set_numa_affinity(0, verbose=True)
+        assert len(calls) == 1
+        assert "The process of cpu:0 runs on the processors" in caplog.text
+        override_numa_affinity(0)
+        assert len(calls) == 2
+    set_numa_affinity.cache_clear()

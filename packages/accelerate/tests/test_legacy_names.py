@@ -8,7 +8,7 @@ from torch import nn
 
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import Missing, UnknownKind
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.settings.schema import settings_of
 from accelerate import tracking
 from accelerate.utils import constants, imports, modeling, operations

@@ -14,8 +14,8 @@ import torch
 
 from accel_state.devices import select
 from accel_state.errors import Missing, SettingError
-from accel_state.settings.probe import _found
-from accel_state.settings.versions import installed_version
+from accel_state.settings import installed
+from accel_state.settings.installed import _found, installed_version
 from accel_state.testing.simulated_device import POSSIBLE, simulated_device
 from accelerate.legacy import availability
 
@@ -54,6 +54,15 @@ def test_every_question_has_a_plain_answer(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_a_library_is_available_when_it_can_be_imported(name: str) -> None:
     assert QUESTIONS[name]() is (importlib.util.find_spec(LIBRARIES[name]) is not None)
+
+
+def test_rich_is_available_where_it_is_installed_and_a_variable_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    assert not availability.is_rich_available()
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
+    assert availability.is_rich_available()
+    monkeypatch.setattr(installed, "importable", lambda module: module != "rich")
+    assert not availability.is_rich_available()
 
 
 def install(folder: Path, module: str, distribution: str, version: str) -> None:
@@ -133,5 +142,5 @@ def test_a_function_that_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> Non
     if not availability.is_torchao_available():
         with pytest.raises(Missing, match="torchao"):
             quantize("m")
-    monkeypatch.setattr("accel_state.settings.requirement.Requirement.obstacle", lambda self: None)
+    monkeypatch.setattr("accel_state.settings.installed.Requirement.obstacle", lambda self: None)
     assert quantize("m") == "m"

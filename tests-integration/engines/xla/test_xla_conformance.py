@@ -12,7 +12,7 @@ import pytest
 
 from accel_plugins.testing import BackendSuite
 from accel_plugins.xla.config import XLAPlugin
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.processes import Processes
 
 pytestmark = [

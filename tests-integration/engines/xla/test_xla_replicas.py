@@ -21,12 +21,12 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.precision import choose
 from accel_plugins.xla.config import XLAPlugin
+from accel_state.current import Process
 from accel_state.devices.xla import XLA
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
-from accel_state.identity import Process
 from accel_state.labels import DistributedType
 from accel_state.process import PartialState
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.processes import Processes
 from accel_state.topology import Topology
 from accel_state.transport.xla import XLATransport

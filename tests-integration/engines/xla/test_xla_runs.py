@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.testing.processes import Finished, run_command
 
 pytestmark = [

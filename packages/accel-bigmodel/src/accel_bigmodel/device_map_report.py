@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from accel_bigmodel.byte_counts import convert_bytes
 from accel_bigmodel.placement import Placement
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = ("DeviceMapReport",)
 

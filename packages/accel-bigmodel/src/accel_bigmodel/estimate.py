@@ -18,7 +18,7 @@ from accel_bigmodel.meta import init_empty_weights
 from accel_bigmodel.sizes import compute_module_sizes, get_max_layer_size
 from accel_state.errors import SettingError
 from accel_state.labels import CustomDtype
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = ("Estimate", "build_model", "estimate_memory", "table_of")
 

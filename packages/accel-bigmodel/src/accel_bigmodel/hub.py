@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import SettingError
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = ("local_checkpoint", "told_of_model")
 

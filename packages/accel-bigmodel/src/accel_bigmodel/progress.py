@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from accel_state.console import tqdm
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 __all__ = ("PATIENCE", "progress")
 

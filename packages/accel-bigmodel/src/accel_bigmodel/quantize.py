@@ -18,7 +18,7 @@ from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.quantize_config import BnbQuantizationConfig
 from accel_bigmodel.tied import find_tied_parameters
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = (
     "get_keys_to_not_convert",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from accel_cli.command import find_command, offers
 from accel_cli.parser import Parser
 from accel_state.errors import AccelError
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = ("REQUIREMENT", "answer", "whole_parser")
 

@@ -107,7 +107,7 @@ def _help(prog: str) -> str:
 
 
 def _version() -> str:
-    from accel_state.settings.versions import installed_version
+    from accel_state.settings.installed import installed_version
 
     return f"accel-cli {installed_version('accel-cli')}"
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.untrusted import printable
 
 __all__ = ("columns",)

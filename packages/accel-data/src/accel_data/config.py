@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from accel_state.errors import Conflict, SettingError
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import closest
 
 __all__ = ("SHARDINGS", "TORCHDATA", "DataLoaderConfiguration", "Sharding")

@@ -33,7 +33,7 @@ from accel_state.hang_report.sightings import ranks
 from accel_state.protocol.call import exchange_of
 
 if TYPE_CHECKING:
-    from accel_state.identity import Process
+    from accel_state.current import Process
     from accel_state.transport.control import ControlStore
 
 __all__ = ("StoreBarrier", "all_agree", "first", "raise_on_any_rank")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.settings.lazy import lazy_names
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from accel_state.errors import PluginError
 from accel_state.labels import DistributedType
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = ("PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase")
 

@@ -7,11 +7,11 @@ from typing import Any
 from accel_state import current
 from accel_state.errors import SettingError
 from accel_state.settings.environ import from_environment
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_state.settings.run import OutputSettings
 from accel_state.topology import read_topology
 
-__all__ = ("get_console", "install_tracebacks", "rich_enabled", "tqdm")
+__all__ = ("install_tracebacks", "tqdm")
 
 _EXTRA = "accel-state[console]"
 _TQDM = Requirement("tqdm", extra=_EXTRA)
@@ -45,23 +45,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     if main_process_only and not topology.is_local_main:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
-
-
-def rich_enabled() -> bool:
-    """Whether ACCELERATE_ENABLE_RICH asks for the library rich and it is installed."""
-    return from_environment(OutputSettings).enable_rich and _RICH.obstacle() is None
-
-
-def get_console() -> Any:
-    """The terminal as the library rich sees it.
-
-    Raises:
-        Missing: rich is not installed.
-    """
-    _RICH.demand("Output in colours was asked for.")
-    from rich import get_console as console
-
-    return console()
 
 
 def install_tracebacks() -> None:

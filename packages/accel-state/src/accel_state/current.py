@@ -1,7 +1,7 @@
-"""The one slot of the process: who it is, which run it takes part in, and the gradient state made last.
+"""The one slot of the process: the process, the run it is part of, and the newest gradient state.
 
-`PartialState`, `AcceleratorState` and `GradientState` are views of this slot. What lies in it is immutable; a change
-puts a new object there.
+`PartialState`, `AcceleratorState` and `GradientState` are views of this slot. `Process` and `Run` are immutable; a
+change puts a new object into the slot.
 """
 
 from __future__ import annotations

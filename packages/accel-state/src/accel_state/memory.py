@@ -15,13 +15,10 @@ from accel_state.errors import OutOfMemory, SettingError, UnknownKind
 
 __all__ = (
     "clear_device_cache",
-    "convert_bytes",
     "find_executable_batch_size",
     "release_memory",
     "should_reduce_batch_size",
 )
-
-_UNITS: Final = ("KB", "MB", "GB", "TB", "PB")
 
 _SHRINK: Final = 0.9
 """Each batch that did not fit is followed by one of this part of its size."""
@@ -170,20 +167,3 @@ class _Retrying:
                 f"It is given the batch size as its first argument, before those of the caller: {error}.",
                 "Let the function take it first, and leave it out of the call.",
             ) from None
-
-
-def convert_bytes(size: float) -> str:
-    """A number of bytes as people write it, in units of 1024.
-
-    Example:
-        >>> convert_bytes(1536), convert_bytes(3)
-        ('1.5 KB', '3 bytes')
-    """
-    if size < 1024:
-        return f"{size} bytes"
-    unit, *larger = _UNITS
-    size /= 1024
-    while size >= 1024 and larger:
-        unit, *larger = larger
-        size /= 1024
-    return f"{round(size, 2)} {unit}"

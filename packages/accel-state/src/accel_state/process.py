@@ -14,17 +14,15 @@ import torch.distributed as dist
 from accel_state import current
 from accel_state.console import install_tracebacks
 from accel_state.devices.select import best_family, family_of
-from accel_state.errors import Conflict, NoState
+from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
 from accel_state.hang_report.status import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
 from accel_state.protocol.call import exchange_of, meet
-from accel_state.shared import SharedState
-from accel_state.split import split_inputs
 from accel_state.start import start_process
 from accel_state.uncaught import install_hook
 
-__all__ = ("PartialState", "do_nothing", "wait_for_everyone")
+__all__ = ("PartialState", "SharedState", "do_nothing", "split_inputs", "wait_for_everyone")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,6 +39,82 @@ def wait_for_everyone() -> None:
         CollectiveError: a process is gone or did not come in time.
     """
     meet(current.process_or_start().transport, "wait_for_everyone")
+
+
+def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = False) -> Any:
+    """The part of `inputs` that belongs to process `index` of `count`.
+
+    Args:
+        inputs: a list, tuple (a named one gives plain tuples), tensor, or a dict of such with equal lengths; a data set
+            with `select` works too.
+        count: number of processes.
+        index: the process whose part is wanted.
+        apply_padding: add the last of all items until every process has equally many, so that results can be gathered.
+
+    Raises:
+        UnknownKind: `inputs` cannot be split.
+        ShapeMismatch: the values of a dict have different lengths.
+    """
+    if count == 1:
+        return inputs
+    if isinstance(inputs, dict):
+        _check_equal_lengths(inputs)
+        return {key: split_inputs(value, count, index, apply_padding) for key, value in inputs.items()}
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
+        return inputs.select(_indices(len(inputs), count, index, apply_padding))
+    if isinstance(inputs, torch.Tensor):
+        return inputs[torch.tensor(_indices(len(inputs), count, index, apply_padding), dtype=torch.long)]
+    if isinstance(inputs, (list, tuple)):
+        items = [inputs[position] for position in _indices(len(inputs), count, index, apply_padding)]
+        # A part of a named tuple has fewer items than the class has fields.
+        kind = tuple if hasattr(inputs, "_fields") else type(inputs)
+        return kind(items)
+    raise UnknownKind(
+        f"split_between_processes was given an object of type {type(inputs).__name__}.",
+        "It can split lists, tuples, tensors, and dicts of those.",
+        "Turn it into a list first.",
+    )
+
+
+def _indices(length: int, count: int, index: int, padded: bool) -> list[int]:
+    """Indices of process `index`; the first `length % count` processes have one more."""
+    size, larger = divmod(length, count)
+    start = index * size + min(index, larger)
+    indices = list(range(start, start + size + (index < larger)))
+    if padded and length:
+        longest = -(-length // count)
+        indices += [length - 1] * (longest - len(indices))
+    return indices
+
+
+def _check_equal_lengths(inputs: dict[Any, Any]) -> None:
+    lengths = {key: len(value) for key, value in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        raise ShapeMismatch(
+            "split_between_processes was given a dict.",
+            "Its values have different lengths: " + ", ".join(f"{key}: {n}" for key, n in lengths.items()) + ".",
+            "Give values of equal length.",
+        )
+
+
+class SharedState:
+    """Class attribute that reads as a new dictionary of what a state knows; empty before there is one.
+
+    Args:
+        read: makes the dictionary.
+
+    Example:
+        >>> class View:
+        ...     _shared_state = SharedState(lambda: {"device": "cpu"})
+        >>> View._shared_state
+        {'device': 'cpu'}
+    """
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self._read = read
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        return self._read()
 
 
 def _facts() -> dict[str, Any]:
@@ -235,7 +309,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of `inputs` for this process; see `accel_state.split.split_inputs`."""
+        """The part of `inputs` for this process; see `accel_state.process.split_inputs`."""
         yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
 
     def on_main_process(self, function: F | None = None) -> F:

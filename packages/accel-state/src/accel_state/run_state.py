@@ -1,25 +1,40 @@
-"""`AcceleratorState`: the process together with the run it takes part in."""
+"""`AcceleratorState`: the process together with the run it is part of.
+
+The configurations of engines (`fsdp_plugin`, ...) are opaque here: the run keeps the objects that it was given under
+the names of the parameters, and tells several DeepSpeed configurations which of them is in use.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_state import current
-from accel_state.arranged import arrangement_of_environment
-from accel_state.current import Run
-from accel_state.errors import Conflict, NotOffered, SettingError
+from accel_state.errors import Conflict, NoState, NotOffered, NotReady, SettingError
+from accel_state.identity import Run
 from accel_state.labels import DistributedType, PrecisionType
-from accel_state.process import PartialState
-from accel_state.run_plugins import PLUGINS, RunPlugins
-from accel_state.settings.environ import resolve
-from accel_state.settings.run import RunSettings
+from accel_state.process import PartialState, SharedState
+from accel_state.settings.environ import from_environment, resolve
+from accel_state.settings.run import MeshSettings, RunSettings
 from accel_state.settings.schema import settings_of
-from accel_state.shared import SharedState
 
 if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
-__all__ = ("AcceleratorState", "check_given", "is_initialized", "precision_name")
+__all__ = (
+    "AcceleratorState",
+    "check_given",
+    "is_initialized",
+    "parallelism_config_from_environment",
+    "precision_name",
+)
+
+
+PLUGINS: Final = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
+"""Parameters of `AcceleratorState` under which a run keeps configurations."""
+
+_ONLY: Final = "default"
+"""Name of a DeepSpeed configuration that was given without one."""
 
 
 def precision_name(mixed_precision: PrecisionType | str | None) -> str:
@@ -31,6 +46,16 @@ def precision_name(mixed_precision: PrecisionType | str | None) -> str:
     if mixed_precision is None:
         return str(resolve(RunSettings, {})["mixed_precision"].value)
     return str(settings_of(RunSettings)["mixed_precision"].parse(str(mixed_precision), "argument"))
+
+
+def parallelism_config_from_environment() -> ParallelismConfig | None:
+    """The `ParallelismConfig` that the launcher set, or None without ACCELERATE_USE_PARALLELISM_CONFIG."""
+    if not from_environment(MeshSettings).use_parallelism_config:
+        return None
+    # Loaded only where there is a mesh.
+    from accel_state.mesh import ParallelismConfig
+
+    return ParallelismConfig()
 
 
 def is_initialized() -> bool:
@@ -73,12 +98,142 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _mesh(arranged: ParallelismConfig, world_size: int, device_type: str) -> Any:
-    arranged.check_world(world_size)
-    return arranged.get_device_mesh(device_type)
+def _mesh(config: ParallelismConfig, world_size: int, device_type: str) -> Any:
+    config.check_world(world_size)
+    return config.get_device_mesh(device_type)
 
 
-class AcceleratorState(RunPlugins, PartialState):
+def _show(name: str, plugin: Any) -> None:
+    run = current.run()
+    current.set_run(run._replace(given={**run.given, name: plugin}))
+
+
+def _given(name: str) -> Any:
+    """What was given or assigned under a name.
+
+    Raises:
+        NoState: nothing was; other libraries ask by `hasattr` whether a run has such a configuration.
+    """
+    given = current.run().given
+    if name not in given:
+        raise NoState(
+            f"AcceleratorState.{name} was read.",
+            f"The run was made without a {name}.",
+            f"Give the Accelerator a {name}, or ask with hasattr(state, {name!r}).",
+        )
+    return given[name]
+
+
+class _RunPlugins:
+    """The properties of a state that show what the run was given.
+
+    Without one, `fsdp_plugin` and `megatron_lm_plugin` are no attributes, and the others are None.
+
+    Other libraries assign them: all states show then what was assigned, while the strategy keeps what it was made with.
+    """
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """How models are compiled."""
+        return current.run().given.get("dynamo_plugin")
+
+    @dynamo_plugin.setter
+    def dynamo_plugin(self, plugin: Any) -> None:
+        _show("dynamo_plugin", plugin)
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """How parameters are sharded by PyTorch; no attribute of a run that was given none."""
+        return _given("fsdp_plugin")
+
+    @fsdp_plugin.setter
+    def fsdp_plugin(self, plugin: Any) -> None:
+        _show("fsdp_plugin", plugin)
+
+    @property
+    def torch_tp_plugin(self) -> Any:
+        """How layers are split by PyTorch."""
+        return current.run().given.get("torch_tp_plugin")
+
+    @torch_tp_plugin.setter
+    def torch_tp_plugin(self, plugin: Any) -> None:
+        _show("torch_tp_plugin", plugin)
+
+    @property
+    def megatron_lm_plugin(self) -> Any:
+        """How Megatron-LM works; no attribute of a run that was given none."""
+        return _given("megatron_lm_plugin")
+
+    @megatron_lm_plugin.setter
+    def megatron_lm_plugin(self, plugin: Any) -> None:
+        _show("megatron_lm_plugin", plugin)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by the second version of FSDP."""
+        return getattr(current.run().given.get("fsdp_plugin"), "fsdp_version", None) == 2
+
+    @property
+    def deepspeed_plugins(self) -> Mapping[str, Any] | None:
+        """The DeepSpeed configurations by name."""
+        given = current.run().given.get("deepspeed_plugin")
+        return given if given is None or isinstance(given, Mapping) else {_ONLY: given}
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed configuration in use: the one selected last, at first the first one."""
+        plugins = self.deepspeed_plugins
+        return plugins[current.run().selected or next(iter(plugins))] if plugins else None
+
+    @deepspeed_plugin.setter
+    def deepspeed_plugin(self, plugin: Any) -> None:
+        _show("deepspeed_plugin", plugin)
+        current.set_run(current.run()._replace(selected=None))
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The DeepSpeed configuration of this name.
+
+        Raises:
+            NotReady: the run has none.
+            SettingError: none has this name.
+        """
+        return self._named(name)
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Let the DeepSpeed configuration of this name be the one in use.
+
+        Args:
+            name: the key under which it was given.
+
+        Raises:
+            NotReady: the run has none.
+            SettingError: none has this name.
+        """
+        chosen = self._named(name)
+        for plugin in (self.deepspeed_plugins or {}).values():
+            if plugin is not chosen:
+                plugin.deselect()
+        chosen.select(_from_accelerator_state=True)
+        current.set_run(current.run()._replace(selected=name))
+
+    def _named(self, name: str | None) -> Any:
+        plugins = self.deepspeed_plugins
+        if not plugins:
+            raise NotReady(
+                f"The DeepSpeed configuration {name!r} was asked for.",
+                "The run was made without DeepSpeed.",
+                "Give the Accelerator a deepspeed_plugin, or a dictionary of several.",
+            )
+        if name is None or name not in plugins:
+            raise SettingError(
+                f"The DeepSpeed configuration {name!r} was asked for.",
+                "There is none of this name.",
+                f"Give one of {', '.join(map(repr, plugins))}.",
+            )
+        return plugins[name]
+
+
+class AcceleratorState(_RunPlugins, PartialState):
     """The process and its run: mixed precision, strategy, mesh.
 
     An Accelerator makes the run; made alone, this makes one without a strategy.
@@ -129,10 +284,10 @@ class AcceleratorState(RunPlugins, PartialState):
         parallelism_config: ParallelismConfig | None,
         plugins: dict[str, Any],
     ) -> Run:
-        arranged = parallelism_config or arrangement_of_environment()
-        mesh = None if arranged is None else _mesh(arranged, self.num_processes, self.device.type)
+        config = parallelism_config or parallelism_config_from_environment()
+        mesh = None if config is None else _mesh(config, self.num_processes, self.device.type)
         label = super().distributed_type
-        return Run(precision_name(mixed_precision), label, given=plugins, mesh=mesh, parallelism_config=arranged)
+        return Run(precision_name(mixed_precision), label, given=plugins, mesh=mesh, parallelism_config=config)
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"

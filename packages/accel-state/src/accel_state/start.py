@@ -1,15 +1,16 @@
-"""Making the process from its environment: its place, its device, and the way to the others."""
+"""Making the process from its environment: its rank, its device, its processors, and the transport to the others."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import os
+from typing import Any, Final
 
 import torch
 
-from accel_state.affinity import bind
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
-from accel_state.errors import SettingError
+from accel_state.errors import NotOffered, SettingError
 from accel_state.hang_report.call_log import CallLog
 from accel_state.hang_report.progress import PROGRESS
 from accel_state.hang_report.sightings import look
@@ -17,12 +18,15 @@ from accel_state.hang_report.status import StatusFile
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
+from accel_state.processors import available_processors, numa_nodes
 from accel_state.settings.environ import from_environment, publish
 from accel_state.settings.run import ProcessSettings
 from accel_state.topology import Topology, read_topology
 from accel_state.transport.rendezvous import init_transport, topology_of_group
 
-__all__ = ("start_process",)
+__all__ = ("bind", "start_process")
+
+_logger: Final = logging.getLogger(__name__)
 
 
 def start_process(cpu: bool = False, **options: Any) -> Process:
@@ -80,3 +84,35 @@ def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology)
             "Give a device such as cpu or cuda:0.",
         ) from None
     return family.device(topology.local_rank if asked.index is None else asked.index)
+
+
+def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
+    """Run this process on the processors nearest to a device, whatever it was bound to before.
+
+    Args:
+        family: the family of the device.
+        index: which of its devices.
+        verbose: whether to log the processors.
+
+    Raises:
+        NotOffered: the system cannot bind processes to processors.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise NotOffered(
+            "This process was to be bound to the processors nearest to its device.",
+            "The operating system offers no such call.",
+            "Unset ACCELERATE_CPU_AFFINITY.",
+        )
+    node = family.numa_node(index)
+    wanted = available_processors() & (frozenset() if node is None else numa_nodes().get(node, frozenset()))
+    if not wanted:
+        _logger.warning(
+            "Which of the allowed processors are nearest to device %d of the family %r is not known; the process "
+            "stays unbound.",
+            index,
+            family.name,
+        )
+        return
+    os.sched_setaffinity(0, wanted)
+    if verbose:
+        _logger.info("The process of %s:%d runs on the processors %s.", family.name, index, sorted(wanted))

@@ -10,7 +10,7 @@ import accel_ops
 import accel_plugins
 import accel_state
 import accel_tracking
-from accel_state.settings.lazy import lazy_names
+from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_bigmodel import *  # noqa: F403

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.arranged import arrangement_of_environment
 from accel_state.errors import Conflict, NotOffered
+from accel_state.run_state import parallelism_config_from_environment
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -23,7 +23,7 @@ def arrangement(options: Options, process: Process) -> ParallelismConfig | None:
     Raises:
         Conflict: two of them contradict each other, or the processes are too few or too many.
     """
-    arranged = options.arranged or arrangement_of_environment()
+    arranged = options.arranged or parallelism_config_from_environment()
     plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
     asked = 1 if plugin is None else _size(plugin)
     if asked > 1 and arranged is None:

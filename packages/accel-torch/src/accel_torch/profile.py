@@ -17,7 +17,7 @@ from accel_state.protocol.call import meet
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from accel_state.identity import Process
+    from accel_state.current import Process
 
 __all__ = ("ProfileKwargs", "ProfilerActivity", "profiled")
 

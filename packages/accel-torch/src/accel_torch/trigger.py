@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from accel_state.identity import Process
+    from accel_state.current import Process
 
 __all__ = ("Trigger",)
 

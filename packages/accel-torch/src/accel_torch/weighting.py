@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_state.identity import Process
+    from accel_state.current import Process
 
 __all__ = ("LossIs", "Weighting")
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from accel_state import current
 from accel_state.errors import NotOffered
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_state.topology import read_topology
 
 __all__ = ("GeneralTracker", "Tracker", "is_main_process", "on_main_process")

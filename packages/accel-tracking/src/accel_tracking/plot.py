@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import SettingError
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_tracking.run_file import RunRecord
 
 __all__ = ("MATPLOTLIB", "plot_run")

@@ -113,7 +113,7 @@ def _read(owner: Owner, address: str) -> Any:
     try:
         return getattr(module, owner.name)
     except AttributeError:
-        from accel_state.settings.versions import installed_version
+        from accel_state.settings.installed import installed_version
 
         distribution = owner.module.partition(".")[0].replace("_", "-")
         raise UnknownName(

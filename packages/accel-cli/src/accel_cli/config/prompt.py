@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from accel_state.errors import SettingError
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 __all__ = ("Lines", "Menus", "Prompter", "prompter")
 

@@ -19,8 +19,7 @@ from accel_state.mesh import (
     ParallelismConfig,
     TorchContextParallelConfig,
 )
-from accel_state.mesh_settings import MeshSettings
-from accel_state.settings.run import ProcessSettings, RunSettings
+from accel_state.settings.run import MeshSettings, ProcessSettings, RunSettings
 from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, table, whole
 
 __all__ = (

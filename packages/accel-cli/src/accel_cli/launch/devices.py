@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from accel_state.devices.rows import ROWS
+from accel_state.devices.specs import SPECS
 from accel_state.errors import LaunchError
 from accel_state.settings.extension import extensions
 
@@ -61,13 +61,13 @@ def best_devices() -> dict[str, Any]:
 
 def visible(device_ids: str) -> Mapping[str, str]:
     """Variables that show only some devices, such as "0,2"; none for "all". Each vendor's driver looks at its own."""
-    names = [row.visible_variable for row in ROWS.values() if row.visible_variable is not None]
+    names = [spec.visible_variable for spec in SPECS.values() if spec.visible_variable is not None]
     return {} if device_ids.strip().lower() == "all" else dict.fromkeys(names, device_ids)
 
 
 def usual_variables() -> Mapping[str, str]:
     """Variables that processes on some device need, and that mean nothing to the others."""
-    return {name: value for row in ROWS.values() for name, value in row.launching.items()}
+    return {name: value for spec in SPECS.values() for name, value in spec.launching.items()}
 
 
 def ask_torch(asked: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from accel_cli.config.repeated import REPEATED
+from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting, settings_of, table, taken
-from accel_state.settings.xla import XLASettings
 
 __all__ = ("MPISettings", "SageMakerSettings", "TPUSettings")
 

@@ -19,7 +19,7 @@ from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.parts import RUNNER, LaunchPlan, Machine, Script
 from accel_cli.launch.torchrun import torchrun_argv, torchrun_environment
 from accel_cli.launch.tpu import pod_argv, tpu_argv, tpu_variables
-from accel_state.devices.rows import ROWS
+from accel_state.devices.specs import SPECS
 from accel_state.network import loopback_variables
 from accel_state.settings.environ import ORIGINS, origins_text
 
@@ -230,7 +230,7 @@ def _machine_environment(
         own["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
     elif processes > 1:
         own["OMP_NUM_THREADS"] = str(max(machine.processors // processes, 1))
-    shared = ROWS["cpu"].sharing if effective["cpu"].value and processes > 1 else {}
+    shared = SPECS["cpu"].sharing if effective["cpu"].value and processes > 1 else {}
     usual = {**_USUAL, **usual_variables(), **shared}
     free = {name: machine.environ.get(name, value) for name, value in usual.items() if name not in environment}
     return {**free, **own}

@@ -11,7 +11,7 @@ from accel_cli.config.effective import Effective
 from accel_cli.launch.places import SageMakerSettings
 from accel_state.errors import NotOffered, SettingError
 from accel_state.labels import SageMakerDistributedType
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = ("REQUIREMENT", "SageMakerJob", "describe_job", "hand_in")
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
-from accel_state.slurm import derive_from_slurm, first_host, in_batch_script, tasks_of_node
+from accel_state.topology import derive_from_slurm, first_host, in_batch_script, tasks_of_node
 
 __all__ = ("SYSTEMS", "Surroundings", "read_surroundings")
 

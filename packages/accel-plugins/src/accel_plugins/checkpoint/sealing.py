@@ -18,7 +18,7 @@ from typing import Any, Final
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, record_of, walk
 from accel_state.errors import CheckpointError
-from accel_state.settings.versions import installed_version
+from accel_state.settings.installed import installed_version
 
 __all__ = ("Sealer", "fsync_path")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from accel_plugins.manifest import Ability, Axis, Duty, Manifest
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, Setting
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any, Final
 from accel_plugins.deepspeed.filling import AUTO
 from accel_plugins.deepspeed.manifest import REQUIREMENT
 from accel_state.errors import SettingError
-from accel_state.settings.probe import importable
-from accel_state.settings.versions import installed_version
+from accel_state.settings.installed import importable, installed_version
 
 __all__ = ("gathered", "take_whole", "transformers_view")
 

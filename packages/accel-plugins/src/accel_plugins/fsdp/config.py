@@ -17,8 +17,18 @@ from accel_plugins.fsdp import fields
 from accel_plugins.fsdp.fields import BACKWARD_PREFETCHES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
 from accel_state.errors import Conflict
 from accel_state.settings.environ import read
-from accel_state.settings.objects import given_value, member_name, plain_value, shown
-from accel_state.settings.schema import BOOLEAN, choice, listing, setting, settings_of, whole
+from accel_state.settings.schema import (
+    BOOLEAN,
+    choice,
+    given_value,
+    listing,
+    member_name,
+    plain_value,
+    setting,
+    settings_of,
+    shown,
+    whole,
+)
 
 __all__ = (
     "BACKWARD_PREFETCHES",

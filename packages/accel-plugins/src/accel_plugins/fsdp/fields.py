@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from accel_state.errors import SettingError
-from accel_state.settings.objects import Shown, imported, member, member_name, plain_value
-from accel_state.settings.schema import settings_of
+from accel_state.settings.schema import Shown, imported, member, member_name, plain_value, settings_of
 
 __all__ = (
     "BACKWARD_PREFETCHES",

@@ -26,7 +26,7 @@ from accel_plugins.manifest import Axis
 from accel_plugins.mesh_axes import part
 from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import Conflict, NotOffered
-from accel_state.settings.objects import given_value, member_name, plain_value
+from accel_state.settings.schema import given_value, member_name, plain_value
 
 __all__ = ("FSDP1Strategy",)
 

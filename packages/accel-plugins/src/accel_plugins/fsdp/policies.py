@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from accel_plugins.blocks import blocks_of_class
 from accel_state.errors import NotOffered, SettingError
-from accel_state.settings.objects import plain_value
+from accel_state.settings.schema import plain_value
 
 __all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload")
 

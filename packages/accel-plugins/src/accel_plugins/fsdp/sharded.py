@@ -25,7 +25,7 @@ from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered
-from accel_state.settings.objects import plain_value
+from accel_state.settings.schema import plain_value
 
 __all__ = ("ShardedStrategy", "inner_optimizer", "owner")
 

@@ -25,7 +25,7 @@ from torch.nn import Module
 from accel_plugins.megatron import deriving, models
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state.errors import Conflict, Missing, SettingError
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 from accel_state.settings.schema import closest
 
 __all__ = ("build_model", "build_optimizer", "build_schedule", "check_arguments", "transformer_config")

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state.errors import NotOffered
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 __all__ = ("PADDING", "padded_vocabulary", "provide")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.megatron.released import parallel_state
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.config import MegatronLMPlugin

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final
 
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 __all__ = (
     "REQUIREMENT",

@@ -177,7 +177,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     @staticmethod
     def _backend_found() -> str:
-        from accel_state.settings.probe import importable
+        from accel_state.settings.installed import importable
 
         asked = backend_of_environment()
         if asked is not None:

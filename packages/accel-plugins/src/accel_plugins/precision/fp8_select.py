@@ -17,7 +17,7 @@ from accel_plugins.precision.fp8_config import (
 from accel_plugins.precision.fp8_library import FP8BackendType
 from accel_state.devices.base import DeviceFamily
 from accel_state.errors import Conflict, Missing
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 __all__ = ("choose_float8",)
 

@@ -14,7 +14,7 @@ from accel_plugins.precision.float8 import Float8
 from accel_plugins.precision.fp8_config import MSAMPRecipeKwargs
 from accel_plugins.precision.fp8_library import FP8BackendType
 from accel_state.errors import Conflict
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle

@@ -21,7 +21,7 @@ from accel_plugins.precision.float8 import Float8
 from accel_plugins.precision.fp8_config import FP8RecipeKwargs, TERecipeKwargs
 from accel_plugins.precision.fp8_library import FP8BackendType
 from accel_state.errors import NotOffered, SettingError
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

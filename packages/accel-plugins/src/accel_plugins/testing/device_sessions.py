@@ -21,7 +21,7 @@ class SimulatedSession(Session):
     def start(self) -> None:
         # Importing it makes the device known to torch, which counts devices at the first backward pass.
         import accel_state.testing.simulated_device  # noqa: F401
-        from accel_state.testing.simulated_tensor import MODULE
+        from accel_state.testing.simulated_device import MODULE
 
         MODULE.plug_in(1, 2**30)
         PartialState()

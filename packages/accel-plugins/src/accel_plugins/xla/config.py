@@ -9,7 +9,7 @@ from typing import Any
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import resolve
-from accel_state.settings.xla import XLASettings
+from accel_state.settings.run import XLASettings
 
 __all__ = ("XLAPlugin",)
 

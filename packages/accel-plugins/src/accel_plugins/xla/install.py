@@ -8,8 +8,7 @@ from importlib.metadata import version
 from typing import Final
 
 from accel_state.errors import Missing, NotOffered
-from accel_state.settings.probe import look_again
-from accel_state.settings.versions import installed_version
+from accel_state.settings.installed import installed_version, look_again
 
 __all__ = ("install_xla",)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from accel_plugins.manifest import Ability, Manifest
 from accel_state.labels import DistributedType
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
     from accel_state.current import Process

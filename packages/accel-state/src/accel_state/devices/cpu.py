@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 
 from accel_state.devices.base import DeviceFamily
-from accel_state.devices.rows import ROWS
+from accel_state.devices.specs import SPECS
 from accel_state.processors import numa_nodes, physical_cores
 from accel_state.settings.environ import read
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, Setting
 from accel_state.topology import Topology
 
@@ -24,9 +24,9 @@ _PSUTIL: Final = Requirement("psutil", extra="accel-state[memory]")
 class CPU(DeviceFamily):
     """The host's processors; all processes of a node share them."""
 
-    name = ROWS["cpu"].name
-    label = ROWS["cpu"].label
-    backend = ROWS["cpu"].backend
+    name = SPECS["cpu"].name
+    label = SPECS["cpu"].label
+    backend = SPECS["cpu"].backend
 
     def present(self) -> bool:
         return True

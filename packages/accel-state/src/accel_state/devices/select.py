@@ -16,9 +16,7 @@ import torch
 
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.cpu import CPU
-from accel_state.devices.cuda import CUDA
-from accel_state.devices.mps import MPS
-from accel_state.devices.torch_family import HPU, MLU, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
+from accel_state.devices.torch_family import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XPU, unlisted_family
 from accel_state.devices.xla import XLA
 from accel_state.errors import NotOffered, PluginError
 from accel_state.settings.extension import Extension, extensions
@@ -30,7 +28,6 @@ __all__ = (
     "failed_families",
     "families",
     "family_of",
-    "get_current_device_type",
     "register_family",
     "wanted_family",
 )
@@ -155,12 +152,6 @@ def best_family() -> DeviceFamily:
             stacklevel=2,
         )
     return next(family for family in families() if family.present())
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """Type of the devices that are taken when nothing else is asked for, and the label of several processes on them."""
-    family = best_family()
-    return family.name, family.label.value
 
 
 def wanted_family(settings: ProcessSettings) -> DeviceFamily:

@@ -1,7 +1,8 @@
-"""Device families that torch drives through a module of their own name, told apart by one row of facts each.
+"""Device families that torch drives through a module of their own name, such as `torch.cuda`.
 
-A device that registered itself with torch (`torch.utils.rename_privateuse1_backend`) works without a row, by
-`UnlistedFamily`.
+What differs between most of them is data, one `DeviceSpec` each. NVIDIA's and Apple's families add what their torch
+modules and drivers do differently. A device that registered itself with torch
+(`torch.utils.rename_privateuse1_backend`) works without a spec, by `UnlistedFamily`.
 """
 
 from __future__ import annotations
@@ -9,87 +10,92 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from accel_state.devices.base import DeviceFamily
-from accel_state.devices.rows import ROWS, Row, generic_row
+from accel_state.devices.specs import SPECS, DeviceSpec, unlisted_spec
+from accel_state.errors import NotOffered
 from accel_state.settings.environ import publish
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
+from accel_state.topology import Topology
 
-__all__ = ("HPU", "MLU", "MUSA", "NEURON", "NPU", "SDAA", "XPU", "TorchFamily", "UnlistedFamily", "unlisted_family")
+__all__ = (
+    "CUDA",
+    "HPU",
+    "MLU",
+    "MPS",
+    "MUSA",
+    "NEURON",
+    "NPU",
+    "SDAA",
+    "WITHOUT_P2P",
+    "XPU",
+    "TorchFamily",
+    "UnlistedFamily",
+    "check_cuda_p2p_ib_support",
+    "get_driver_version",
+    "get_gpu_info",
+    "unlisted_family",
+)
 
 
 class TorchFamily(DeviceFamily):
-    """A family of which a row of facts and torch's module for it tell everything.
+    """A family that a spec and torch's module for it describe completely.
 
     Args:
-        row: the facts.
+        spec: what is known about the family.
     """
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
-        self.name = row.name
-        self.label = row.label
-        self.backend = row.backend
-        self.timeout = row.timeout
-        self.priority = row.priority
-        self.rng_key = row.rng_key
-        self.rng_name = row.name
-        self.pins_memory = row.pins_memory
-        self.visible_variable = row.visible_variable
+    def __init__(self, spec: DeviceSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.label = spec.label
+        self.backend = spec.backend
+        self.timeout = spec.timeout
+        self.priority = spec.priority
+        self.rng_key = spec.rng_key
+        self.rng_name = spec.name
+        self.pins_memory = spec.pins_memory
+        self.visible_variable = spec.visible_variable
 
     def present(self) -> bool:
-        if self.row.vendor is not None and not _vendor_loaded(self.row.vendor, self.name):
+        if self.spec.vendor is not None and not _vendor_loaded(self.spec.vendor, self.name):
             return False
         module = getattr(torch, self.name, None)
         if module is None:
             return False
-        with _environment(self.row.probing):
+        with _environment(self.spec.probing):
             return bool(module.is_available())
 
     def distributed_backend(self) -> str:
-        if self.row.collectives is not None:
-            importlib.import_module(self.row.collectives)
+        if self.spec.collectives is not None:
+            importlib.import_module(self.spec.collectives)
         return super().distributed_backend()
 
     def supports(self, dtype: torch.dtype) -> bool:
         if not torch.amp.autocast_mode.is_autocast_available(self.name):
             return False
-        asked = getattr(self.module, "get_amp_supported_dtype", None)
-        return dtype in asked() if asked is not None else super().supports(dtype)
+        supported = getattr(self.module, "get_amp_supported_dtype", None)
+        return dtype in supported() if supported is not None else super().supports(dtype)
 
     def empty_cache(self) -> None:
-        """Give memory that is held but unused back to the device; one that keeps no cache has nothing to give."""
+        """Free the memory that the allocator caches; does nothing where there is no cache."""
         release = getattr(self.module, "empty_cache", None)
         if release is not None:
             release()
 
 
-class UnlistedFamily(TorchFamily):
-    """A device that registered itself with torch; its backend is the one it registered with torch.distributed."""
-
-    def distributed_backend(self) -> str:
-        try:
-            self.backend = torch.distributed.get_default_backend_for_device(self.name)
-        except ValueError:
-            self.backend = ""
-        return super().distributed_backend()
-
-
-@functools.cache
-def unlisted_family(name: str) -> UnlistedFamily:
-    """The family of a device type that torch knows and that has no row."""
-    return UnlistedFamily(generic_row(name))
-
-
 @functools.cache
 def _vendor_loaded(vendor: str, name: str) -> bool:
-    """Import a vendor's module if it is installed; a broken one is told of once."""
+    """Import a vendor's module if it is installed; warn once if it is broken."""
     try:
         if not importable(vendor):
             return False
@@ -114,7 +120,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _family(name: str) -> Any:
-    return functools.partial(TorchFamily, ROWS[name])
+    return functools.partial(TorchFamily, SPECS[name])
 
 
 XPU: Final = _family("xpu")
@@ -124,3 +130,178 @@ MUSA: Final = _family("musa")
 SDAA: Final = _family("sdaa")
 HPU: Final = _family("hpu")
 NEURON: Final = _family("neuron")
+
+
+class UnlistedFamily(TorchFamily):
+    """A device that registered itself with torch; its backend is the one it registered with torch.distributed."""
+
+    def distributed_backend(self) -> str:
+        try:
+            self.backend = torch.distributed.get_default_backend_for_device(self.name)
+        except ValueError:
+            self.backend = ""
+        return super().distributed_backend()
+
+
+@functools.cache
+def unlisted_family(name: str) -> UnlistedFamily:
+    """The family of a device type that torch knows and that has no spec."""
+    return UnlistedFamily(unlisted_spec(name))
+
+
+_FIRST_WITH_BFLOAT16 = (14, 0)
+"""Release of macOS whose Metal computes with bfloat16."""
+
+
+class MPS(TorchFamily):
+    """The GPU that `torch.mps` drives; it shares the memory of the host."""
+
+    def __init__(self) -> None:
+        super().__init__(SPECS["mps"])
+
+    def present(self) -> bool:
+        return torch.backends.mps.is_available()
+
+    def count(self) -> int:
+        return 1
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device(self.name)
+
+    def seed(self, seed: int) -> None:
+        torch.mps.manual_seed(seed)
+
+    def rng_state(self) -> Any:
+        return [torch.mps.get_rng_state()]
+
+    def set_rng_state(self, state: Any) -> None:
+        torch.mps.set_rng_state(state[0])
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        new_enough = torch.backends.mps.is_macos_or_newer(*_FIRST_WITH_BFLOAT16)
+        return dtype is torch.float16 or (dtype is torch.bfloat16 and new_enough)
+
+    def total_memory(self, index: int | None = None) -> int:
+        """Bytes that Metal recommends not to exceed."""
+        return torch.mps.recommended_max_memory()
+
+    def free_memory(self, index: int | None = None) -> int:
+        return max(0, self.total_memory() - torch.mps.driver_allocated_memory())
+
+    def used_memory(self, index: int | None = None) -> int:
+        return torch.mps.current_allocated_memory()
+
+
+_OUT_OF_MEMORY = ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "CUBLAS_STATUS_ALLOC_FAILED")
+
+_MXFP8_CAPABILITY = (10, 0)
+"""Compute capability of the Blackwell generation."""
+
+
+class CUDA(TorchFamily):
+    """GPUs that `torch.cuda` drives."""
+
+    ring_attention = True
+
+    def __init__(self) -> None:
+        super().__init__(SPECS["cuda"])
+
+    @property
+    def is_rocm(self) -> bool:
+        """Whether the GPUs are AMD's."""
+        return torch.version.hip is not None
+
+    def settle(self, topology: Topology) -> None:
+        """Refuse GPUs on which NCCL would wait for ever.
+
+        Raises:
+            NotOffered: the GPUs cannot access each other's memory, the driver does not report it, and `WITHOUT_P2P` is
+                not set.
+        """
+        disabled = all(variable in os.environ for variable in WITHOUT_P2P)
+        if topology.world_size == 1 or disabled or not _lacks_p2p(torch.cuda.get_device_name()):
+            return
+        if not check_cuda_p2p_ib_support():
+            raise NotOffered(
+                f"Cannot run {topology.world_size} processes on GPUs of the type {torch.cuda.get_device_name()}.",
+                "These GPUs cannot access each other's memory, and this driver does not report that to NCCL.",
+                f"Set {' and '.join(f'{name}=1' for name in WITHOUT_P2P)}, or update the driver.",
+            )
+
+    def scales_fp8_by_blocks(self) -> bool:
+        """Whether the current GPU computes with 8-bit numbers that share a scale in blocks."""
+        return torch.cuda.get_device_capability() >= _MXFP8_CAPABILITY
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.float16 or (dtype is torch.bfloat16 and torch.cuda.is_bf16_supported())
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        spoken = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        return super().out_of_memory(error) or spoken
+
+    def numa_node(self, index: int) -> int | None:
+        # Several processes may share a device, so the index of a process may be past the last device.
+        facts: Any = torch.cuda.get_device_properties(index % max(self.count(), 1))
+        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        except OSError:
+            return None
+        return node if node >= 0 else None
+
+
+WITHOUT_P2P: Final = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+"""Variables that keep NCCL from peer-to-peer and InfiniBand transfers."""
+
+_SERIES_WITHOUT_P2P: Final = "RTX 40"
+"""GPUs of this series cannot access each other's memory."""
+
+_FIRST_DRIVER_WITH_P2P_REPORT: Final = (550, 40, 7)
+"""First driver that reports it; with an older one NCCL tries, and waits for ever."""
+
+_NVIDIA_SMI_TIMEOUT: Final = 30.0
+
+
+def _query_driver(question: str) -> list[str] | None:
+    """What nvidia-smi prints, one line for each GPU; None when there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, f"--query-gpu={question}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Names and number of the NVIDIA GPUs of this machine."""
+    names = [name.strip() for name in _query_driver("name") or []]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Version of NVIDIA's driver.
+
+    Raises:
+        NotOffered: there is none.
+    """
+    versions = _query_driver("driver_version")
+    if not versions:
+        raise NotOffered(
+            "Cannot read the version of NVIDIA's driver.",
+            "The program nvidia-smi is not installed, or it found no GPU.",
+            "Install the driver.",
+        )
+    return versions[0].strip()
+
+
+def _lacks_p2p(name: str) -> bool:
+    """Whether GPUs of this name cannot access each other's memory."""
+    return _SERIES_WITHOUT_P2P in name
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether NCCL may use peer-to-peer and InfiniBand transfers between the GPUs; False means set `WITHOUT_P2P`."""
+    names, count = get_gpu_info()
+    if count < 2 or not any(map(_lacks_p2p, names)):
+        return True
+    return tuple(int(part) for part in get_driver_version().split(".")) >= _FIRST_DRIVER_WITH_P2P_REPORT

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import torch
 
-from accel_state.devices.rows import ROWS
+from accel_state.devices.specs import SPECS
 from accel_state.devices.torch_family import TorchFamily
 from accel_state.errors import NotOffered
 from accel_state.settings.environ import from_environment, publish, read
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
+from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, TEXT, Setting
-from accel_state.settings.xla import XLASettings
 from accel_state.topology import Topology
 
 __all__ = ("XLA",)
@@ -35,7 +35,7 @@ class XLA(TorchFamily):
     transport = "accel_state.transport.xla:XLATransport"
 
     def __init__(self) -> None:
-        super().__init__(ROWS["xla"])
+        super().__init__(SPECS["xla"])
 
     def present(self) -> bool:
         """Whether torch_xla is there, not switched off by USE_TORCH_XLA, and has more to offer than the CPU.

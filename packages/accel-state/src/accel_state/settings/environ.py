@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
-from accel_state.settings.objects import given_value
-from accel_state.settings.schema import Setting, settings_of
+from accel_state.settings.schema import Setting, given_value, settings_of
 
 __all__ = (
     "DEFAULT",

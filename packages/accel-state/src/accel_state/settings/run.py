@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_state.settings.schema import BOOLEAN, choice, setting, table, whole
 
-__all__ = ("OutputSettings", "ProcessSettings", "RunSettings")
+__all__ = ("MeshSettings", "OutputSettings", "ProcessSettings", "RunSettings", "XLASettings")
 
 
 @table
@@ -101,4 +101,46 @@ class RunSettings:
         key="gradient_accumulation_steps",
         help="Micro-batches whose gradients are added up before the optimizer steps.",
         group="Resources",
+    )
+
+
+@table
+class MeshSettings:
+    """Whether the processes form a mesh at all."""
+
+    use_parallelism_config: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+        flag="--use_parallelism_config",
+        key="use_parallelism_config",
+        help="Arrange the processes as the ParallelismConfig options say.",
+        group="ParallelismConfig",
+    )
+    allow_cp_standalone: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_ALLOW_CP_STANDALONE",
+        help="Allow context parallelism without a backend that divides the parameters.",
+    )
+
+
+@table
+class XLASettings:
+    """How torch_xla computes; it has to know before the first tensor lies on a device."""
+
+    fsdp: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCEL_XLA_FSDP",
+        help="Divide parameters and batches between all devices that a process has (FSDP v2 by SPMD).",
+    )
+    downcast_bf16: bool = setting(
+        False,
+        kind=BOOLEAN,
+        variable="ACCELERATE_DOWNCAST_BF16",
+        flag="--downcast_bf16",
+        key="downcast_bf16",
+        help="With bf16 on a TPU: hold doubles in 32 bits and floats in bfloat16.",
+        group="TPU",
     )

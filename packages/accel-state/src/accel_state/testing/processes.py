@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -26,14 +27,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from accel_state.network import get_free_port as free_port
 from accel_state.testing.fork_server import Forked, ForkServer
-from accel_state.testing.ports import ReservedPort
 
-__all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "free_port", "run_command")
+try:
+    import fcntl
+except ImportError:
+    # Windows: ports are chosen at random, without a lock.
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "ReservedPort", "free_port", "run_command")
 
 _GRACE = 5.0
 _END = 60.0
@@ -254,7 +261,7 @@ def _start(
     """Start a process that serves calls, in a session of its own."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(
-            [sys.executable, "-m", "accel_state.testing.member", str(calls), str(answers)],
+            [sys.executable, "-m", "accel_state.testing.fork_server", str(calls), str(answers)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -347,3 +354,56 @@ def _kill(process: Forked | subprocess.Popen[bytes]) -> None:
     except (ProcessLookupError, PermissionError):
         process.kill()
     process.wait(_END)
+
+
+_PORTS: Final = (20000, 31999)
+"""Below the ports that systems give to connections: one that was free a moment ago may be taken by now."""
+
+_TRIES: Final = 1000
+_random: Final = random.SystemRandom()
+
+
+class ReservedPort:
+    """One port at a time, of which no other `ReservedPort` of this machine has the same."""
+
+    def __init__(self) -> None:
+        self._lock: IO[str] | None = None
+
+    def another(self) -> int:
+        """A port on which nobody listens; the one before is given back.
+
+        Raises:
+            OSError: none was found.
+        """
+        self.give_back()
+        for _ in range(_TRIES):
+            port = _random.randint(*_PORTS)
+            if self._take(port) and _can_be_listened_on(port):
+                return port
+            self.give_back()
+        raise OSError(f"no free port between {_PORTS[0]} and {_PORTS[1]}")
+
+    def give_back(self) -> None:
+        """Let others have the port."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take(self, port: int) -> bool:
+        if fcntl is None:
+            return True
+        folder = Path(tempfile.gettempdir()) / f"accel-ports-{os.getuid()}"
+        folder.mkdir(exist_ok=True)
+        self._lock = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+def _can_be_listened_on(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False

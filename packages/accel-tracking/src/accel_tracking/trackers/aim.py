@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import flat, plain, scalars_as_numbers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
 

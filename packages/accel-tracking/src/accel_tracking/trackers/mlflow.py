@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.settings.environ import from_environment
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, JSON, TEXT, setting
 from accel_tracking.base import GeneralTracker, on_main_process
 from accel_tracking.values import flat, is_number, plain, scalars_as_numbers

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from accel_state.errors import SettingError
-from accel_state.settings.environ import read
-from accel_state.settings.requirement import Requirement
+from accel_state.settings.environ import from_environment, read
+from accel_state.settings.installed import Requirement
+from accel_state.settings.run import OutputSettings, ProcessSettings
 from accel_state.settings.schema import BOOLEAN, Setting
-from accel_state.settings.versions import is_torch_version
+from accelerate.legacy.versions import is_torch_version
 
 if TYPE_CHECKING:
     USE_TORCH_XLA: bool
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = (
     "USE_TORCH_XLA",
+    "check_cuda_fp8_capability",
     "deepspeed_required",
+    "get_current_device_type",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",
@@ -86,6 +89,9 @@ __all__ = (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_FP8_CAPABILITY: Final = (8, 9)
+"""Compute capability of the Ada generation, the first with 8-bit floating point units."""
 
 _USE_XLA: Final = Setting("use_torch_xla", BOOLEAN, True, variable="USE_TORCH_XLA")
 
@@ -162,9 +168,7 @@ def is_tensorboard_available() -> bool:
 
 def is_rich_available() -> bool:
     """Whether rich is installed and ACCELERATE_ENABLE_RICH asks for it."""
-    from accel_state.console import rich_enabled
-
-    return rich_enabled()
+    return from_environment(OutputSettings).enable_rich and _library("rich")()
 
 
 def is_pippy_available() -> bool:
@@ -280,8 +284,6 @@ def _supports(dtype: str) -> bool:
     import torch
 
     from accel_state.devices.select import wanted_family
-    from accel_state.settings.environ import from_environment
-    from accel_state.settings.run import ProcessSettings
 
     return wanted_family(from_environment(ProcessSettings)).supports(getattr(torch, dtype))
 
@@ -303,9 +305,24 @@ def is_fp8_available() -> bool:
     return is_transformer_engine_available() or is_msamp_available() or is_torchao_available()
 
 
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current NVIDIA GPU computes with 8-bit floating point numbers; False where there is none."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+
+
 def is_transformer_engine_mxfp8_available() -> bool:
     """Whether Transformer Engine is installed and the GPU scales 8-bit numbers by blocks."""
     return is_transformer_engine_available() and _device("cuda") and bool(_family("cuda").scales_fp8_by_blocks())
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Type of the devices that a run uses by default, and the `distributed_type` of several processes on them."""
+    from accel_state.devices.select import best_family
+
+    family = best_family()
+    return family.name, family.label.value
 
 
 def deepspeed_required(func: F) -> F:

@@ -1,4 +1,6 @@
-"""The environment of the process: reading single variables, and changing them for a while. Never loads torch.
+"""The environment of the process: single variables, read and changed for a while, and its processors.
+
+Importing this module never loads torch.
 
 Settings of this project are read by `accel_state.settings.environ`; these are for scripts and other libraries.
 """
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from accel_state.settings.environ import from_environment
+from accel_state.settings.run import ProcessSettings
 from accel_state.settings.schema import BOOLEAN, INTEGER, Setting
 from accel_state.topology import read_topology
 
@@ -27,10 +31,12 @@ __all__ = (
     "convert_dict_to_env_variables",
     "get_cpu_distributed_information",
     "get_int_from_env",
+    "override_numa_affinity",
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
+    "set_numa_affinity",
     "str_to_bool",
 )
 
@@ -225,3 +231,37 @@ def check_os_kernel() -> None:
             release,
             ".".join(map(str, _OLDEST_KERNEL)),
         )
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the processors nearest to its device, whatever it was bound to before.
+
+    Args:
+        local_process_index: index of the process on its node, which is that of its device unless
+            ACCELERATE_TORCH_DEVICE names one.
+        verbose: whether to log the processors; by default only with ACCELERATE_DEBUG_MODE.
+
+    Raises:
+        NotOffered: the system cannot bind processes to processors.
+    """
+    import torch
+
+    from accel_state.devices.select import wanted_family
+    from accel_state.start import bind
+
+    settings = from_environment(ProcessSettings)
+    given = None if settings.device is None or settings.cpu else torch.device(settings.device).index
+    index = local_process_index if given is None else given
+    bind(wanted_family(settings), index, settings.debug if verbose is None else verbose)
+
+
+@functools.cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """`override_numa_affinity` once for each index; what was bound by hand since then stays.
+
+    Args:
+        local_process_index: index of the process on its node, which is that of its device unless
+            ACCELERATE_TORCH_DEVICE names one.
+        verbose: whether to log the processors.
+    """
+    override_numa_affinity(local_process_index, verbose)

@@ -13,7 +13,7 @@ from accel_bigmodel.estimate import build_model
 from accel_bigmodel.hub import told_of_model
 from accel_bigmodel.sizes import calculate_maximum_sizes
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.settings.probe import importable
+from accel_state.settings.installed import importable
 
 __all__ = (
     "NoSuchModel",

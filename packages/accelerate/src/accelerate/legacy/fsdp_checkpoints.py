@@ -19,7 +19,7 @@ from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
 from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state.errors import SettingError
-from accel_state.settings.objects import member_name
+from accel_state.settings.schema import member_name
 from accelerate.legacy.weights import is_peft_model
 
 __all__ = ("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer")

@@ -1,13 +1,17 @@
-"""Plain objects: reached by a dotted name, named for people, dictionaries put together. Never loads torch."""
+"""Plain objects: reached by a dotted name, named for people, dictionaries merged and shared. Never loads torch."""
 
 from __future__ import annotations
 
+import threading
 from functools import reduce
 from typing import Any
 
 from accel_state.errors import UnknownKind
 
-__all__ = ("get_pretty_name", "merge_dicts", "recursive_getattr")
+__all__ = ("SharedDict", "ThreadLocalSharedDict", "get_pretty_name", "merge_dicts", "recursive_getattr")
+
+SharedDict = dict
+"""The dictionary that all instances of a state class share. The states of this project share none."""
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
@@ -59,3 +63,22 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
             )
         merge_dicts(value, inner)
     return destination
+
+
+class ThreadLocalSharedDict(threading.local):
+    """Class attribute that is a dictionary shared by all instances, one for each thread.
+
+    Runtimes that start a thread for each device need a state for each.
+
+    Args:
+        thread_local: accepted as the surface names it; each thread has its own dictionary either way.
+    """
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, instance: object, value: dict[str, Any]) -> None:
+        self._storage = value

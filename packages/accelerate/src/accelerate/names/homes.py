@@ -167,7 +167,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_state.gradient": "GradientState",
         "accel_state.process": "PartialState do_nothing",
         "accel_state.run_state": "AcceleratorState is_initialized",
-        "accel_state.shared": "SharedDict ThreadLocalSharedDict",
+        "accelerate.legacy.objects": "SharedDict ThreadLocalSharedDict",
     },
     "accelerate.tracking": {
         "accel_tracking.base": "GeneralTracker on_main_process",
@@ -253,7 +253,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             FSDP_MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
         """,
         "accel_state.labels": "CUDA_DISTRIBUTED_TYPES TORCH_DISTRIBUTED_OPERATION_TYPES",
-        "accel_state.mesh_handlers": """
+        "accel_state.mesh": """
             BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
             BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         """,
@@ -286,7 +286,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             Backend BaseEnum ComputeEnvironment CustomDtype DistributedType DynamoBackend EnumWithContains
             PrecisionType RNGType SageMakerDistributedType
         """,
-        "accel_state.mesh_handlers": """
+        "accel_state.mesh": """
             DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
         """,
         "accel_torch.profile": "ProfileKwargs ProfilerActivity",
@@ -302,14 +302,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.deepspeed": "get_active_deepspeed_plugin",
     },
     "accelerate.utils.environment": {
-        "accel_state.affinity": "override_numa_affinity set_numa_affinity",
-        "accel_state.devices.cuda": "check_cuda_fp8_capability",
-        "accel_state.devices.nvidia": "check_cuda_p2p_ib_support get_driver_version get_gpu_info",
-        "accel_state.devices.select": "get_current_device_type",
+        "accel_state.devices.torch_family": "check_cuda_p2p_ib_support get_driver_version get_gpu_info",
+        "accelerate.legacy.availability": "check_cuda_fp8_capability get_current_device_type",
         "accelerate.legacy.environment": """
             CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables
-            get_cpu_distributed_information get_int_from_env parse_choice_from_env parse_flag_from_env
-            patch_environment purge_accelerate_environment str_to_bool
+            get_cpu_distributed_information get_int_from_env override_numa_affinity parse_choice_from_env
+            parse_flag_from_env patch_environment purge_accelerate_environment set_numa_affinity str_to_bool
         """,
     },
     "accelerate.utils.fsdp_utils": {
@@ -441,7 +439,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
         """,
     },
-    "accelerate.utils.versions": {"accel_state.settings.versions": "compare_versions is_torch_version torch_version"},
+    "accelerate.utils.versions": {"accelerate.legacy.versions": "compare_versions is_torch_version torch_version"},
 }
 """Old module -> source -> names; `old=ours` where ours is called otherwise.
 

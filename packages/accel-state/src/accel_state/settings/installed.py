@@ -1,14 +1,53 @@
-"""What a feature needs to be installed, and the sentence that says so when it is not."""
+"""Which packages are installed, found without importing them, and the error when a required one is missing."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+from functools import cache
 from typing import NamedTuple
 
 from accel_state.errors import Missing
-from accel_state.settings.probe import importable
-from accel_state.settings.versions import installed_version
 
-__all__ = ("Requirement",)
+__all__ = ("Requirement", "importable", "installed_version", "look_again")
+
+
+@cache
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def importable(module: str) -> bool:
+    """Whether `import module` would find something; a folder without an `__init__` counts as found.
+
+    Example:
+        >>> importable("json"), importable("no_such_package")
+        (True, False)
+    """
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return _found(module)
+
+
+def look_again() -> None:
+    """Forget what was found, because the program itself installed something."""
+    importlib.invalidate_caches()
+    _found.cache_clear()
+
+
+@cache
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution by its name on the package index, or None when it is absent."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 class Requirement(NamedTuple):

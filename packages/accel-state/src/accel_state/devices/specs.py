@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 
 from accel_state.labels import DistributedType
 
-__all__ = ("ROWS", "Row", "generic_row")
+__all__ = ("SPECS", "DeviceSpec", "unlisted_spec")
 
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-class Row(NamedTuple):
+class DeviceSpec(NamedTuple):
     """What is known about one family.
 
     Args:
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 _ALL: Final = (
-    Row(
+    DeviceSpec(
         "cpu",
         DistributedType.MULTI_CPU,
         "gloo",
@@ -63,7 +63,7 @@ _ALL: Final = (
         pins_memory=False,
         sharing={"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"},
     ),
-    Row(
+    DeviceSpec(
         "cuda",
         DistributedType.MULTI_GPU,
         "nccl",
@@ -73,9 +73,11 @@ _ALL: Final = (
         timeout=timedelta(minutes=10),
         probing={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
     ),
-    Row("xpu", DistributedType.MULTI_XPU, "xccl", "torch_xpu_manual_seed", "ZE_AFFINITY_MASK"),
-    Row("npu", DistributedType.MULTI_NPU, "hccl", "torch_npu_manual_seed", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
-    Row(
+    DeviceSpec("xpu", DistributedType.MULTI_XPU, "xccl", "torch_xpu_manual_seed", "ZE_AFFINITY_MASK"),
+    DeviceSpec(
+        "npu", DistributedType.MULTI_NPU, "hccl", "torch_npu_manual_seed", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"
+    ),
+    DeviceSpec(
         "mlu",
         DistributedType.MULTI_MLU,
         "cncl",
@@ -84,9 +86,13 @@ _ALL: Final = (
         "torch_mlu",
         probing={"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"},
     ),
-    Row("musa", DistributedType.MULTI_MUSA, "mccl", "torch_musa_manual_seed", "MUSA_VISIBLE_DEVICES", "torch_musa"),
-    Row("sdaa", DistributedType.MULTI_SDAA, "tccl", "torch_sdaa_manual_seed", "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
-    Row(
+    DeviceSpec(
+        "musa", DistributedType.MULTI_MUSA, "mccl", "torch_musa_manual_seed", "MUSA_VISIBLE_DEVICES", "torch_musa"
+    ),
+    DeviceSpec(
+        "sdaa", DistributedType.MULTI_SDAA, "tccl", "torch_sdaa_manual_seed", "SDAA_VISIBLE_DEVICES", "torch_sdaa"
+    ),
+    DeviceSpec(
         "hpu",
         DistributedType.MULTI_HPU,
         "hccl",
@@ -95,7 +101,7 @@ _ALL: Final = (
         "habana_frameworks.torch",
         "habana_frameworks.torch.distributed.hccl",
     ),
-    Row(
+    DeviceSpec(
         "neuron",
         DistributedType.MULTI_NEURON,
         "neuron",
@@ -103,7 +109,7 @@ _ALL: Final = (
         "NEURON_RT_VISIBLE_CORES",
         "torch_neuronx",
     ),
-    Row(
+    DeviceSpec(
         "mps",
         DistributedType.MULTI_GPU,
         "",
@@ -112,13 +118,13 @@ _ALL: Final = (
         pins_memory=False,
         launching={"PYTORCH_ENABLE_MPS_FALLBACK": "1"},
     ),
-    Row("xla", DistributedType.XLA, "xla", "xm_seed", vendor="torch_xla", priority=110, pins_memory=False),
+    DeviceSpec("xla", DistributedType.XLA, "xla", "xm_seed", vendor="torch_xla", priority=110, pins_memory=False),
 )
 
-ROWS: Final[Mapping[str, Row]] = {row.name: row for row in _ALL}
+SPECS: Final[Mapping[str, DeviceSpec]] = {row.name: row for row in _ALL}
 """Facts by the type of the torch device."""
 
 
-def generic_row(name: str) -> Row:
+def unlisted_spec(name: str) -> DeviceSpec:
     """The row of a device that registered itself with torch and that nobody wrote a row for."""
-    return Row(name, DistributedType.MULTI_GPU, "", f"torch_{name}_manual_seed", priority=70, pins_memory=False)
+    return DeviceSpec(name, DistributedType.MULTI_GPU, "", f"torch_{name}_manual_seed", priority=70, pins_memory=False)

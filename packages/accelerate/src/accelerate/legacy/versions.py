@@ -1,21 +1,21 @@
-"""Comparing versions of installed distributions without importing them."""
+"""Comparing versions of installed distributions, as scripts do; nothing is imported. Never loads torch."""
 
 from __future__ import annotations
 
 import operator
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import Missing, SettingError
+from accel_state.settings.installed import installed_version
 
 if TYPE_CHECKING:
     from packaging.version import Version
 
     torch_version: Version
 
-__all__ = ("OPERATORS", "compare", "compare_versions", "installed_version", "is_torch_version", "torch_version")
+__all__ = ("compare_versions", "is_torch_version", "torch_version")
 
-OPERATORS: Final = {
+_OPERATORS: Final = {
     "<": operator.lt,
     "<=": operator.le,
     "==": operator.eq,
@@ -25,56 +25,45 @@ OPERATORS: Final = {
 }
 
 
-@cache
-def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution by its name on the package index, or None when it is absent."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def compare(version: str, operation: str, required: str) -> bool:
+def _compare(version: str, operation: str, required: str) -> bool:
     """Whether `version <operation> required` holds; local labels such as `+cpu` do not count.
 
     Raises:
-        SettingError: the operation is none of `OPERATORS`.
+        SettingError: there is no such operator.
     """
     from packaging.version import Version
 
-    if operation not in OPERATORS:
+    if operation not in _OPERATORS:
         raise SettingError(
-            f"A comparison with {operation!r} was asked for.",
-            f"Only {', '.join(OPERATORS)} are known.",
-            "Use one of them.",
+            f"Cannot compare versions with {operation!r}.",
+            "It is not an operator of versions.",
+            f"Use one of {', '.join(_OPERATORS)}.",
         )
-    return bool(OPERATORS[operation](Version(Version(version).public), Version(required)))
+    return bool(_OPERATORS[operation](Version(Version(version).public), Version(required)))
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Whether an installed library, by its name, or a version fits, for example `compare_versions("torch", ">=", "2")`.
 
     Raises:
-        SettingError: the operation is none of `OPERATORS`.
+        SettingError: there is no such operator.
         Missing: the library is not installed.
     """
     if not isinstance(library_or_version, str):
-        return compare(str(library_or_version), operation, requirement_version)
+        return _compare(str(library_or_version), operation, requirement_version)
     installed = installed_version(library_or_version)
     if installed is None:
         raise Missing(
-            f"The version of {library_or_version} was to be compared.",
+            f"Cannot compare the version of {library_or_version}.",
             "It is not installed.",
             f"Run: pip install {library_or_version}",
         )
-    return compare(installed, operation, requirement_version)
+    return _compare(installed, operation, requirement_version)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether the installed torch fits, for example `is_torch_version(">=", "2.9")`."""
-    return compare(installed_version("torch") or "0", operation, version)
+    return _compare(installed_version("torch") or "0", operation, version)
 
 
 def __getattr__(name: str) -> Any:
