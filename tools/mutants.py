@@ -54,7 +54,7 @@ AREAS: Final[Mapping[str, Sequence[str]]] = {
     "collectives": [
         *_sources("accel_ops", "agreement", "checked", "collectives", "exchange", "objects", "packing", "plan"),
         *_sources("accel_ops", "scattering", "shape", "tree", "whole"),
-        *_sources("accel_state", "protocol/call", "protocol/descriptions", "protocol/slot", "transport/torch_dist"),
+        *_sources("accel_state", "protocol", "transport/torch_dist"),
     ],
     "accumulation": [
         *_sources("accel_state", "gradient"),

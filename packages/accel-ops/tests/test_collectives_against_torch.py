@@ -16,7 +16,7 @@ from accel_ops import broadcast, gather, gather_object, pad_across_processes, re
 from accel_ops.packing import as_bytes
 from accel_ops.tree import flatten, leaves_with_paths
 from accel_state import PartialState
-from accel_state.protocol.slot import HEADER, slot_size
+from accel_state.protocol import HEADER_BYTES, eager_header_bytes
 from accel_state.testing.processes import Processes
 
 Pair = namedtuple("Pair", "first second")
@@ -24,7 +24,7 @@ Pair = namedtuple("Pair", "first second")
 ADDABLE = ["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "uint8", "int8", "complex64"]
 MOVABLE = [*ADDABLE, "bool", "complex128", "float8_e4m3fn", "float8_e5m2", "uint16"]
 
-# Sizes in the slot, beyond the slot together, and beyond what travels packed.
+# Sizes within the eager header, beyond it together, and beyond what travels packed.
 SHAPES = [[], [0], [3], [2, 3], [1, 0, 2], [4, 1, 2], [5000], [40, 300], [300, 300]]
 
 
@@ -218,9 +218,9 @@ def test_scatter_equals_plain_torch(group: Processes, specs: list[Any]) -> None:
 
 
 def around_the_slot() -> list[int]:
-    rank, limit = PartialState(cpu=True).process_index, slot_size(2)
+    rank, limit = PartialState(cpu=True).process_index, eager_header_bytes(2)
     wrong = []
-    for length in range(limit - 2 * HEADER, limit + HEADER):
+    for length in range(limit - 2 * HEADER_BYTES, limit + HEADER_BYTES):
         own = torch.full((length,), rank, dtype=torch.uint8)
         if gather(own).tolist() != [0] * length + [1] * length or gather_object([bytes(length)]) != [bytes(length)] * 2:
             wrong.append(length)

@@ -116,7 +116,7 @@ def autocast() -> None:
 
 
 def sums_of_small_types() -> None:
-    """Bools are "any"; whole numbers wrap as they do in torch; also where they do not fit the slot."""
+    """Bools are "any"; whole numbers wrap as they do in torch; also where they do not fit into the eager header."""
     for size in (3, 70_000, 400_000):
         first_only = torch.zeros(size, dtype=torch.bool)
         first_only[0] = rank() == 0

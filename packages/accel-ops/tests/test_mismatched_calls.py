@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "operation": (lambda: gather([tensor(2)]), lambda: reduce([tensor(2)])),
     "operation on objects": (lambda: gather_object(["a"]), lambda: broadcast_object_list(["a"])),
     "tensors and objects": (lambda: gather_object(["a"]), lambda: gather(tensor(2))),
-    "objects too long for the slot": (lambda: gather_object(["a" * 200_000]), lambda: gather(tensor(2))),
+    "objects too long for the header": (lambda: gather_object(["a" * 200_000]), lambda: gather(tensor(2))),
     "src": (lambda: broadcast(tensor(2), src=0), lambda: broadcast(tensor(2), src=1)),
     "op": (lambda: reduce(tensor(2), "sum"), lambda: reduce(tensor(2), "mean")),
     "length": (lambda: broadcast_object_list([1]), lambda: broadcast_object_list([1, 2])),

@@ -21,11 +21,11 @@ from accel_ops import (
 from accel_ops.checked_call import LARGE
 from accel_ops.testing.recording_transport import recording
 from accel_state import PartialState
-from accel_state.protocol.slot import HEADER, slot_size
+from accel_state.protocol import HEADER_BYTES, eager_header_bytes
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
-SLOT = ("all_gather", slot_size(2))
+HEADER = ("all_gather", eager_header_bytes(2))
 MANY_SMALL = 3 * 48_000
 
 
@@ -33,7 +33,7 @@ def small() -> dict[str, torch.Tensor]:
     return {f"leaf{index}": torch.ones(8, 16) for index in range(64)}
 
 
-def beyond_the_slot() -> list[torch.Tensor]:
+def beyond_the_header() -> list[torch.Tensor]:
     return [torch.ones(12_000) for _ in range(3)]
 
 
@@ -44,7 +44,7 @@ def large(count: int) -> list[torch.Tensor]:
 def mixed() -> dict[str, Any]:
     return {
         "small": small(),
-        "beyond": beyond_the_slot(),
+        "beyond": beyond_the_header(),
         "large": large(2),
         "numbers": torch.ones(2, dtype=torch.int64),
     }
@@ -67,15 +67,15 @@ CALLS: dict[str, Any] = {
     "gather small": lambda: gather(small()),
     "gather four dtypes": lambda: gather([torch.ones(3, dtype=d) for d in (torch.bool, torch.half, torch.int64)]),
     "gather nothing": lambda: gather({}),
-    "gather beyond the slot": lambda: gather(beyond_the_slot()),
+    "gather beyond the header": lambda: gather(beyond_the_header()),
     "gather large": lambda: gather(large(3)),
     "gather at the limit": lambda: gather(torch.ones(LARGE // 4)),
     "gather mixed": lambda: gather(mixed()),
     "gather to one": lambda: gather(mixed(), dst=1),
     "reduce small": lambda: reduce(small()),
-    "reduce beyond the slot": lambda: reduce(beyond_the_slot()),
+    "reduce beyond the header": lambda: reduce(beyond_the_header()),
     "reduce mixed": lambda: reduce(mixed(), "sum"),
-    "reduce four dtypes beyond the slot": lambda: reduce(four_dtypes()),
+    "reduce four dtypes beyond the header": lambda: reduce(four_dtypes()),
     "broadcast small": lambda: broadcast(small()),
     "broadcast mixed": lambda: broadcast(mixed()),
     "pad": lambda: pad_across_processes(mixed()),
@@ -91,15 +91,15 @@ EXPECTED = {
     "gather small": ["all_gather"],
     "gather four dtypes": ["all_gather"],
     "gather nothing": ["all_gather"],
-    "gather beyond the slot": ["all_gather"] * 2,
+    "gather beyond the header": ["all_gather"] * 2,
     "gather large": ["all_gather"] * 4,
     "gather at the limit": ["all_gather"] * 2,
     "gather mixed": ["all_gather"] * 4,
     "gather to one": ["all_gather", "gather", "gather", "gather"],
     "reduce small": ["all_gather"],
-    "reduce beyond the slot": ["all_gather", "all_reduce"],
+    "reduce beyond the header": ["all_gather", "all_reduce"],
     "reduce mixed": ["all_gather"] * 2 + ["all_reduce"] * 2,
-    "reduce four dtypes beyond the slot": ["all_gather"] * 2,
+    "reduce four dtypes beyond the header": ["all_gather"] * 2,
     "broadcast small": ["all_gather"],
     "broadcast mixed": ["all_gather"] + ["broadcast"] * 3,
     "pad": ["all_gather"],
@@ -116,7 +116,7 @@ EXPECTED = {
 def test_a_call_starts_no_more_collectives_than_it_needs(two: Processes, name: str) -> None:
     for records in two.run(records_of, name):
         assert [operation for operation, _ in records] == EXPECTED[name]
-        assert records[0] == SLOT
+        assert records[0] == HEADER
 
 
 def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
@@ -124,7 +124,7 @@ def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
         packed, *each = [nbytes for _, nbytes in records[1:]]
         assert each == [LARGE + 4] * 2
         assert PACKED + 16 <= packed <= PACKED + 2 * 16
-    for records in two.run(records_of, "gather beyond the slot"):
+    for records in two.run(records_of, "gather beyond the header"):
         assert records[1][1] == MANY_SMALL
 
 
@@ -146,7 +146,7 @@ def test_reduce_of_large_rows_starts_one_all_reduce_a_dtype(two: Processes) -> N
 
 def test_the_first_call_and_the_next_are_alike(two: Processes) -> None:
     for first, second in two.run(first_and_second):
-        assert first == second == [SLOT]
+        assert first == second == [HEADER]
 
 
 def first_and_second() -> tuple[Any, Any]:
@@ -162,7 +162,7 @@ def first_and_second() -> tuple[Any, Any]:
 def fits_exactly(extra: int) -> int:
     PartialState(cpu=True)
     with recording() as records:
-        gather(torch.ones(slot_size(2) - HEADER + extra, dtype=torch.uint8))
+        gather(torch.ones(eager_header_bytes(2) - HEADER_BYTES + extra, dtype=torch.uint8))
     return len(records)
 
 
@@ -200,12 +200,12 @@ def calls_of_1024() -> list[Any]:
     return records
 
 
-def test_a_world_of_1024_has_slots_of_1_kib_and_the_same_number_of_collectives() -> None:
-    """What a rank receives in each call is 1 MiB of slots."""
-    assert slot_size(1024) == 1024
+def test_a_world_of_1024_has_headers_of_1_kib_and_the_same_number_of_collectives() -> None:
+    """What a rank receives in each call is 1 MiB of eager headers."""
+    assert eager_header_bytes(1024) == 1024
     with fresh():
         records = calls_of_1024()
-    slot = ("all_gather", 1024)
+    header = ("all_gather", 1024)
     packed = ("all_gather", 64 * 8 * 16 * 4)
     each = ("all_gather", LARGE + 4)
-    assert records == [slot, packed, slot, slot, slot, each, each]
+    assert records == [header, packed, header, header, header, each, each]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_ops.packing import PackedLayout, as_bytes, gathered_shape
-from accel_state.protocol.slot import ALIGNMENT, HEADER, slot_size
+from accel_state.protocol import ALIGNMENT, HEADER_BYTES, eager_header_bytes
 
 DTYPES = [
     torch.float32,
@@ -94,8 +94,8 @@ def test_tensors_that_are_not_contiguous_are_packed_in_their_order(beside: list[
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64, 1000, 100_000])
 def test_slots_shrink_with_the_number_of_processes(world_size: int) -> None:
-    size = slot_size(world_size)
+    size = eager_header_bytes(world_size)
     assert size % ALIGNMENT == 0
-    assert HEADER % ALIGNMENT == 0
+    assert HEADER_BYTES % ALIGNMENT == 0
     assert 1024 <= size <= 64 * 1024
     assert size <= max(1024, 256 * 1024 // world_size)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_state import PartialState, current
-from accel_state.protocol.call import HeaderCall
+from accel_state.protocol import HeaderCall
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_state.testing.threads import run_as_threads
@@ -47,7 +47,7 @@ def own_group(backend: str) -> tuple[str | None, int, int, list[bytes]]:
 
 def exchanged(state: PartialState) -> list[bytes]:
     with HeaderCall(current.process().transport, "test") as call:
-        received: list[bytes] = call.swap_bytes(b"from %d" % state.process_index)
+        received: list[bytes] = call.all_gather_bytes(b"from %d" % state.process_index)
         return received
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from accel_ops.testing.recording_transport import recording
 from accel_state.errors import Conflict, NotReady, SettingError
-from accel_state.protocol.slot import slot_size
+from accel_state.protocol import eager_header_bytes
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
 
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_one_big_batch(group: Processes, backend: str, lo
 
 def test_one_exchange_a_step_and_one_at_the_start_is_all_it_takes(group: Processes) -> None:
     for told in group.run(train, "ddp", "mean", False, "no"):
-        assert told["own"] == [("all_gather", slot_size(group.count))] * (1 + 2)
+        assert told["own"] == [("all_gather", eager_header_bytes(group.count))] * (1 + 2)
 
 
 def test_an_fp16_run_is_near_it(group: Processes) -> None:

@@ -20,7 +20,7 @@ from accel_ops.collectives import broadcast
 from accel_ops.objects import broadcast_object_list, gather_object
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
-from accel_state.protocol.call import HeaderCall, meet
+from accel_state.protocol import HeaderCall, barrier
 from accel_state.transport.base import Transport
 
 __all__ = ("holds_sharded_weights", "load_together")
@@ -78,7 +78,7 @@ def load_together(
     with _failing_together(process.transport):
         retie_parameters(model, tied)
     # Who fails after the last weight has to find the others here.
-    meet(process.transport, "load_checkpoint_in_model")
+    barrier(process.transport, "load_checkpoint_in_model")
     return report
 
 

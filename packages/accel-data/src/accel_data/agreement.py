@@ -24,7 +24,7 @@ from accel_data.sources import Source, first_batches
 from accel_data.stateful import is_finished
 from accel_state import current
 from accel_state.errors import DataError
-from accel_state.protocol.call import Posted, post
+from accel_state.protocol import PendingCall, start_all_gather_bytes
 
 __all__ = ("AgreedSource", "in_step")
 
@@ -258,7 +258,7 @@ class _Asking:
         self.real = real
         self.base_read: dict[str, Any] | None = None
         self.base_given: dict[str, Any] | None = None
-        self.posted: Posted | None = None
+        self.posted: PendingCall | None = None
         self.told: list[tuple[int, int]] = []
         self.batch: Any = None
         self.failure: Exception | None = None
@@ -273,7 +273,7 @@ class _Asking:
             mine = _SIZES.pack(size, self._count(size))
         except Exception as error:
             self.failure, mine = error, _SIZES.pack(_FAILED, 0)
-        self.posted = post(self.transport, "DataLoader.__next__", mine)
+        self.posted = start_all_gather_bytes(self.transport, "DataLoader.__next__", mine)
 
     def _size(self) -> int:
         if self.batch is _OVER:

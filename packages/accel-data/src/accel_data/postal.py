@@ -14,7 +14,7 @@ from accel_data.padding import Padding
 from accel_data.rounds import Round
 from accel_ops.objects import broadcast_object_list
 from accel_state.errors import AccelError, CollectiveError, DataError
-from accel_state.protocol.call import HeaderCall, post
+from accel_state.protocol import HeaderCall, start_all_gather_bytes
 from accel_state.transport.base import Transport
 
 __all__ = ("Arrival", "alone", "receive", "send")
@@ -60,7 +60,7 @@ def _begin(transport: Transport, announced: Announcement | None = None) -> Annou
                 "One before it was left by some of the processes alone, whose messages would be taken for its own.",
                 "Start the run anew, and let all processes iterate loaders to the same step.",
             )
-        everyones = call.swap_bytes(b"" if announced is None else announced.header().numpy().tobytes())
+        everyones = call.all_gather_bytes(b"" if announced is None else announced.header().numpy().tobytes())
     return announced or Announcement.read(torch.frombuffer(bytearray(everyones[_MAIN]), dtype=torch.uint8))
 
 
@@ -75,7 +75,7 @@ class _Step:
 
     def __init__(self, transport: Transport, output: torch.Tensor, inputs: list[torch.Tensor] | None) -> None:
         self._transport = transport
-        self._posted = post(transport, "DataLoader.__next__", b"")
+        self._posted = start_all_gather_bytes(transport, "DataLoader.__next__", b"")
         self._work = transport.scatter(output, inputs, _MAIN)
 
     def wait(self) -> None:

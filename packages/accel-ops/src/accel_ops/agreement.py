@@ -30,7 +30,7 @@ from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
 from accel_state.hang_report.failure import everyone
 from accel_state.hang_report.sightings import ranks
-from accel_state.protocol.call import exchange_of
+from accel_state.protocol import protocol_state
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -414,7 +414,7 @@ class StoreBarrier:
 
     def _everyone(self) -> str:
         """Where every process was."""
-        return everyone(exchange_of(self._process.transport).watch, self.rank, self._world_size)
+        return everyone(protocol_state(self._process.transport).watch, self.rank, self._world_size)
 
     @contextmanager
     def _store_named(self) -> Iterator[None]:

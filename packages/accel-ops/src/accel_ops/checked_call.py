@@ -29,8 +29,7 @@ from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
 from accel_state.hang_report.sightings import describe
-from accel_state.protocol.call import HeaderCall, exchange_of
-from accel_state.protocol.descriptions import Description, fingerprint_of
+from accel_state.protocol import CallDescription, HeaderCall, fingerprint_of, protocol_state
 from accel_state.transport.base import Transport
 
 __all__ = (
@@ -181,7 +180,7 @@ class Plan:
 
     def __init__(
         self,
-        description: Description,
+        description: CallDescription,
         paths: Sequence[str],
         leaves: Sequence[torch.Tensor],
         device: torch.device,
@@ -240,7 +239,7 @@ def plan_for(
     for path, leaf, shape in zip(paths, leaves, shapes, strict=True):
         check(path, leaf, operation)
         told.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
-    return Plan(Description(operation, arguments, sorted(told)), paths, leaves, device, world_size)
+    return Plan(CallDescription(operation, arguments, sorted(told)), paths, leaves, device, world_size)
 
 
 class CheckedCall(HeaderCall):
@@ -293,9 +292,9 @@ class CheckedCall(HeaderCall):
         return plan, leaves
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the small leaves, if there are any, travel in the slot itself, which lies on the CPU."""
+        """Whether the small leaves, if there are any, travel in the eager header, a CPU tensor."""
         nbytes = plan.layout.nbytes
-        return not nbytes or (nbytes <= self._exchange.slot.capacity and self._transport.device == _HOST)
+        return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST)
 
     def agree(self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None) -> torch.Tensor | None:
         """Meet the other processes and check that all have the same plan.
@@ -312,28 +311,31 @@ class CheckedCall(HeaderCall):
             ShapeMismatch: on every process, when the plans differ.
             CollectiveError: a process did not come.
         """
-        slot, nbytes = self._exchange.slot, plan.layout.nbytes
+        header, nbytes = self._state.header, plan.layout.nbytes
         along = self.fits(plan)
         if along and leaves is not None:
-            plan.layout.write([leaves[position] for position in plan.small], slot.payload(nbytes))
-        self._meet(plan.fingerprint, plan.description, nbytes if along else 0)
-        return slot.rows(nbytes) if along else None
+            plan.layout.write([leaves[position] for position in plan.small], header.own_payload(nbytes))
+        self._exchange_headers(plan.fingerprint, plan.description, nbytes if along else 0)
+        return header.payloads(nbytes) if along else None
 
     def all_gather_ints(self, plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """One number for each leaf of the plan, of all processes, by rank."""
         layout = struct.Struct(f"<{len(numbers)}q")
-        return [layout.unpack(row) for row in self._swap(plan.fingerprint, plan.description, layout.pack(*numbers))]
+        return [
+            layout.unpack(row)
+            for row in self._all_gather_bytes(plan.fingerprint, plan.description, layout.pack(*numbers))
+        ]
 
     def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
         """The bytes of process `src`; the others give None."""
-        slot = self._exchange.slot
+        header = self._state.header
         length = 0 if data is None else len(data)
-        if data is not None and length <= slot.capacity:
-            slot.write(data)
-        self._meet(*self._bare(), length)
-        length = slot.lengths()[src]
-        if length <= slot.capacity:
-            return slot.row(src, length)
+        if data is not None and length <= header.capacity:
+            header.write(data)
+        self._exchange_headers(*self._header_only(), length)
+        length = header.lengths()[src]
+        if length <= header.capacity:
+            return header.payload_of(src, length)
         buffer = torch.empty(length, dtype=torch.uint8)
         if data is not None:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -350,8 +352,8 @@ class CheckedCall(HeaderCall):
             if is_dtensor(leaf)
         ]
         description = self._describe(sorted(spread))
-        self._meet(fingerprint_of(description), description, 0)
-        self._met = False
+        self._exchange_headers(fingerprint_of(description), description, 0)
+        self._sent = False
         return [leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves]
 
     def _plan(
@@ -373,7 +375,7 @@ class CheckedCall(HeaderCall):
             tuple([leaf.layout for leaf in leaves]),
             tuple(map(type, leaves)),
         )
-        plans = self._exchange.plans
+        plans = self._state.plans
         plan = plans.get(key)
         if plan is None:
             if len(plans) >= _PLANS_KEPT:
@@ -402,7 +404,7 @@ def where_is_everyone() -> str:
     nothing is read before somebody asks, so that the first call takes up to two seconds.
     """
     transport = current.process_or_start().transport
-    watch = exchange_of(transport).watch
+    watch = protocol_state(transport).watch
     asked = watch.ask()
     picture = watch.picture()
     while not watch.reads_unasked and picture.taken < asked and time.monotonic() < asked + _LONGEST_READ:
@@ -413,4 +415,4 @@ def where_is_everyone() -> str:
 
 def recent_calls(count: int | None = None) -> tuple[Call, ...]:
     """The newest collectives that this process completed, the newest last; all that are kept by default."""
-    return exchange_of(current.process_or_start().transport).log.recent(count)
+    return protocol_state(current.process_or_start().transport).log.recent(count)

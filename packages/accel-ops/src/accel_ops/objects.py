@@ -59,7 +59,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
         _pickled("gather_object", items)
         return items if isinstance(object, Iterator) else object
     with CheckedCall(transport, "gather_object") as call:
-        rows = call.swap_bytes(_pickled("gather_object", _items(object)))
+        rows = call.all_gather_bytes(_pickled("gather_object", _items(object)))
     return list(chain.from_iterable(loads(row) for row in rows))
 
 

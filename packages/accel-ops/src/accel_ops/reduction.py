@@ -166,7 +166,7 @@ def _reduce(
 def _begin_sums(
     transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, op: Reduction
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
-    """Start to bring the small leaves together, unless the slots have brought them.
+    """Start to bring the small leaves together, unless the eager headers have brought them.
 
     Returns:
         What all processes gave, or None; else what becomes the sums, by segment; and what to wait for.

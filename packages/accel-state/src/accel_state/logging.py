@@ -58,13 +58,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     def _log_in_order(
         self, level: int, msg: object, args: tuple[object, ...], kwargs: MutableMapping[str, Any]
     ) -> None:
-        from accel_state.protocol.call import meet
+        from accel_state.protocol import barrier
 
         process = current.process()
         for rank in range(process.world_size):
             if rank == process.rank:
                 self._emit(level, msg, args, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
-            meet(process.transport, "log")
+            barrier(process.transport, "log")
 
     @functools.cache  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
 from accel_state.hang_report.status import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
-from accel_state.protocol.call import exchange_of, meet
+from accel_state.protocol import barrier, protocol_state
 from accel_state.start import start_process
 from accel_state.uncaught import install_hook
 
@@ -38,7 +38,7 @@ def wait_for_everyone() -> None:
         ShapeMismatch: on every process, when one of them called another collective.
         CollectiveError: a process is gone or did not come in time.
     """
-    meet(current.process_or_start().transport, "wait_for_everyone")
+    barrier(current.process_or_start().transport, "wait_for_everyone")
 
 
 def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = False) -> Any:
@@ -163,7 +163,7 @@ class PartialState:
             current.set_process(process)
             if process.world_size > 1 or STATUS_FOLDER in os.environ:
                 # From here on it is known where this process is, and errors say where all are.
-                exchange_of(process.transport)
+                protocol_state(process.transport)
             if process.world_size > 1:
                 install_hook()
         elif cpu and existing.family is not family_of("cpu"):
@@ -283,7 +283,7 @@ class PartialState:
             ShapeMismatch: on every process, when one of them called another collective.
             CollectiveError: a process is gone or did not come in time.
         """
-        meet(self._process.transport, "wait_for_everyone")
+        barrier(self._process.transport, "wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

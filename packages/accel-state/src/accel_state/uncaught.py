@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accel_state import current
 from accel_state.errors import AccelError
 from accel_state.hang_report.failure import amend
-from accel_state.protocol.call import exchange_of
+from accel_state.protocol import protocol_state
 from accel_state.transport.shutdown import record_exit_exception
 
 __all__ = ("explain_foreign", "install_hook")
@@ -30,7 +30,7 @@ def explain_foreign(error: BaseException) -> None:
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _TEXTS.search(str(error))):
-        amend(error, process.rank, process.world_size, exchange_of(process.transport).watch)
+        amend(error, process.rank, process.world_size, protocol_state(process.transport).watch)
 
 
 def install_hook() -> None:

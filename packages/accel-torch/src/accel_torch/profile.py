@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from accel_ops import gather_object
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
-from accel_state.protocol.call import meet
+from accel_state.protocol import barrier
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -144,7 +144,7 @@ def profiled(process: Process, handler: ProfileKwargs) -> Iterator[profile]:
     times = gather_object([_times(profiler)])
     if process.rank == 0:
         (Path(folder) / SUMMARY_NAME).write_text(summary(times), encoding="utf-8")
-    meet(process.transport, "profile")
+    barrier(process.transport, "profile")
 
 
 def _times(profiler: profile) -> dict[str, tuple[int, float]]:

@@ -9,7 +9,7 @@ import torch
 
 from accel_ops import gather_object
 from accel_state import current
-from accel_state.protocol.call import share_exchange
+from accel_state.protocol import share_protocol_state
 from accel_torch.stopwatch import SHARES, Stopwatch, TimedSource, TimedTransport
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class StragglerReport:
         process = current.process()
         transport = TimedTransport(process.transport, self.stopwatch)
         if process.world_size > 1:
-            share_exchange(transport, process.transport)
+            share_protocol_state(transport, process.transport)
         current.set_process(process._replace(transport=transport))
 
     def watch_methods(self, accelerator: Any) -> None:

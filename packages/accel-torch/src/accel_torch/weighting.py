@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 from accel_state.errors import SettingError
-from accel_state.protocol.call import Posted, post
+from accel_state.protocol import PendingCall, start_all_gather_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Weighting:
         self._sum = 0.0
         self._count = 0
         self._everyones: list[tuple[float, int]] = []
-        self._travelling: Posted | None = None
+        self._travelling: PendingCall | None = None
         self._factor = 1.0
         self._completed: set[int] = set()
         # Losses are multiplied by weights of a thousand tokens and more. Dividing them by about as much, by a power of
@@ -76,10 +76,10 @@ class Weighting:
             self._travelling = self._send()
         return (1.0 if loss_is == "sum" else number) / self._unit
 
-    def _send(self) -> Posted:
-        return post(self._process.transport, "accumulate", _WEIGHTS.pack(self._sum, self._count))
+    def _send(self) -> PendingCall:
+        return start_all_gather_bytes(self._process.transport, "accumulate", _WEIGHTS.pack(self._sum, self._count))
 
-    def _receive(self, posted: Posted) -> None:
+    def _receive(self, posted: PendingCall) -> None:
         self._everyones = [_WEIGHTS.unpack(row) for row in posted.wait()]
 
     def _totals(self) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_state import current
-from accel_state.protocol.call import share_exchange
+from accel_state.protocol import share_protocol_state
 from accel_state.transport.base import Reduction, Transport, Work
 from accel_state.transport.control import ControlStore
 
@@ -98,6 +98,6 @@ def recording() -> Iterator[list[Record]]:
     process = current.process_or_start()
     transport = RecordingTransport(process.transport)
     if process.world_size > 1:
-        share_exchange(transport, process.transport)
+        share_protocol_state(transport, process.transport)
     with current.replace_process(process._replace(transport=transport)):
         yield transport.records

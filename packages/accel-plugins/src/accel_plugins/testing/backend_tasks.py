@@ -22,7 +22,7 @@ from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState
-from accel_state.protocol.call import meet
+from accel_state.protocol import barrier
 
 Answer = dict[str, Any]
 
@@ -289,7 +289,7 @@ def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
         if saves:
             target = Path(folder, str(number))
             target.mkdir(exist_ok=True)
-            meet(session.process.transport, "wait_for_everyone")
+            barrier(session.process.transport, "wait_for_everyone")
             session.save(target)
     return {"losses": losses}
 

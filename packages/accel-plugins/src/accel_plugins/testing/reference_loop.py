@@ -33,7 +33,7 @@ from accel_state import current
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
-from accel_state.protocol.call import meet
+from accel_state.protocol import barrier
 
 __all__ = ("Case", "Plain", "Session", "Small", "batches", "make_model", "make_optimizer")
 
@@ -230,7 +230,7 @@ class Session:
     def save(self, folder: Path, step: int = 0) -> None:
         """Write a checkpoint."""
         save_folder(folder, self._contents(), self.strategy, self.process, step=step)
-        meet(self.process.transport, "wait_for_everyone")
+        barrier(self.process.transport, "wait_for_everyone")
 
     def load(self, folder: Path) -> int:
         """Read a checkpoint; the step it was written at."""

@@ -7,7 +7,7 @@ from typing import Any
 from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.testing.reference_loop import Case, Session, batches, make_model
 from accel_state.errors import CheckpointError
-from accel_state.protocol.call import meet
+from accel_state.protocol import barrier
 
 __all__ = ("HALF", "first_half", "second_half")
 
@@ -20,7 +20,7 @@ def first_half(given: Case, folder: str) -> dict[str, Any]:
     session = Session(given)
     session.train(list(batches(given))[:HALF])
     save_folder(folder, Contents([session.model], [session.optimizer]), session.strategy, session.process)
-    meet(session.process.transport, "wait_for_everyone")
+    barrier(session.process.transport, "wait_for_everyone")
     weights = session.weights()
     return {"weights": weights, "losses": session.train(list(batches(given))[HALF:])[0]}
 

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from accel_state import current
 from accel_state.errors import NotReady, SettingError
-from accel_state.protocol.call import exchange_of
+from accel_state.protocol import protocol_state
 from accel_state.settings.environ import publish
 from accel_state.testing.fresh import LAUNCH_VARIABLES
 from accel_state.testing.processes import Outcome, ProcessesFailed
@@ -164,7 +164,7 @@ def _leave() -> None:
     """End what the rank of this thread has opened."""
     process = current.process_or_none()
     if process is not None:
-        exchange_of(process.transport).watch.stop()
+        protocol_state(process.transport).watch.stop()
     current.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
