@@ -89,6 +89,16 @@ def test_imports_in_every_form_are_seen(packages: Path, capsys: pytest.CaptureFi
     assert "imports psutil without" in check(packages, capsys)
 
 
+def test_what_the_stub_of_a_lazy_package_lists_needs_a_declaration(
+    packages: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = packages / "some-package/src/some_package"
+    (source / "late.pyi").write_text("from psutil import Process as Process\n", encoding="utf-8")
+    assert check_dependencies.main([str(packages)]) == 0
+    (source / "late.py").write_text("lazy_stub(__name__, __file__)\n", encoding="utf-8")
+    assert "imports psutil without" in check(packages, capsys)
+
+
 def test_an_entry_point_needs_a_declaration_too(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(packages, "[tool.accel", '[project.scripts]\nrun = "psutil.tests:main"\n\n[tool.accel')
     assert "imports psutil without declaring it (scripts: run)" in check(packages, capsys)

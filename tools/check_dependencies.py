@@ -88,7 +88,10 @@ def entry_points(project: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def imports_of(folder: Path) -> Iterator[tuple[str, str]]:
     """The source files of a package, and the top-level names that each imports."""
-    for path in sorted((folder / "src").rglob("*.py")):
+    paths = sorted((folder / "src").rglob("*.py"))
+    # A lazy package imports at run time what its stub lists; other stubs are for type checkers only.
+    lazy = [path for path in paths if "lazy_stub(" in path.read_text(encoding="utf-8")]
+    for path in (*paths, *(stub for path in lazy if (stub := path.with_suffix(".pyi")).is_file())):
         for module in imported_modules(ast.parse(path.read_text(encoding="utf-8"), str(path))):
             yield str(path.relative_to(folder)), module
 

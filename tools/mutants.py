@@ -49,7 +49,7 @@ def _tests(package: str, *names: str) -> list[str]:
 AREAS: Final[Mapping[str, Sequence[str]]] = {
     "plan arithmetic": [
         *_sources("accel_data", "divide", "padding", "plan", "rounds", "samplers", "slicing"),
-        *_sources("accel_bigmodel", "budget", "byte_counts", "device_map", "placement", "sizes"),
+        *_sources("accel_bigmodel", "device_map", "placement", "sizes"),
     ],
     "collectives": [
         *_sources("accel_ops", "agreement", "checked", "collectives", "exchange", "objects", "packing", "plan"),

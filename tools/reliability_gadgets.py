@@ -31,7 +31,7 @@ import numpy
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from accel_bigmodel.weight_files.plain_rules import torch_rules
+from accel_bigmodel.weight_files.torch_files import torch_rules
 from accel_plugins.checkpoint import allowed, pickled
 from accel_plugins.testing.faults import Tally
 from accel_state.errors import CheckpointError

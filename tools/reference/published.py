@@ -6,7 +6,8 @@ address; every other name under the address of its module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +71,26 @@ def read_library(root: Path = ROOT, packages: tuple[str, ...] = LIBRARY) -> Libr
     """Every package by its name, lowest first."""
     loader = griffe.GriffeLoader(search_paths=sorted(root.glob("packages/*/src")), docstring_parser="google")
     read = {name: loader.load(name) for name in packages}
+    for package in read.values():
+        for module in modules_of(package) if isinstance(package, griffe.Module) else ():
+            _read_stub(module, read)
     loader.resolve_aliases(implicit=False, external=False)
     return {name: module for name, module in read.items() if isinstance(module, griffe.Module)}
+
+
+def _read_stub(module: griffe.Module, library: Mapping[str, griffe.Object | griffe.Alias]) -> None:
+    """Give a lazy package the `__all__` that it takes from its stub."""
+    stub = module.filepath.with_suffix(".pyi") if isinstance(module.filepath, Path) else None
+    if stub is None or "lazy_stub" not in module.imports or not stub.is_file():
+        return
+    names: list[str] = []
+    for line in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(line, ast.ImportFrom):
+            names += [alias.name for alias in line.names if alias.name != "*"]
+            if line.names[0].name == "*":
+                other = library[str(line.module)]
+                names += map(str, other.exports or () if isinstance(other, griffe.Module) else ())
+    module.exports = list(names)
 
 
 def modules_of(module: griffe.Module) -> Iterator[griffe.Module]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from accel_bigmodel.byte_counts import convert_bytes, convert_file_size_to_int
+from accel_bigmodel.sizes import convert_bytes, convert_file_size_to_int
 from accel_state.errors import SettingError
 
 
@@ -39,7 +39,14 @@ def test_what_is_no_size_is_refused_with_the_value(text: object) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KB"), (10**9, "953.67 MB"), (10**18, "888.18 PB")],
+    [
+        (0, "0 bytes"),
+        (0.12345, "0.12 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KB"),
+        (10**9, "953.67 MB"),
+        (10**18, "888.18 PB"),
+    ],
 )
-def test_sizes_for_people(count: int, text: str) -> None:
+def test_sizes_for_people(count: float, text: str) -> None:
     assert convert_bytes(count) == text

@@ -28,7 +28,7 @@ from accel_bigmodel import (
     save_offload_index,
     save_weights,
 )
-from accel_bigmodel.offload_index import read_offload_index
+from accel_bigmodel.offload import read_offload_index
 from accel_state.errors import CheckpointError, SettingError
 
 WEIGHTS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.offload_index import read_offload_index, save_offload_index
+from accel_bigmodel.offload import read_offload_index, save_offload_index
 from accel_bigmodel.weight_files import (
     load_weights,
     load_weights_file,

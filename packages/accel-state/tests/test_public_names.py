@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
+from accel_state import labels
 from accel_state.testing.public_names import check_public_names
 
 GOOD = """
@@ -59,4 +61,40 @@ def test_check_public_names_fails_when_lists_differ(
 ) -> None:
     package = made(tmp_path, monkeypatch, *FAULTS[message])
     with pytest.raises(AssertionError, match=message):
+        check_public_names(package)
+
+
+STUBBED = """
+from accel_state.lazy import lazy_stub
+__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)
+"""
+
+
+def stubbed(folder: Path, monkeypatch: pytest.MonkeyPatch, last_line: str = "from accel_state.labels import *") -> str:
+    """The name of a package whose stub lists its public names."""
+    package = f"names_of_a_stub_of_{folder.name}"
+    (folder / package).mkdir()
+    text = "from accel_state.lazy import lazy_stub\n__getattr__, __dir__, __all__ = lazy_stub(__name__, __file__)"
+    (folder / package / "__init__.py").write_text(text)
+    (folder / package / "__init__.pyi").write_text(f"from {package}.shapes import area as area\n{last_line}\n")
+    (folder / package / "shapes.py").write_text("area = 1")
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+    return package
+
+
+def test_a_stub_gives_the_names_of_a_package_and_imports_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = stubbed(tmp_path, monkeypatch)
+    module = importlib.import_module(package)
+    assert module.__all__ == ("area", *labels.__all__)
+    assert f"{package}.shapes" not in sys.modules
+    assert (module.area, module.RNGType) == (1, labels.RNGType)
+    check_public_names(package)
+
+
+def test_check_public_names_fails_when_a_stub_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = stubbed(tmp_path, monkeypatch, "from accel_state.labels import RNGType as Kind")
+    with pytest.raises(AssertionError, match="type checkers and"):
         check_public_names(package)

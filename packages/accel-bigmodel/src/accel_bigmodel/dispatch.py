@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import AlignDevicesHook
-from accel_bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from accel_bigmodel.budget import HOST, OFFLOADED
+from accel_bigmodel.align import (
+    AlignDevicesHook,
+    align_module_device,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    has_offloaded_params,
+)
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
-from accel_bigmodel.hooks import add_hook_to_module, refuse_to_move
-from accel_bigmodel.offload import OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
-from accel_bigmodel.offload_index import INDEX_NAME
+from accel_bigmodel.hooks import ModelHook, add_hook_to_module, refuse_to_move, remove_hook_from_module
+from accel_bigmodel.offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from accel_bigmodel.placement import HOST, OFFLOADED
 from accel_bigmodel.prefetch import BlockReader
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
+from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
+from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
 from accel_state.marks import DEVICE_MAP
 
-__all__ = ("cpu_offload", "disk_offload", "dispatch_model")
+__all__ = (
+    "CpuOffload",
+    "UserCpuOffloadHook",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -214,3 +229,111 @@ def _offload(
 def _device_of(model: nn.Module) -> torch.device:
     found = find_device(dict(model.named_parameters()))
     return torch.device(HOST) if found is None or found.type == "meta" else found
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model on the CPU until its forward, and lets it stay on the execution device afterwards.
+
+    Args:
+        execution_device: where it computes; the first device of the best family here when None.
+        prev_module_hook: the handle of the model called before this one, which is sent back to the CPU first.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = resolve_device(_default() if execution_device is None else execution_device)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+def _default() -> torch.device:
+    family = best_family()
+    return torch.device(family.name)
+
+
+class UserCpuOffloadHook:
+    """The handle that `cpu_offload_with_hook` gives: sends the model back to the CPU, or takes the hook off."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Send the model back to the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off; the model stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model on the CPU between phases of use, moved as a whole.
+
+    Args:
+        execution_device: where it computes; the first device of the best family here when None.
+        prev_module_hook: handle of the model before it, sent back when this one is called.
+
+    Example:
+        encoder, first = cpu_offload_with_hook(encoder, 0)
+        decoder, second = cpu_offload_with_hook(decoder, 0, prev_module_hook=first)
+        decoder(encoder(x))
+        second.offload()
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a dispatched model: offloaded weights brought to the CPU, all others where they are.
+
+    Weights that are mapped from a file stay mapped, so that memory is used when they are.
+    """
+    state_dict: dict[str, Any] = dict(model.state_dict())
+    for name, module in model.named_modules(remove_duplicate=False):
+        if has_offloaded_params(module):
+            prefix = f"{name}." if name else ""
+            with align_module_device(module, "cpu"):
+                state_dict.update(_own(module, prefix, state_dict))
+    return state_dict
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: MutableMapping[str, Any],
+    device_to_put_offload: Device = "cpu",
+) -> MutableMapping[str, Any]:
+    """Put the offloaded weights of one module into a state dict.
+
+    Args:
+        module_name: full name of one of its weights, such as "blocks.0.weight".
+        state_dict: changed and returned.
+        device_to_put_offload: where the weights are put.
+    """
+    if has_offloaded_params(module):
+        prefix = module_name[: module_name.rfind(".") + 1]
+        with align_module_device(module, device_to_put_offload):
+            state_dict.update(_own(module, prefix, None))
+    return state_dict
+
+
+def _own(module: nn.Module, prefix: str, wanted: MutableMapping[str, Any] | None) -> dict[str, Any]:
+    """The state of a module that is at hand now, under full names; of `wanted` only, when given."""
+    own = {prefix + name: value for name, value in module.state_dict().items()}
+    at_hand = {name: value for name, value in own.items() if not getattr(value, "is_meta", False)}
+    return {name: value for name, value in at_hand.items() if wanted is None or name in wanted}

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from accel_bigmodel.byte_counts import convert_bytes
 from accel_bigmodel.meta import init_empty_weights
-from accel_bigmodel.sizes import compute_module_sizes, get_max_layer_size
+from accel_bigmodel.sizes import compute_module_sizes, convert_bytes, get_max_layer_size
 from accel_state.errors import SettingError
 from accel_state.labels import CustomDtype
 from accel_state.settings.installed import Requirement

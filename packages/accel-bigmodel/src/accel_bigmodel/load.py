@@ -10,16 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import Budget, get_balanced_memory
 from accel_bigmodel.device_map import DeviceMap, infer_auto_device_map, resolve_device
 from accel_bigmodel.dispatch import DISK, dispatch_model
 from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.load_names import LoadReport, refuse_empty
 from accel_bigmodel.load_together import holds_sharded_weights, load_together
 from accel_bigmodel.loading import Loading
-from accel_bigmodel.offload import load_offloaded_weight
-from accel_bigmodel.offload_index import weight_file
+from accel_bigmodel.offload import load_offloaded_weight, weight_file
 from accel_bigmodel.place import set_module_tensor_to_device
+from accel_bigmodel.placement import Budget, get_balanced_memory
 from accel_bigmodel.sizes import Dtype, torch_dtype
 from accel_bigmodel.tied import device_of_name
 from accel_bigmodel.weight_files.reading import WeightSource, find_weights

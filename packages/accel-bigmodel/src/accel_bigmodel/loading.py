@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map
 from accel_bigmodel.dispatch import DISK
 from accel_bigmodel.load_names import LoadReport, compare_names, own_tensors
-from accel_bigmodel.offload import offload_weight
-from accel_bigmodel.offload_index import save_offload_index
+from accel_bigmodel.offload import offload_weight, save_offload_index
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.progress import progress
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters

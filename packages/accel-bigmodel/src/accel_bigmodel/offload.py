@@ -1,31 +1,46 @@
-"""Weights on the disk: written as raw files or left in their safetensors file, and mapped when they are needed."""
+"""Weights on the disk: raw files or safetensors files, the index that lists them, and mapping them."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from accel_bigmodel.offload_index import read_offload_index, save_offload_index, weight_file
-from accel_bigmodel.sizes import torch_dtype
+from accel_bigmodel.sizes import convert_bytes, torch_dtype
 from accel_bigmodel.weight_files.reading import WeightFile
 from accel_state.errors import CheckpointError, SettingError
-from accel_state.untrusted import open_regular
+from accel_state.untrusted import (
+    inside,
+    integer,
+    list_of,
+    open_regular,
+    printable,
+    read_json,
+    record,
+    shown,
+    table_of,
+    text,
+)
 
 __all__ = (
+    "INDEX_NAME",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
     "extract_submodules_state_dict",
     "load_offloaded_weight",
     "offload_state_dict",
     "offload_weight",
+    "read_offload_index",
+    "save_offload_index",
+    "weight_file",
 )
 
 
@@ -232,3 +247,79 @@ def _above(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+INDEX_NAME: Final = "index.json"
+_MOST_DIMENSIONS: Final = 64
+_WRITTEN: Final = record({"dtype": text(), "shape": list_of(integer(), _MOST_DIMENSIONS)})
+_LEFT: Final = record({"safetensors_file": text()}, {"weight_name": text(), "dtype": text()})
+
+
+def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
+    """The file of an offloaded weight.
+
+    Raises:
+        CheckpointError: the name would lead out of the folder.
+    """
+    try:
+        if not name or "/" in name:
+            raise ValueError(f"{shown(name)} is not the name of a file in the folder")
+        return Path(inside(folder, f"{name}.dat", links_out=True))
+    except ValueError as error:
+        raise _bad(Path(folder), f"A weight has an impossible name: {error}.") from error
+
+
+def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
+    """Write an index, merged with one that is there already; nothing is written for an empty one.
+
+    Raises:
+        CheckpointError: the index that is there cannot be read, or the disk refuses.
+    """
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX_NAME
+    merged = {**(read_offload_index(offload_folder) if path.is_file() else {}), **index}
+    text = json.dumps(merged, indent=2)
+    beside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"Write {str(path)!r} ({convert_bytes(len(text))}).",
+            f"{type(error).__name__}: {error}",
+            "Name an offload folder with free space where you may write.",
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Read and check an index: weight name to `{"dtype", "shape"}`, or to `{"safetensors_file", ...}`.
+
+    Raises:
+        CheckpointError: it cannot be read, or an entry is neither.
+    """
+    path = Path(folder) / INDEX_NAME
+    try:
+        document: dict[str, dict[str, Any]] = read_json(path, table_of(_entry))
+    except OSError as error:
+        raise _bad(path, f"It cannot be read: {error}.") from error
+    except ValueError as error:
+        raise _bad(path, f"It is damaged. {error}") from error
+    for name in document:
+        weight_file(folder, name)
+    return document
+
+
+def _entry(value: Any) -> str:
+    """Shape of an entry of either kind."""
+    return (_LEFT if isinstance(value, dict) and "safetensors_file" in value else _WRITTEN)(value)
+
+
+def _bad(path: Path, obstacle: str) -> CheckpointError:
+    return CheckpointError(
+        f"Read the offloaded weights listed in {str(path)!r}.",
+        printable(obstacle),
+        "Offload the model again into an empty folder.",
+    )

@@ -1,20 +1,112 @@
-"""Packing a model onto devices: which piece goes where, and why."""
+"""Packing a model onto devices: how many bytes each may take, which piece goes where, and why."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from accel_bigmodel.budget import HOST, OFFLOADED
-from accel_bigmodel.byte_counts import convert_bytes
-from accel_bigmodel.sizes import Dtype, byte_counter
+from accel_bigmodel.sizes import Dtype, byte_counter, convert_bytes, convert_file_size_to_int, measure
+from accel_state.devices.select import best_family, family_of
 from accel_state.errors import SettingError
 
-__all__ = ("Packing", "Piece", "Placement", "pieces_of")
+__all__ = (
+    "HOST",
+    "OFFLOADED",
+    "Budget",
+    "Packing",
+    "Piece",
+    "Placement",
+    "fallback_allocate",
+    "get_balanced_memory",
+    "get_max_memory",
+    "get_module_size_with_ties",
+    "pieces_of",
+)
+
+Budget: TypeAlias = "Mapping[int | str, float | str]"
+"""Device (index of an accelerator, "cpu", "disk") to bytes, or text such as "10GB"."""
+
+HOST = "cpu"
+OFFLOADED = (HOST, "disk")
+"""Devices of a device map that are not accelerators, in the order in which they fill up."""
+
+
+def get_max_memory(max_memory: Budget | None = None) -> dict[int | str, int]:
+    """Bytes by device: what is given, in the order accelerators, cpu, disk; or what is free now when nothing is given.
+
+    Text in a dict given is replaced there by the bytes it means: transformers goes on with the dict it gave.
+
+    Raises:
+        SettingError: a device that is neither an index, "cpu" nor "disk", or a size that is none.
+
+    Example:
+        >>> get_max_memory({"cpu": "1GB", 0: "2GB"})
+        {0: 2000000000, 'cpu': 1000000000}
+    """
+    if max_memory is None:
+        family, host = best_family(), family_of(HOST)
+        free: dict[int | str, int] = {} if family is host else {i: family.free_memory(i) for i in range(family.count())}
+        return {**free, HOST: host.free_memory()}
+    sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
+    unknown = [device for device in sizes if not _is_index(device) and device not in OFFLOADED]
+    if unknown:
+        raise SettingError(
+            f"A memory budget for the device {unknown[0]!r} was given.",
+            "Budgets are given by the index of an accelerator, for 'cpu' and for 'disk'.",
+            'Write max_memory={0: "10GB", "cpu": "30GB"}.',
+        )
+    if isinstance(max_memory, dict):
+        max_memory.update(sizes)
+    return {device: sizes[device] for device in sorted(sizes, key=_order)}
+
+
+def _is_index(device: Any) -> bool:
+    return isinstance(device, int) and not isinstance(device, bool) and device >= 0
+
+
+def _order(device: int | str) -> tuple[int, int]:
+    return (0, device) if isinstance(device, int) else (1, OFFLOADED.index(device))
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Budget | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Budgets under which `infer_auto_device_map` spreads a model evenly over the accelerators.
+
+    Each but the last is held to its share plus room for five quarters of a block (the largest that stays whole, or a
+    layer of mean size if that is more), because blocks do not divide evenly.
+
+    Args:
+        max_memory: upper bounds; what is free now when None.
+        no_split_module_classes: names of classes that stay in one piece.
+        dtype: count floating-point weights in this dtype.
+        special_dtypes: dtypes of single weights, by full name.
+        low_zero: keep the first accelerator as empty as the others allow, for what generation needs there.
+    """
+    budget = get_max_memory(max_memory)
+    indices = [device for device in budget if _is_index(device) and budget[device] > 0]
+    if len(indices) < 2:
+        return budget
+    found = measure(model, byte_counter(dtype, special_dtypes), frozenset(no_split_module_classes or ()))
+    total = found.sizes[""]
+    layer = sum(found.layers) // max(len(found.layers), 1)
+    share = total // (len(indices) - 1 if low_zero else len(indices)) + int(1.25 * max(found.largest_block, layer))
+    for device in indices[:-1]:
+        budget[device] = min(budget[device], share)
+    if low_zero:
+        others = sum(budget[device] for device in indices[1:])
+        budget[indices[0]] = min(budget[indices[0]], max(0, total - others))
+    return budget
+
 
 DISK = "disk"
 
@@ -289,3 +381,80 @@ def _largest_after(pieces: Sequence[Piece]) -> list[tuple[int, str]]:
     for piece in reversed(pieces):
         largest.append(max(largest[-1], piece.largest, key=lambda pair: pair[0]))
     return largest[::-1]
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, nn.Module]],
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Bytes of a module with the modules that share weights with it, and names and modules of these.
+
+    Args:
+        tied_params: names of parameters of other modules that the module shares.
+        module_size: bytes of the module alone.
+        module_sizes: bytes by name, as `compute_module_sizes` gives them.
+        modules_to_treat: names and modules among which the others are looked for.
+
+    Raises:
+        SettingError: none of them has a parameter that was named.
+    """
+    names, modules = list[str](), list[nn.Module]()
+    for tied in tied_params:
+        found = next(((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")), None)
+        if found is None:
+            raise SettingError(
+                f"Count the parameter {tied!r} with the module that shares it.",
+                "None of the given modules has it.",
+                "Give the modules that are still to be placed.",
+            )
+        module_size += module_sizes[found[0]] - module_sizes[tied]
+        names.append(found[0])
+        modules.append(found[1])
+    return module_size, names, modules
+
+
+def fallback_allocate(
+    modules: list[tuple[str, nn.Module]],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: Sequence[str] | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
+    """The first module, or part of one, that is small enough; and the list without it.
+
+    Args:
+        modules: names and modules, in the order in which they are looked at.
+        module_sizes: bytes by name, as `compute_module_sizes` gives them.
+        size_limit: bytes, or text such as "1GB".
+        no_split_module_classes: names of classes whose modules are taken whole or not at all.
+        tied_parameters: groups of names of shared parameters, counted with the module that is taken.
+    """
+    limit, ties = convert_file_size_to_int(size_limit), tied_parameters or ()
+    for number, (name, module) in enumerate(modules):
+        before, after = modules[:number], modules[number + 1 :]
+        if _size_with_ties(name, [*before, *after], module_sizes, ties) <= limit:
+            return name, module, [*before, *after]
+        if isinstance(module, nn.Module) and type(module).__name__ not in (no_split_module_classes or ()):
+            parts = [(f"{name}.{child}", inner) for child, inner in module.named_children()]
+            found, part, left = fallback_allocate(parts, module_sizes, limit, no_split_module_classes, ties)
+            if found is not None:
+                return found, part, [*before, *left, *after]
+    return None, None, modules
+
+
+def _size_with_ties(
+    name: str,
+    others: Sequence[tuple[str, nn.Module]],
+    sizes: Mapping[str, int],
+    groups: Sequence[Sequence[str]],
+) -> int:
+    shared = [
+        tied
+        for group in groups
+        if any(one.startswith(f"{name}.") for one in group)
+        for tied in group
+        if not tied.startswith(f"{name}.") and any(tied.startswith(f"{other}.") for other, _ in others)
+    ]
+    return get_module_size_with_ties(shared, sizes[name], sizes, others)[0]

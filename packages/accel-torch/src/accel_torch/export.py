@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accel_bigmodel.align import has_offloaded_params
-from accel_bigmodel.export import get_state_dict_offloaded_model
+from accel_bigmodel.dispatch import get_state_dict_offloaded_model
 from accel_bigmodel.weight_files import save_weights
 from accel_plugins.layers import strategy_model
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from accel_bigmodel.weight_files.plain_rules import plain_rules
+from accel_bigmodel.weight_files.torch_files import plain_rules
 from accel_ops.pickle_check import Budget, Global, Made, Rule, Rules, check, demand, is_made
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular

@@ -30,8 +30,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.accelerator": {"accel_torch.accelerator": "Accelerator"},
     "accelerate.big_modeling": {
         "accel_bigmodel.casting": "attach_layerwise_casting_hooks",
-        "accel_bigmodel.cpu_hooks": "cpu_offload_with_hook",
-        "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model",
+        "accel_bigmodel.dispatch": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model",
         "accel_bigmodel.load": "load_checkpoint_and_dispatch",
         "accel_bigmodel.meta": "init_empty_weights init_on_device",
     },
@@ -135,12 +134,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_data.skip": "SkipDataLoader skip_first_batches",
     },
     "accelerate.hooks": {
-        "accel_bigmodel.align": "AlignDevicesHook",
-        "accel_bigmodel.attach": """
-            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
+        "accel_bigmodel.align": """
+            AlignDevicesHook attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
         """,
         "accel_bigmodel.casting": "LayerwiseCastingHook",
-        "accel_bigmodel.cpu_hooks": "CpuOffload UserCpuOffloadHook",
+        "accel_bigmodel.dispatch": "CpuOffload UserCpuOffloadHook",
         "accel_bigmodel.hooks": """
             ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules
         """,
@@ -225,9 +223,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils.bnb": {
         "accel_bigmodel.quantize": """
             get_keys_to_not_convert get_parameter_device has_4bit_bnb_layers quantize_and_offload_8bit
-            replace_with_bnb_layers
+            replace_with_bnb_layers get_quantized_model_device_map load_and_quantize_model
         """,
-        "accel_bigmodel.quantize_load": "get_quantized_model_device_map load_and_quantize_model",
     },
     "accelerate.utils.ao": {
         "accel_plugins.precision.torchao": """
@@ -259,7 +256,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.dataclasses": {
-        "accel_bigmodel.quantize_config": "BnbQuantizationConfig",
+        "accel_bigmodel.quantize": "BnbQuantizationConfig",
         "accel_data.config": "DataLoaderConfiguration",
         "accel_ops.tree": "TensorInformation",
         "accel_plugins.blocks": "get_module_class_from_name",
@@ -367,15 +364,15 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.modeling": {
         "accel_bigmodel.align": "align_module_device has_offloaded_params",
-        "accel_bigmodel.budget": "get_balanced_memory get_max_memory",
-        "accel_bigmodel.byte_counts": "convert_file_size_to_int",
+        "accel_bigmodel.placement": """
+            fallback_allocate get_balanced_memory get_max_memory get_module_size_with_ties
+        """,
         "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map infer_auto_device_map",
-        "accel_bigmodel.export": "get_state_dict_from_offload get_state_dict_offloaded_model",
-        "accel_bigmodel.fallback": "fallback_allocate get_module_size_with_ties",
+        "accel_bigmodel.dispatch": "get_state_dict_from_offload get_state_dict_offloaded_model",
         "accel_bigmodel.load": "load_checkpoint_in_model load_offloaded_weights load_state_dict",
         "accel_bigmodel.sizes": """
-            calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size dtype_byte_size
-            get_max_layer_size get_module_leaves get_non_persistent_buffers named_module_tensors
+            calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int
+            dtype_byte_size get_max_layer_size get_module_leaves get_non_persistent_buffers named_module_tensors
         """,
         "accel_bigmodel.tied": """
             check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters id_tensor_storage
@@ -388,9 +385,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils.offload": {
         "accel_bigmodel.offload": """
             OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
-            offload_state_dict offload_weight
+            offload_state_dict offload_weight save_offload_index
         """,
-        "accel_bigmodel.offload_index": "save_offload_index",
     },
     "accelerate.utils.operations": {
         "accelerate.legacy.deepspeed": "GatheredParameters",
@@ -414,7 +410,6 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.error_texts": "recursively_apply",
     },
     "accelerate.utils.other": {
-        "accel_bigmodel.byte_counts": "convert_bytes",
         "accel_plugins.blocks": "has_repeated_blocks is_repeated_blocks",
         "accel_plugins.checkpoint.objects": "load save",
         "accel_plugins.transforms.compile": """
@@ -422,6 +417,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             compile_regions_fsdp2=compile_regions_in_place has_compiled_regions
         """,
         "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
+        "accel_bigmodel.sizes": "convert_bytes",
         "accelerate.legacy.environment": "check_os_kernel",
         "accel_state.network": "get_free_port is_port_in_use",
         "accelerate.legacy.objects": "get_pretty_name merge_dicts recursive_getattr",

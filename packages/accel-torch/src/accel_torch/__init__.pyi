@@ -1,0 +1,14 @@
+from accel_bigmodel import *  # noqa: F403
+from accel_data import *  # noqa: F403
+from accel_ops import *  # noqa: F403
+from accel_plugins import *  # noqa: F403
+from accel_state import *  # noqa: F403
+from accel_torch.accelerator import Accelerator as Accelerator
+from accel_torch.local_sgd import LocalSGD as LocalSGD
+from accel_torch.misuse import MisuseWarning as MisuseWarning
+from accel_torch.profile import ProfileKwargs as ProfileKwargs
+from accel_torch.profile import ProfilerActivity as ProfilerActivity
+from accel_torch.sentinel import ReplicasDiffer as ReplicasDiffer
+from accel_tracking import *  # noqa: F403
+
+__version__: str
