@@ -50,7 +50,7 @@ from accel_plugins.testing import faults
 from accel_state.errors import AccelError
 from accel_state.testing.fresh import fresh
 from accel_torch import Accelerator, ProjectConfiguration
-from accel_tracking.run_file import FORMAT, read_run
+from accel_tracking.trackers.jsonl import FORMAT, read_run
 
 __all__ = ("COUNT", "sweep")
 

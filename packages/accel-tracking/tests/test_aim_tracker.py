@@ -1,6 +1,6 @@
-"""Aim by its contract: a stand-in with the calls of Aim's own interface, since its wheels exist for few systems.
+"""The Aim tracker with a simulated Aim, because Aim publishes wheels for few systems.
 
-Where `ACCEL_AIM_WHEEL` names a wheel of Aim, as `nox -s trackers` has it, its source is compared with the contract.
+If `ACCEL_AIM_WHEEL` names a wheel of Aim, as in `nox -s trackers`, a test compares its source with the simulation.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite
 from accel_tracking.trackers.aim import AimTracker
 
 
 class Picture:
-    """Stands for `aim.Image`."""
+    """Simulates `aim.Image`."""
 
     def __init__(self, image: Any, caption: str = "", **options: Any) -> None:
         self.image, self.caption, self.options = image, caption, options
 
 
 class Words:
-    """Stands for `aim.Text`."""
+    """Simulates `aim.Text`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class Run:
-    """Stands for `aim.Run`; like it, tracks numbers and Aim's objects only."""
+    """Simulates `aim.Run`, which tracks only numbers and Aim's objects."""
 
     def __init__(self, run_hash: str | None = None, *, repo: str | None = None, **options: Any) -> None:
         self.repo, self.options, self.name, self.closed = repo, options, None, False
@@ -88,7 +88,7 @@ def test_parameters_of_the_simulated_aim_are_those_of_aim(file: str, owner: str,
 
 @pytest.mark.skipif("ACCEL_AIM_WHEEL" not in os.environ, reason="needs a wheel of Aim: see `nox -s trackers`")
 @pytest.mark.parametrize(("file", "owner", "method", "parameters"), CONTRACT)
-def test_the_contract_is_what_the_source_of_aim_says(file: str, owner: str, method: Any, parameters: str) -> None:
+def test_the_contract_is_that_of_the_source_of_aim(file: str, owner: str, method: Any, parameters: str) -> None:
     with zipfile.ZipFile(os.environ["ACCEL_AIM_WHEEL"]) as wheel:
         tree = ast.parse(wheel.read(file))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
@@ -121,7 +121,7 @@ class TestAim(TrackerSuite):
     def read_config(self, folder: Path, tracker: Any) -> Any:
         return tracker.writer.items["hparams"]
 
-    def test_repository_name_text_context_and_options_go_through(self, tmp_path: Path) -> None:
+    def test_aim_receives_repository_name_text_context_and_options(self, tmp_path: Path) -> None:
         tracker = AimTracker("run", tmp_path, experiment="digits")
         tracker.start()
         tracker.log({"loss": 1.0, "note": "first"}, step=1, context={"subset": "eval"})
@@ -131,7 +131,7 @@ class TestAim(TrackerSuite):
         assert run.tracked[0] == ("loss", 1, 1.0, {"subset": "eval"})
         assert run.tracked[1][2].text == "first"
 
-    def test_images_take_captions_and_options_of_their_own(self, tmp_path: Path) -> None:
+    def test_images_have_captions_and_options(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path)
         tracker.start()
         options = {"aim_image": {"format": "png"}, "track": {"context": {"subset": "eval"}}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite
 from accel_tracking.trackers.clearml import ClearMLTracker, _title_and_series
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ClearML's own
@@ -17,7 +17,7 @@ FRAMEWORKS = (
     *("joblib", "megengine", "catboost", "gradio", "jsonargparse", "tfdefines"),
 )
 QUIET = {
-    # Looking for the repository and its requirements reads every source file below, which can take minutes.
+    # The search for the repository and its requirements reads every source file below, which can take minutes.
     "auto_connect_frameworks": dict.fromkeys([*FRAMEWORKS, "detect_repository"], False),
     "auto_resource_monitoring": False,
     "auto_connect_streams": False,
@@ -71,7 +71,7 @@ class TestClearML(TrackerSuite):
         tracker.finish()
         assert "note: first" in [report["msg"] for report in reports(tmp_path, "log.jsonl")]
 
-    def test_a_task_that_is_open_is_joined_and_left_open(self, tmp_path: Path) -> None:
+    def test_an_open_task_is_joined_and_stays_open(self, tmp_path: Path) -> None:
         from clearml import Task
 
         task = Task.init(project_name="own", task_name="own", **QUIET)
@@ -102,5 +102,5 @@ class TestClearML(TrackerSuite):
         ("evaluation", "evaluation", "train"),
     ],
 )
-def test_splits_are_lines_of_one_chart(name: str, title: str, series: str) -> None:
+def test_splits_share_a_chart(name: str, title: str, series: str) -> None:
     assert _title_and_series(name) == (title, series)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite
 from accel_tracking.trackers.comet_ml import CometMLTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Comet's own
@@ -55,7 +55,7 @@ class TestCometML(TrackerSuite):
         parameters = [payload.get("param") or payload["params"] for payload in messages(folder, "parameter_msg")]
         return {parameter["paramName"]: parameter["paramValue"] for parameter in parameters}
 
-    def test_text_is_kept_among_the_others(self, tmp_path: Path) -> None:
+    def test_text_is_logged_as_other(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path)
         tracker.start()
         tracker.log({"note": "first"}, step=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite
 from accel_tracking.trackers.dvclive import DVCLiveTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DVC's own
@@ -35,7 +35,7 @@ class TestDVCLive(TrackerSuite):
         config: Mapping[str, Any] = yaml.YAML(typ="safe").load(folder / "params.yaml")
         return config
 
-    def test_a_live_of_ones_own_is_used(self, tmp_path: Path) -> None:
+    def test_an_own_live_is_used(self, tmp_path: Path) -> None:
         from dvclive import Live
 
         live = Live(dir=str(tmp_path), save_dvc_exp=False, dvcyaml=None)

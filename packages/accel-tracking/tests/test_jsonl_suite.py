@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_tracking import JSONLinesTracker, read_run
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite
 
 
 class TestJSONLines(TrackerSuite):

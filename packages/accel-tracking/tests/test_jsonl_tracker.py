@@ -23,7 +23,7 @@ def started(folder: Path, **options: Any) -> JSONLinesTracker:
     return tracker
 
 
-def test_a_run_is_read_back(tmp_path: Path) -> None:
+def test_read_run_returns_the_logged_values(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.store_init_configuration({"lr": 0.1, "path": Path("x"), "layers": (1, 2)})
     tracker.log({"loss": 0.5, "eval": {"top1": 3}, "note": "first"}, step=10)
@@ -56,7 +56,7 @@ def test_tensors_and_numpy_scalars_are_logged(tmp_path: Path) -> None:
     assert record.step == 4
 
 
-def test_lines_are_json_even_for_what_json_lacks(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     for value in (math.nan, math.inf, -math.inf, 1.0):
         tracker.log({"loss": value})
@@ -73,7 +73,7 @@ def test_lines_are_json_even_for_what_json_lacks(tmp_path: Path) -> None:
     assert [value for _, value in points[1:]] == [math.inf, -math.inf, 1.0]
 
 
-def test_each_run_has_a_file_of_its_own_and_the_newest_is_read(tmp_path: Path) -> None:
+def test_each_run_has_its_own_file_and_read_run_takes_the_newest(tmp_path: Path) -> None:
     trackers = [started(tmp_path) for _ in range(3)]
     paths = [tracker.tracker.path for tracker in trackers]
     assert len(set(paths)) == 3
@@ -91,7 +91,7 @@ def test_the_name_of_a_run_becomes_one_folder(tmp_path: Path, name: str, folder:
     assert [path.name for path in tmp_path.iterdir()] == [folder]
 
 
-def test_each_line_is_there_at_once_and_with_flush_every_n_after_n(tmp_path: Path) -> None:
+def test_flush_every_is_the_number_of_lines_of_one_write(tmp_path: Path) -> None:
     tracker = started(tmp_path / "now")
     tracker.log({"a": 1})
     assert len(read_run(tmp_path / "now").records) == 1
@@ -104,7 +104,7 @@ def test_each_line_is_there_at_once_and_with_flush_every_n_after_n(tmp_path: Pat
     tracker.finish()
 
 
-def test_a_killed_process_loses_nothing_that_was_logged(tmp_path: Path) -> None:
+def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom accel_tracking import JSONLinesTracker\n"
         "tracker = JSONLinesTracker('run', sys.argv[1]); tracker.start()\n"
@@ -118,7 +118,7 @@ def test_a_killed_process_loses_nothing_that_was_logged(tmp_path: Path) -> None:
     assert not run.finished
 
 
-def test_a_disk_that_fills_up_loses_lines_but_damages_none(tmp_path: Path) -> None:
+def test_a_full_disk_loses_lines_and_damages_none(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     tracker = started(tmp_path)
     tracker.log({"text": "x" * 100}, step=1)
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_loses_lines_but_damages_none(tmp_path: Path) -> No
     assert [record.step for record in run.records] == [1, 3, 4]
 
 
-def test_a_line_cut_off_by_a_crash_is_counted_and_skipped(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_counted_and_skipped(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.log({"a": 1}, step=1)
     tracker.log({"a": 2}, step=2)
@@ -152,7 +152,7 @@ def test_a_line_cut_off_by_a_crash_is_counted_and_skipped(tmp_path: Path) -> Non
     assert [record.step for record in run.records] == [1]
 
 
-def test_a_configuration_given_later_is_merged(tmp_path: Path) -> None:
+def test_a_later_configuration_is_merged(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.store_init_configuration({"lr": 0.1, "seed": 1})
     tracker.log({"a": 1})
@@ -161,7 +161,7 @@ def test_a_configuration_given_later_is_merged(tmp_path: Path) -> None:
     assert read_run(tmp_path).config == {"lr": 0.2, "seed": 1}
 
 
-def test_what_was_not_started_or_is_finished_says_so(tmp_path: Path) -> None:
+def test_logging_before_start_and_after_finish_is_an_error(tmp_path: Path) -> None:
     tracker = JSONLinesTracker("run", tmp_path)
     with pytest.raises(NotReady, match="not started"):
         tracker.log({"a": 1})
@@ -175,9 +175,9 @@ def test_what_was_not_started_or_is_finished_says_so(tmp_path: Path) -> None:
 
 
 def test_read_run_refuses_other_files_and_formats(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"holds no \.jsonl file"):
+    with pytest.raises(SettingError, match=r"contains no \.jsonl file"):
         read_run(tmp_path)
-    with pytest.raises(SettingError, match="cannot be read"):
+    with pytest.raises(SettingError, match="The system refuses"):
         read_run(tmp_path / "missing.jsonl")
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(SettingError, match="format 1"):

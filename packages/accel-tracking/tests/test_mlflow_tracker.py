@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel_state.errors import SettingError
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite
 from accel_tracking.trackers.mlflow import MLflowTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own
@@ -49,7 +49,7 @@ class TestMLflow(TrackerSuite):
         parameters: Mapping[str, Any] = self.run().data.params
         return parameters
 
-    def test_names_tags_text_and_artifacts_are_kept(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_names_tags_text_and_artifacts_are_stored(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         import mlflow
 
         (tmp_path / "note.txt").write_text("kept")
@@ -101,7 +101,7 @@ class TestMLflow(TrackerSuite):
         second.finish()
         assert self.read(tmp_path, second) == {"loss": [(1, 1.0), (2, 2.0)]}
 
-    def test_variables_win_over_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_variables_override_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "variable")
         monkeypatch.setenv("MLFLOW_TAGS", '{"from": "variable"}')
         monkeypatch.setenv("MLFLOW_NESTED_RUN", "1")

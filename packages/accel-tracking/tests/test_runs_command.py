@@ -13,7 +13,7 @@ import pytest
 
 from accel_state.errors import Missing, SettingError
 from accel_state.settings.extension import extensions
-from accel_tracking import JSONLinesTracker, plot
+from accel_tracking import JSONLinesTracker, curves
 from accel_tracking.commands.runs import COMMAND
 from accel_tracking.curves import sparkline
 
@@ -40,7 +40,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def test_the_command_is_offered() -> None:
+def test_the_command_has_an_entry_point() -> None:
     (found,) = [found for found in extensions("accel.commands") if found.name == "runs"]
     assert found.load() is COMMAND
 
@@ -59,17 +59,17 @@ def test_a_run_is_shown_as_text(
     assert [path.name for path in run_file.parent.iterdir()] == [run_file.name]
 
 
-def test_a_folder_shows_its_newest_run_and_an_unfinished_one_says_so(
+def test_show_of_a_folder_shows_its_newest_run_and_whether_it_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"run": "cut", "format": 1, "time": 1.0}) + '\n{"step": 1, "ti')
     call("show", tmp_path, "--text")
     shown = capsys.readouterr().out
     assert "not finished, 1 damaged lines skipped" in shown
-    assert "no numbers were logged" in shown
+    assert "the run logged no numbers" in shown
 
 
-def test_a_picture_that_cannot_be_drawn_is_an_error(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_matplotlib_is_an_error(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_matplotlib(monkeypatch)
     with pytest.raises(Missing, match=r"accel-tracking\[plots\]"):
         call("show", run_file, "--output", run_file.with_suffix(".svg"))
@@ -88,9 +88,7 @@ def test_pictures(run_file: Path, suffix: str, start: bytes) -> None:
         assert b"&lt;b&gt;" in content
 
 
-def test_the_picture_lies_beside_the_run_when_no_place_is_named(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_output_the_picture_is_beside_the_run(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
     call("show", run_file)
     assert run_file.with_suffix(".png").exists()
@@ -100,7 +98,7 @@ def test_the_picture_lies_beside_the_run_when_no_place_is_named(
 def test_other_suffixes_empty_runs_and_missing_folders_are_refused(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "MATPLOTLIB", plot.Requirement("json"))
+    monkeypatch.setattr(curves, "MATPLOTLIB", curves.Requirement("json"))
     with pytest.raises(SettingError, match=r"'\.bmp'"):
         call("show", run_file, "--output", "x.bmp")
     empty = tmp_path / "empty.jsonl"
@@ -108,11 +106,13 @@ def test_other_suffixes_empty_runs_and_missing_folders_are_refused(
     with pytest.raises(SettingError, match="no numbers"):
         call("show", empty, "--output", "x.png")
     pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    with pytest.raises(SettingError, match="cannot be written"):
+    with pytest.raises(SettingError, match="refuses to write it"):
         call("show", run_file, "--output", tmp_path / "no" / "such" / "folder.png")
 
 
-def test_a_terminal_without_the_bars_gets_question_marks(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_bar_characters_prints_question_marks(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     call("show", run_file, "--text")
@@ -140,7 +140,7 @@ def test_long_curves_are_averaged() -> None:
     assert sparkline(list(range(1000)), width=8) == "▁▂▃▄▅▆▇█"
 
 
-def test_showing_a_run_loads_no_matplotlib_until_it_draws(run_file: Path) -> None:
+def test_show_with_text_imports_neither_matplotlib_nor_torch(run_file: Path) -> None:
     code = (
         "import sys, argparse; from accel_tracking.commands.runs import COMMAND as c\n"
         "p = argparse.ArgumentParser(); c.add_arguments(p)\n"

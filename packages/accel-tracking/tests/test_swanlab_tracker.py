@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing.record_log import read_records
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite, leveldb_records
 from accel_tracking.trackers.swanlab import SwanLabTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # swanlab's own
@@ -17,7 +16,7 @@ def records(folder: Path) -> list[Any]:
     from swanlab.proto.swanlab.record.v1 import record_pb2
 
     (path,) = folder.rglob("*.swanlab")
-    return [record_pb2.Record.FromString(message) for message in read_records(path)]
+    return [record_pb2.Record.FromString(message) for message in leveldb_records(path)]
 
 
 class TestSwanLab(TrackerSuite):
@@ -42,7 +41,7 @@ class TestSwanLab(TrackerSuite):
         (path,) = folder.rglob("config.yaml")
         return {name: entry["value"] for name, entry in yaml.safe_load(path.read_text()).items()}
 
-    def test_text_and_images_are_kept(self, tmp_path: Path) -> None:
+    def test_text_and_images_are_stored(self, tmp_path: Path) -> None:
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("PIL")
         tracker = self.make(tmp_path)
         tracker.start()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from accel_state.errors import NotOffered
+from accel_state.errors import Missing, NotOffered
+from accel_state.settings.installed import Requirement
 from accel_state.testing.fresh import fresh
-from accel_tracking import GeneralTracker, is_main_process, on_main_process
+from accel_tracking import GeneralTracker, LibraryTracker, is_main_process, on_main_process
 
 
 class Kept(GeneralTracker):
@@ -32,7 +33,7 @@ class KeptEverywhere(Kept):
     main_process_only = False
 
 
-def test_a_tracker_without_its_three_attributes_is_refused_with_their_names() -> None:
+def test_a_tracker_class_without_required_attributes_is_refused() -> None:
     class Half(GeneralTracker):
         name = "half"
 
@@ -53,7 +54,7 @@ def test_a_tracker_attribute_may_be_set_before_the_base_is_initialised() -> None
     assert Late().tracker == "writer"
 
 
-def test_a_blank_tracker_takes_every_call_and_keeps_nothing() -> None:
+def test_a_blank_tracker_accepts_every_call_and_stores_nothing() -> None:
     blank: Any = GeneralTracker(_blank=True)
     before = dict(vars(blank))
     answers = [
@@ -68,14 +69,14 @@ def test_a_blank_tracker_takes_every_call_and_keeps_nothing() -> None:
     assert vars(blank) == before
 
 
-def test_what_a_tracker_cannot_keep_it_refuses() -> None:
-    with pytest.raises(NotOffered, match="cannot keep images"):
+def test_images_and_tables_are_refused_by_default() -> None:
+    with pytest.raises(NotOffered, match="does not support images"):
         Kept().log_images({"a": []})
-    with pytest.raises(NotOffered, match="cannot keep tables"):
+    with pytest.raises(NotOffered, match="does not support tables"):
         Kept().log_table("t")
 
 
-def test_who_is_main_is_asked_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_main_process_checks_the_rank_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with fresh():
         tracker, everywhere = Kept(), KeptEverywhere()
         for rank in ("0", "1"):
@@ -87,6 +88,39 @@ def test_who_is_main_is_asked_at_each_call(monkeypatch: pytest.MonkeyPatch) -> N
         assert [values["rank"] for values, _, _ in everywhere.seen] == ["0", "1"]
         assert not is_main_process()
     assert on_main_process(Kept.finish).__name__ == "finish"
+
+
+class Listed(LibraryTracker):
+    name = "listed"
+    requirement = Requirement("json")
+
+    run = LibraryTracker.tracker
+
+    def open(self) -> Any:
+        return [self.run_name, self.init_kwargs]
+
+
+def test_a_library_tracker_opens_its_run_in_start_and_on_the_main_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh():
+        for rank, opened in (("1", None), ("0", ["digits", {"mode": "offline"}])):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            tracker = Listed("digits", mode="offline")
+            assert tracker.tracker is None
+            tracker.start()
+            assert tracker.tracker == tracker.run == opened
+    # Scripts subclass a tracker, override `start`, and assign the attribute that the documented interface has.
+    tracker.run = "other"
+    assert tracker.tracker == "other"
+
+
+def test_a_library_tracker_without_its_library_is_an_error_at_start() -> None:
+    class Absent(Listed):
+        requirement = Requirement("no_such_library", extra="accel-tracking[absent]")
+
+    tracker = Absent("digits")
+    with pytest.raises(Missing, match=r"Cannot start the tracker 'listed'[^$]*accel-tracking\[absent\]"):
+        tracker.start()
 
 
 def test_the_package_and_its_jsonl_tracker_load_neither_torch_nor_numpy() -> None:

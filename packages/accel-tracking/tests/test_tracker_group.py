@@ -45,7 +45,7 @@ class Kept(GeneralTracker):
         self._note("finish")
 
 
-def test_everything_goes_to_every_tracker_in_order() -> None:
+def test_each_call_goes_to_every_tracker_in_order() -> None:
     first, second = Kept(), Kept()
     second.name = "second"
     group = TrackerGroup([first, second])
@@ -60,7 +60,7 @@ def test_everything_goes_to_every_tracker_in_order() -> None:
     assert group.failures == {}
 
 
-def test_a_failing_tracker_is_warned_about_once_counted_and_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tracker_warns_once_is_counted_and_reported_by_finish(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Kept(fails=("log",)), Kept()
     good.name = "good"
     group = TrackerGroup([bad, good])
@@ -71,12 +71,12 @@ def test_a_failing_tracker_is_warned_about_once_counted_and_told_at_the_end(capl
         assert len(caplog.records) == 1
         assert "'kept' failed in log" in caplog.text
         group.finish()
-    assert "failed 5 times in this run; first: log: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "failed 5 times in this run. First error: log: OSError: [Errno 28] No space left on device" in caplog.text
     assert group.failures == {"kept": 5}
     assert len(good.calls) == 7
 
 
-def test_a_tracker_that_cannot_start_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_to_start_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Kept(fails=("start",)), Kept()
     group = TrackerGroup([bad, good])
     group.start({"lr": 1})
@@ -87,7 +87,7 @@ def test_a_tracker_that_cannot_start_is_left_out(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("action", ["start", "config", "log", "table", "finish"])
-def test_strict_lets_errors_through(action: str) -> None:
+def test_strict_propagates_errors(action: str) -> None:
     group = TrackerGroup([Kept(fails=(action,))], strict=True)
 
     def run() -> None:
@@ -100,7 +100,7 @@ def test_strict_lets_errors_through(action: str) -> None:
         run()
 
 
-def test_images_that_nobody_keeps_are_counted_not_raised() -> None:
+def test_unsupported_images_are_counted_and_not_raised() -> None:
     group = TrackerGroup([Kept()])
     group.log_images({"a": []})
     assert group.failures == {"kept": 1}
@@ -108,7 +108,7 @@ def test_images_that_nobody_keeps_are_counted_not_raised() -> None:
         TrackerGroup([Kept()], strict=True).log_images({"a": []})
 
 
-def test_trackers_are_made_with_their_own_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_kwargs_go_to_the_constructor_of_their_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     register_tracker_class(Kept)
     instance = Kept("own")
@@ -124,12 +124,12 @@ def test_trackers_are_made_with_their_own_arguments(tmp_path: Path, monkeypatch:
     assert group.get("own") is instance
     assert group.get("own", unwrap=True) is instance.calls
     assert group.get("jsonl").flush_every == 9
-    with pytest.raises(SettingError, match="'wandb' was asked for"):
+    with pytest.raises(SettingError, match="Cannot get the tracker 'wandb'"):
         group.get("wandb")
 
 
-def test_arguments_for_a_tracker_that_is_not_there_are_refused() -> None:
-    with pytest.raises(SettingError, match="for the trackers wandb"):
+def test_init_kwargs_of_an_unused_tracker_are_refused() -> None:
+    with pytest.raises(SettingError, match="to the trackers wandb"):
         TrackerGroup.of(Kept(), "project", init_kwargs={"wandb": {}})
 
 
@@ -152,7 +152,7 @@ def test_only_the_main_process_of_two_logs(two: Processes, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("log_with", [None, []])
-def test_a_run_that_names_no_tracker_leaves_json_lines_in_its_folder(tmp_path: Path, log_with: Any) -> None:
+def test_a_run_without_log_with_is_stored_by_the_tracker_jsonl(tmp_path: Path, log_with: Any) -> None:
     group = TrackerGroup.of(log_with, "run", tmp_path)
     group.start({"lr": 0.1})
     group.log({"loss": 1.5}, step=3)

@@ -25,7 +25,7 @@ from accel_tracking import (
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_withdrawn", set())
+    monkeypatch.setattr(registry, "_unregistered", set())
 
 
 def made(tracker_name: str, folder: bool = False, needs: str | None = None) -> type[GeneralTracker]:
@@ -44,19 +44,19 @@ def made(tracker_name: str, folder: bool = False, needs: str | None = None) -> t
 def test_a_registered_class_is_found_by_name_and_replaces_one_of_the_same_name() -> None:
     first = made("mine")
     assert tracker_class("mine") is first
-    with pytest.warns(UserWarning, match="the place of the tracker 'mine'"):
+    with pytest.warns(UserWarning, match="replaces the registered tracker 'mine'"):
         second = made("mine")
     assert tracker_class("mine") is second
     assert tracker_names().count("mine") == 1
 
 
-def test_a_withdrawn_class_is_offered_again_when_it_is_registered() -> None:
+def test_an_unregistered_class_is_found_again_after_it_is_registered() -> None:
     made("mine")
     for name in ("mine", "jsonl"):
-        registry.withdraw_tracker_class(name)
+        registry.unregister_tracker_class(name)
         assert name not in tracker_names()
-        with pytest.raises(SettingError, match=f"{name!r} was asked for"):
-            registry.withdraw_tracker_class(name)
+        with pytest.raises(SettingError, match=f"Cannot find the tracker {name!r}"):
+            registry.unregister_tracker_class(name)
     register_tracker_class(JSONLinesTracker)
     assert tracker_class("jsonl") is JSONLinesTracker
 
@@ -66,7 +66,7 @@ class Undecided(GeneralTracker):
 
 
 @pytest.mark.parametrize("wrong", [object, 3, GeneralTracker, Undecided])
-def test_what_is_no_tracker_class_is_not_registered(wrong: Any) -> None:
+def test_other_objects_are_not_registered_as_trackers(wrong: Any) -> None:
     with pytest.raises(SettingError, match="as a tracker"):
         register_tracker_class(wrong)
 
@@ -77,14 +77,14 @@ def test_the_built_in_trackers_come_through_entry_points() -> None:
     assert {str(member) for member in LoggerType} - {"all"} == set(tracker_names())
 
 
-def test_every_built_in_tracker_knows_its_name() -> None:
+def test_every_built_in_tracker_class_has_the_name_of_its_entry_point() -> None:
     for name in tracker_names():
         assert tracker_class(name).name == name
 
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path with a distribution that offers a tracker which works and one which does not."""
+    """A folder on the path with a distribution of three trackers, of which one can be loaded."""
     (tmp_path / "stranger.py").write_text(
         "from accel_tracking import GeneralTracker\n"
         "class StrangerTracker(GeneralTracker):\n"
@@ -95,6 +95,7 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info.mkdir()
     (info / "entry_points.txt").write_text(
         "[accel.trackers]\nstranger = stranger:StrangerTracker\nbroken = broken_stranger:Nothing\n"
+        "no_tracker = stranger:__name__\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     extension.forget()
@@ -104,15 +105,21 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         sys.modules.pop(name, None)
 
 
-def test_a_package_offers_trackers_by_entry_point_and_a_broken_one_harms_no_other(stranger: Path) -> None:
+def test_a_broken_entry_point_is_reported_and_does_not_affect_other_trackers(stranger: Path) -> None:
     assert tracker_class("stranger").__module__ == "stranger"
-    with pytest.warns(UserWarning, match="half installed"):
+    with pytest.warns(UserWarning, match="Cannot load the tracker"):
         assert "stranger" in get_available_trackers()
     assert "broken" in tracker_names()
-    with pytest.warns(UserWarning, match=r"broken_stranger:Nothing of stranger 1\.2"):
-        assert "broken" not in filter_trackers("all", "logs")
+    with pytest.warns(UserWarning, match="Cannot load the tracker") as warned:
+        assert {"broken", "no_tracker"}.isdisjoint(filter_trackers("all", "logs"))
+    assert [("half installed" in str(w.message), "not a subclass" in str(w.message)) for w in warned] == [
+        (True, False),
+        (False, True),
+    ]
     with pytest.raises(PluginError, match=r"broken_stranger:Nothing of stranger 1\.2 .*half installed"):
         tracker_class("broken")
+    with pytest.raises(PluginError, match=r"stranger:__name__ of stranger 1\.2 is not a subclass of GeneralTracker"):
+        tracker_class("no_tracker")
 
 
 def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
@@ -120,7 +127,7 @@ def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
         filter_trackers("jsonnl", "logs")
 
 
-def test_names_instances_and_lists_are_taken_each_once() -> None:
+def test_names_instances_and_lists_are_resolved_each_once() -> None:
     kind = made("mine")
     instance = kind()
     assert filter_trackers(["mine", instance, "mine", instance, LoggerType.JSONL], "logs") == [
@@ -133,7 +140,7 @@ def test_names_instances_and_lists_are_taken_each_once() -> None:
     assert filter_trackers(None) == filter_trackers([]) == []
 
 
-def test_a_missing_library_is_an_error_when_named_and_left_out_of_all() -> None:
+def test_a_missing_library_is_an_error_by_name_and_skipped_by_all() -> None:
     made("absent", needs="no_such_library")
     made("here")
     with pytest.raises(Missing, match=r'pip install "accel-tracking\[made\]"'):
@@ -143,7 +150,7 @@ def test_a_missing_library_is_an_error_when_named_and_left_out_of_all() -> None:
     assert "absent" not in chosen
 
 
-def test_a_tracker_that_needs_a_folder_and_has_none() -> None:
-    with pytest.raises(SettingError, match="none was named"):
+def test_a_tracker_without_its_folder_is_an_error_by_name_and_skipped_by_all() -> None:
+    with pytest.raises(SettingError, match="none is configured"):
         filter_trackers("jsonl")
     assert "jsonl" not in filter_trackers("all")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_tracking.values import flat, plain, scalars_as_numbers
+from accel_tracking.values import flatten, plain, scalars_as_numbers
 
-torch = pytest.importorskip("torch", reason="accel-tracking itself needs neither torch nor numpy")
+torch = pytest.importorskip("torch", reason="accel-tracking needs neither torch nor numpy")
 np = pytest.importorskip("numpy")
 
 
@@ -16,7 +16,7 @@ class Color(enum.Enum):
     RED = "red"
 
 
-def test_everything_becomes_json() -> None:
+def test_plain_returns_json_types() -> None:
     assert plain(
         {
             "tensor": torch.tensor(1.5, requires_grad=True),
@@ -46,7 +46,7 @@ def test_everything_becomes_json() -> None:
     }
 
 
-def test_scalars_become_numbers_and_the_rest_stays() -> None:
+def test_scalars_become_numbers_and_other_values_are_unchanged() -> None:
     image, array = object(), np.zeros(3)
     result = scalars_as_numbers(
         {"a": torch.tensor([2.0]), "b": np.float32(0.5), "c": {"d": torch.tensor(1)}, "e": array, "f": image, "g": "x"}
@@ -60,4 +60,4 @@ def test_scalars_become_numbers_and_the_rest_stays() -> None:
 
 
 def test_nested_names_are_joined() -> None:
-    assert flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "empty": {}}) == {"a": 1, "b/c": 2, "b/d/e": 3}
+    assert flatten({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "empty": {}}) == {"a": 1, "b/c": 2, "b/d/e": 3}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_tracking.testing.record_log import read_records
-from accel_tracking.testing.tracker_suite import Curves, TrackerSuite
+from accel_tracking.testing import Curves, TrackerSuite, leveldb_records
 from accel_tracking.trackers.wandb import WandBTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # wandb's own
@@ -22,7 +21,7 @@ def records(folder: Path) -> list[Any]:
     (path,) = folder.rglob("*.wandb")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = [wandb_internal_pb2.Record.FromString(message) for message in read_records(path)]
+        found = [wandb_internal_pb2.Record.FromString(message) for message in leveldb_records(path)]
         if any(record.WhichOneof("record_type") == "exit" for record in found):
             return found
         time.sleep(0.05)

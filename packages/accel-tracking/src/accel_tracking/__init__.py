@@ -9,18 +9,17 @@ from accel_state.lazy import lazy_names
 if TYPE_CHECKING:
     from accel_tracking.base import (
         GeneralTracker,
+        LibraryTracker,
         Tracker,
         is_main_process,
         on_main_process,
     )
     from accel_tracking.curves import (
         describe_run,
+        plot_run,
     )
     from accel_tracking.group import (
         TrackerGroup,
-    )
-    from accel_tracking.plot import (
-        plot_run,
     )
     from accel_tracking.registry import (
         LoggerType,
@@ -31,21 +30,20 @@ if TYPE_CHECKING:
         tracker_class,
         tracker_names,
     )
-    from accel_tracking.run_file import (
-        Record,
-        RunRecord,
-        read_run,
-    )
     from accel_tracking.trackers.jsonl import (
         JSONLinesTracker,
+        LogEntry,
+        RunRecord,
+        read_run,
     )
 
 __all__ = (
     "GeneralTracker",
     "JSONLinesTracker",
+    "LibraryTracker",
+    "LogEntry",
     "LogWith",
     "LoggerType",
-    "Record",
     "RunRecord",
     "Tracker",
     "TrackerGroup",
@@ -66,13 +64,13 @@ __getattr__, __dir__ = lazy_names(
     {
         "accel_tracking.base": (
             "GeneralTracker",
+            "LibraryTracker",
             "Tracker",
             "is_main_process",
             "on_main_process",
         ),
-        "accel_tracking.curves": ("describe_run",),
+        "accel_tracking.curves": ("describe_run", "plot_run"),
         "accel_tracking.group": ("TrackerGroup",),
-        "accel_tracking.plot": ("plot_run",),
         "accel_tracking.registry": (
             "LogWith",
             "LoggerType",
@@ -82,11 +80,6 @@ __getattr__, __dir__ = lazy_names(
             "tracker_class",
             "tracker_names",
         ),
-        "accel_tracking.run_file": (
-            "Record",
-            "RunRecord",
-            "read_run",
-        ),
-        "accel_tracking.trackers.jsonl": ("JSONLinesTracker",),
+        "accel_tracking.trackers.jsonl": ("JSONLinesTracker", "LogEntry", "RunRecord", "read_run"),
     },
 )

@@ -1,8 +1,9 @@
-"""The interface of a tracker: what keeps the metrics of a run somewhere.
+"""The interface of a tracker, which stores the metrics of a run somewhere, and the base of trackers for a library.
 
-A tracker is made when the run is planned (no vendor library is touched), started when it begins, given the
-configuration and the metrics, and finished. To add one, subclass `GeneralTracker` and hand an instance to `log_with=`,
-or register the class by name: `register_tracker_class`, or the entry-point group `accel.trackers` of your package.
+An `Accelerator` constructs its trackers before the run begins (no vendor library is imported), starts them when it
+begins, passes them the configuration and the metrics, and finishes them. To add one, subclass `GeneralTracker`, or
+`LibraryTracker` where a library stores the metrics. Pass an instance to `log_with=`, or register the class by name:
+`register_tracker_class`, or the entry-point group `accel.trackers` of your package.
 """
 
 from __future__ import annotations
@@ -16,38 +17,39 @@ from accel_state.errors import NotOffered
 from accel_state.settings.installed import Requirement
 from accel_state.topology import read_topology
 
-__all__ = ("GeneralTracker", "Tracker", "is_main_process", "on_main_process")
+__all__ = ("GeneralTracker", "LibraryTracker", "Tracker", "is_main_process", "on_main_process")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_main_process() -> bool:
-    """Whether this process is the first of the run: by its state if there is one, else by its launcher's variables."""
+    """Whether this process is rank 0: by its state if there is one, else by its launcher's variables."""
     process = current.process_or_none()
     return (read_topology() if process is None else process).rank == 0
 
 
-def on_main_process(function: F) -> F:
-    """Decorator of a tracker's method: does nothing on other processes than the main one.
+def on_main_process(method: F) -> F:
+    """Decorator of a tracker's method: only the main process runs it, the others return None.
 
-    A tracker with `main_process_only = False` runs it everywhere. Which process this is, is asked at each call.
+    With `main_process_only = False` every process runs it. Each call checks the rank anew, because a tracker may exist
+    before the process group does.
     """
 
-    @functools.wraps(function)
-    def where_it_counts(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", True) and not is_main_process():
             return None
-        return function(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
-    return where_it_counts  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
 class GeneralTracker:
-    """Base of every tracker; by itself, with `_blank=True`, one that takes everything and keeps nothing.
+    """Base of every tracker; with `_blank=True`, a tracker that accepts every call and stores nothing.
 
-    A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides what it offers of `start`,
-    `store_init_configuration`, `log`, `log_images`, `log_table` and `finish`. Its constructor takes the run's name
-    first, and `logging_dir` second when it requires one.
+    A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides those of `start`,
+    `store_init_configuration`, `log`, `log_images`, `log_table` and `finish` that it supports. Its constructor takes
+    the run's name first, and `logging_dir` second when it requires one.
 
     Raises:
         NotOffered: a subclass lacks one of the three.
@@ -67,7 +69,7 @@ class GeneralTracker:
     """
 
     name: str
-    """What users choose it by in `log_with=`."""
+    """Name that selects it in `log_with=`."""
 
     requires_logging_directory: bool
     """Whether it needs a folder to write into."""
@@ -81,32 +83,36 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         self._blank = _blank
         missing = [name for name in ("name", "requires_logging_directory", "tracker") if not hasattr(type(self), name)]
-        # `tracker` may also be set on the instance before this constructor is called.
+        # A subclass may also set `tracker` on the instance before it calls this constructor.
         missing = [name for name in missing if name not in vars(self)]
         if missing and not _blank:
             raise NotOffered(
-                f"A tracker of the class {type(self).__qualname__} was made.",
+                f"Cannot construct a tracker of the class {type(self).__qualname__}.",
                 f"The class lacks the required attributes: {', '.join(f'`{name}`' for name in missing)}.",
                 "Define them in the class; `tracker` is a property that returns the library's own object.",
             )
 
     def start(self) -> None:
-        """Begin the run: import the library and open what it writes to."""
+        """Start the run: import the library and open what it writes to."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters of the run."""
+        """Store the hyperparameters of the run."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep metrics at a step.
+        """Log metrics at a step.
 
         Args:
             values: name to number, text, or a mapping of these; numbers may be tensors.
-            step: the step they belong to; None leaves it to the tracker.
+            step: step of the metrics; with None the tracker counts.
             kwargs: for the library's own function.
         """
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images: name to a batch of arrays or of image objects."""
+        """Log images: name to a batch of arrays or of image objects.
+
+        Raises:
+            NotOffered: the tracker does not support images.
+        """
         self._refuse("images")
 
     def log_table(
@@ -118,19 +124,80 @@ class GeneralTracker:
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table, given as `columns` and rows of `data`, or as a `dataframe`."""
+        """Log a table, given as `columns` and rows of `data`, or as a `dataframe`.
+
+        Raises:
+            NotOffered: the tracker does not support tables.
+        """
         self._refuse("tables")
 
     def finish(self) -> None:
-        """End the run; everything logged is then kept for good."""
+        """Finish the run: everything logged is stored when this returns."""
 
     def _refuse(self, what: str) -> None:
         if not self._blank:
             raise NotOffered(
-                f"The tracker {self.name!r} was given {what} to log.",
-                f"It cannot keep {what}.",
-                "Log them to another tracker with get_tracker(name), or as numbers and text.",
+                f"Cannot log {what} with the tracker {self.name!r}.",
+                f"It does not support {what}.",
+                "Log them with another tracker, from get_tracker(name), or as numbers and text.",
             )
 
 
 Tracker = GeneralTracker
+
+
+class LibraryTracker(GeneralTracker):
+    """Base of a tracker that passes everything to a library; a subclass defines `open`, and the methods it supports.
+
+    A subclass sets `name`, `requirement` and, where it needs a folder, `requires_logging_directory`.
+
+    Args:
+        run_name: name of the run, or of the project that holds it.
+        kwargs: for the library's function that opens a run.
+
+    Example:
+        class ExampleTracker(LibraryTracker):
+            name = "example"
+            requirement = Requirement("examplelib", versions=">=2", extra="accel-example-tracker")
+
+            def open(self):
+                import examplelib
+
+                return examplelib.start(self.run_name, **self.init_kwargs)
+
+            @on_main_process
+            def log(self, values, step=None, **kwargs):
+                self.tracker.log(scalars_as_numbers(values), step=step, **kwargs)
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self._opened: Any = None
+        super().__init__()
+
+    @property
+    def tracker(self) -> Any:
+        """The library's own object for the run; None until `start`, and on processes that do not log."""
+        return self._opened
+
+    @tracker.setter
+    def tracker(self, opened: Any) -> None:
+        self._opened = opened
+
+    def open(self) -> Any:
+        """Import the library, open the run, and return the library's object for it."""
+        raise NotImplementedError("a subclass of LibraryTracker opens the run of its library")
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the run of the library.
+
+        Raises:
+            Missing: the library is not installed.
+        """
+        if self.requirement is not None:
+            self.requirement.demand(f"Cannot start the tracker {self.name!r}.")
+        self._opened = self.open()

@@ -1,4 +1,4 @@
-"""All trackers of a run as one: what is logged goes to each, and none of them can stop the training."""
+"""All trackers of a run as one: a `TrackerGroup` passes each call to every tracker, and none can stop the training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 class TrackerGroup:
     """The trackers of a run.
 
-    A tracker that raises is warned about once, counted, and told about again when the run ends; with `strict=True` its
-    error comes through at once.
+    The first error of a tracker is a warning, later ones are counted, and `finish` reports the count; with
+    `strict=True` each error propagates at once.
 
     Args:
-        trackers: instances, in the order in which they are asked.
-        strict: let errors of trackers through.
+        trackers: instances, in the order of the calls.
+        strict: let errors of trackers propagate.
     """
 
     def __init__(self, trackers: Iterable[GeneralTracker] = (), strict: bool = False) -> None:
         self.trackers = list(trackers)
         self.strict = strict
         self.failures: dict[str, int] = {}
-        self._first: dict[str, str] = {}
+        self._first_failure: dict[str, str] = {}
 
     @classmethod
     def of(
@@ -42,36 +42,38 @@ class TrackerGroup:
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         strict: bool = False,
     ) -> TrackerGroup:
-        """Make the trackers that `log_with=` names; on other processes than the main one, none.
+        """Construct the trackers that `log_with=` names on the main process, and none on other processes.
 
-        Where it names none and there is a folder, the run is kept there as JSON lines, so that it leaves something to
-        read.
+        If it names none and `logging_dir` is set, the tracker "jsonl" stores the run there, so that every run can be
+        read back.
 
         Args:
-            log_with: what `filter_trackers` takes.
-            project_name: handed to each tracker as the name of the run.
-            logging_dir: handed to trackers that need a folder.
+            log_with: see `filter_trackers`.
+            project_name: each tracker receives it as the name of the run.
+            logging_dir: folder for trackers that need one.
             init_kwargs: further arguments of the constructors, by tracker name.
+            strict: let errors of trackers propagate.
 
         Raises:
-            SettingError: an unknown tracker, a tracker without its folder, or `init_kwargs` for one that is not there.
+            SettingError: an unknown tracker, a tracker without its folder, or `init_kwargs` for a tracker that this run
+                does not use.
             Missing: the library of a named tracker is not installed.
         """
         chosen = filter_trackers(log_with, logging_dir)
         if not chosen and logging_dir is not None:
             chosen = [LoggerType.JSONL.value]
         options = dict(init_kwargs or {})
-        names = [one if isinstance(one, str) else one.name for one in chosen]
+        names = [choice if isinstance(choice, str) else choice.name for choice in chosen]
         unused = sorted(set(options).difference(names))
         if unused:
             raise SettingError(
-                f"Arguments for the trackers {', '.join(unused)} were given.",
+                f"Cannot pass init_kwargs to the trackers {', '.join(unused)}.",
                 f"The trackers of this run are: {', '.join(names) or 'none'}.",
-                "Name these trackers in log_with=, or leave their arguments out.",
+                "Name these trackers in log_with=, or remove their arguments.",
             )
         if not is_main_process():
             return cls(strict=strict)
-        return cls((_made(one, project_name, logging_dir, options) for one in chosen), strict)
+        return cls((_construct(choice, project_name, logging_dir, options) for choice in chosen), strict)
 
     def __iter__(self) -> Iterator[GeneralTracker]:
         return iter(self.trackers)
@@ -80,10 +82,10 @@ class TrackerGroup:
         return len(self.trackers)
 
     def start(self, config: Mapping[str, Any] | None = None) -> None:
-        """Start every tracker and hand it the hyperparameters; one that cannot start is left out of the run.
+        """Start every tracker and pass it the hyperparameters; the run goes on without a tracker that fails to start.
 
         Raises:
-            AccelError: a tracker was asked for something it cannot do, strict or not.
+            AccelError: strict or not, an error of these packages, such as a library that is not installed.
         """
         started = []
         for tracker in self.trackers:
@@ -92,12 +94,12 @@ class TrackerGroup:
             except AccelError:
                 raise
             except Exception as error:
-                self._failed(tracker, "start", error)
+                self._handle(tracker, "start", error)
             else:
                 started.append(tracker)
         self.trackers = started
         if config is not None:
-            self._each("store_init_configuration", lambda tracker: tracker.store_init_configuration(config))
+            self._call_each("store_init_configuration", lambda tracker: tracker.store_init_configuration(config))
 
     def log(
         self,
@@ -105,13 +107,14 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log metrics to every tracker; `log_kwargs` holds further arguments by tracker name."""
-        more = log_kwargs or {}
+        """Log metrics with every tracker; `log_kwargs` holds further arguments by tracker name."""
+        options = log_kwargs or {}
+        # Not through `_call_each`, because `log` runs at every step and a closure costs time.
         for tracker in self.trackers:
             try:
-                tracker.log(values, step=step, **more.get(tracker.name, {}))
+                tracker.log(values, step=step, **options.get(tracker.name, {}))
             except Exception as error:
-                self._failed(tracker, "log", error)
+                self._handle(tracker, "log", error)
 
     def log_images(
         self,
@@ -119,9 +122,11 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log images to every tracker."""
-        more = log_kwargs or {}
-        self._each("log_images", lambda tracker: tracker.log_images(values, step=step, **more.get(tracker.name, {})))
+        """Log images with every tracker."""
+        options = log_kwargs or {}
+        self._call_each(
+            "log_images", lambda tracker: tracker.log_images(values, step=step, **options.get(tracker.name, {}))
+        )
 
     def log_table(
         self,
@@ -132,18 +137,18 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log a table to every tracker."""
-        more = log_kwargs or {}
+        """Log a table with every tracker."""
+        options = log_kwargs or {}
 
         def send(tracker: GeneralTracker) -> None:
-            tracker.log_table(table_name, columns, data, dataframe, step=step, **more.get(tracker.name, {}))
+            tracker.log_table(table_name, columns, data, dataframe, step=step, **options.get(tracker.name, {}))
 
-        self._each("log_table", send)
+        self._call_each("log_table", send)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker with a name, or the library's own object with `unwrap=True`.
+        """The tracker of a name, or the library's own object with `unwrap=True`.
 
-        On other processes than the main one: a tracker that keeps nothing, so that calls on it do no harm.
+        Other processes than the main one receive a tracker that stores nothing, so that the same calls work there.
 
         Raises:
             SettingError: the run has no tracker of that name.
@@ -154,45 +159,47 @@ class TrackerGroup:
         if not is_main_process():
             return GeneralTracker(_blank=True)
         raise SettingError(
-            f"The tracker {name!r} was asked for.",
+            f"Cannot get the tracker {name!r}.",
             f"The trackers of this run are: {', '.join(tracker.name for tracker in self.trackers) or 'none'}.",
             "Name it in log_with= and call init_trackers first.",
         )
 
     def finish(self) -> None:
-        """Finish every tracker, and say which of them failed meanwhile and how often."""
-        self._each("finish", lambda tracker: tracker.finish())
+        """Finish every tracker, and report how often each of them failed."""
+        self._call_each("finish", lambda tracker: tracker.finish())
         for name, count in self.failures.items():
-            _log.warning("The tracker %r failed %d times in this run; first: %s", name, count, self._first[name])
+            _log.warning(
+                "The tracker %r failed %d times in this run. First error: %s", name, count, self._first_failure[name]
+            )
 
-    def _each(self, action: str, call: Callable[[GeneralTracker], None]) -> None:
+    def _call_each(self, action: str, call: Callable[[GeneralTracker], None]) -> None:
         for tracker in self.trackers:
             try:
                 call(tracker)
             except Exception as error:
-                self._failed(tracker, action, error)
+                self._handle(tracker, action, error)
 
-    def _failed(self, tracker: GeneralTracker, action: str, error: Exception) -> None:
+    def _handle(self, tracker: GeneralTracker, action: str, error: Exception) -> None:
         if self.strict:
             raise error
         name = tracker.name
         self.failures[name] = self.failures.get(name, 0) + 1
-        if name not in self._first:
-            self._first[name] = f"{action}: {type(error).__name__}: {error}"
+        if name not in self._first_failure:
+            self._first_failure[name] = f"{action}: {type(error).__name__}: {error}"
             _log.warning(
-                "The tracker %r failed in %s; training goes on, later failures are only counted.",
+                "The tracker %r failed in %s. Training continues, and later failures are counted.",
                 name, action, exc_info=error,
             )  # fmt: skip
 
 
-def _made(
-    one: str | GeneralTracker,
+def _construct(
+    choice: str | GeneralTracker,
     project_name: str,
     logging_dir: str | os.PathLike[str] | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> GeneralTracker:
-    if isinstance(one, GeneralTracker):
-        return one
-    kind: Any = tracker_class(one)
-    arguments = (project_name, logging_dir) if kind.requires_logging_directory else (project_name,)
-    return kind(*arguments, **options.get(one, {}))  # type: ignore[no-any-return]
+    if isinstance(choice, GeneralTracker):
+        return choice
+    cls: Any = tracker_class(choice)
+    arguments = (project_name, logging_dir) if cls.requires_logging_directory else (project_name,)
+    return cls(*arguments, **options.get(choice, {}))  # type: ignore[no-any-return]

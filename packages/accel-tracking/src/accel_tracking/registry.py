@@ -1,6 +1,6 @@
-"""Trackers by name: registered at run time, or offered by installed packages through the entry points `accel.trackers`.
+"""Trackers by name: classes that a script registers, and those of installed packages' entry points `accel.trackers`.
 
-The trackers of this package are offered the same way as a stranger's.
+The trackers of this package come through entry points as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.labels import BaseEnum
-from accel_state.settings.extension import extensions
+from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest
 from accel_tracking.base import GeneralTracker
 
@@ -24,12 +24,12 @@ __all__ = (
     "register_tracker_class",
     "tracker_class",
     "tracker_names",
-    "withdraw_tracker_class",
+    "unregister_tracker_class",
 )
 
 
 class LoggerType(str, BaseEnum):
-    """Names of the trackers that come with this project, and ALL for every one that can be used here."""
+    """Names of the trackers of this project, and ALL for every tracker whose library is installed."""
 
     ALL = "all"
     AIM = "aim"
@@ -45,81 +45,85 @@ class LoggerType(str, BaseEnum):
 
 
 LogWith: TypeAlias = "str | LoggerType | GeneralTracker | Iterable[str | LoggerType | GeneralTracker] | None"
-"""What `log_with=` takes."""
+"""Type of `log_with=`."""
 
 _registered: dict[str, type[GeneralTracker]] = {}
-_withdrawn: set[str] = set()
+_unregistered: set[str] = set()
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Offer a tracker class under its `name`, in place of one that has it already; usable as a decorator.
+    """Register a tracker class under its `name`; it replaces another class of that name. Works as a decorator.
 
     Raises:
-        SettingError: the class is not a tracker, or does not say what it is called or whether it needs a folder.
+        SettingError: the class is not a `GeneralTracker`, or lacks `name` or `requires_logging_directory`.
     """
     name = getattr(tracker_class, "name", None)
     is_tracker = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
     if not (is_tracker and isinstance(name, str) and hasattr(tracker_class, "requires_logging_directory")):
         raise SettingError(
-            f"Register {tracker_class!r} as a tracker.",
-            "It is not a subclass of GeneralTracker that has the attributes `name` and `requires_logging_directory`.",
+            f"Cannot register {tracker_class!r} as a tracker.",
+            "It is not a subclass of GeneralTracker with the attributes `name` and `requires_logging_directory`.",
             "Subclass accel_tracking.GeneralTracker and define both in the class.",
         )
     if name in tracker_names():
-        warnings.warn(f"{tracker_class.__name__} takes the place of the tracker {name!r}.", UserWarning, stacklevel=2)
+        warnings.warn(f"{tracker_class.__name__} replaces the registered tracker {name!r}.", UserWarning, stacklevel=2)
     _registered[name] = tracker_class
-    _withdrawn.discard(name)
+    _unregistered.discard(name)
     return tracker_class
 
 
-def withdraw_tracker_class(name: str) -> None:
-    """Offer no tracker under a name, until a class is registered under it.
+def unregister_tracker_class(name: str) -> None:
+    """Remove a tracker by its name, until a class is registered under it again.
 
     Raises:
-        SettingError: no tracker of that name is known.
+        SettingError: the name is unknown.
     """
     tracker_class(name)
     _registered.pop(name, None)
-    _withdrawn.add(name)
+    _unregistered.add(name)
 
 
 def tracker_names() -> tuple[str, ...]:
-    """Names of all trackers that are known, whether or not their library is installed."""
+    """Names of all trackers, whether or not their library is installed."""
     known = dict.fromkeys([*_registered, *(found.name for found in extensions("accel.trackers"))])
-    return tuple(name for name in known if name not in _withdrawn)
+    return tuple(name for name in known if name not in _unregistered)
 
 
 def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
-    """The class of a tracker; its library is not imported.
+    """The class of a tracker; this does not import its library.
 
     Raises:
-        SettingError: no tracker of that name is known.
-        PluginError: the package that offers it could not be imported.
+        SettingError: the name is unknown.
+        PluginError: the entry point of an installed package cannot be loaded, or is not a tracker class.
     """
     text = str(name)
     if text in _registered:
         return _registered[text]
     for found in extensions("accel.trackers"):
-        if found.name == text and text not in _withdrawn:
-            try:
-                return found.load()  # type: ignore[no-any-return]
-            except Exception as error:
-                raise PluginError(
-                    f"The tracker {text!r} was asked for.",
-                    f"{found.target} of {found.origin} could not be loaded: {error!r}.",
-                    "Repair or remove that package.",
-                ) from error
+        if found.name == text and text not in _unregistered:
+            return _load(found)
     known = tracker_names()
     suggestion = closest(text, known)
     raise SettingError(
-        f"The tracker {text!r} was asked for.",
+        f"Cannot find the tracker {text!r}.",
         f"Known trackers: {', '.join(sorted(known))}.",
-        f"Did you mean {suggestion!r}?" if suggestion else "Use one of these, or register a class of your own.",
+        f"Did you mean {suggestion!r}?" if suggestion else "Use one of these, or register your own class.",
     )
 
 
+def _load(found: Extension) -> type[GeneralTracker]:
+    failed, remedy = f"Cannot load the tracker {found.name!r}.", f"Repair or uninstall {found.origin}."
+    try:
+        loaded = found.load()
+    except Exception as error:
+        raise PluginError(failed, f"{found.target} of {found.origin} raises {error!r}.", remedy) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, GeneralTracker)):
+        raise PluginError(failed, f"{found.target} of {found.origin} is not a subclass of GeneralTracker.", remedy)
+    return loaded
+
+
 def get_available_trackers() -> list[str]:
-    """Names of the trackers whose library is installed; a package whose tracker cannot be loaded is warned about."""
+    """Names of the trackers whose library is installed, with a warning for each tracker that cannot be loaded."""
     names = []
     for name in tracker_names():
         try:
@@ -133,11 +137,11 @@ def get_available_trackers() -> list[str]:
 
 
 def filter_trackers(log_with: LogWith, logging_dir: str | os.PathLike[str] | None = None) -> list[str | GeneralTracker]:
-    """What `log_with=` means here: instances as they are, names checked, "all" spelled out, each name once.
+    """Resolve `log_with=` to instances and checked names, each once; "all" becomes the available trackers.
 
     Args:
         log_with: name, `LoggerType`, instance, or a list of these.
-        logging_dir: the folder for trackers that need one; with "all" those that need one are left out when it is None.
+        logging_dir: folder for trackers that need one; without it, "all" skips them.
 
     Raises:
         SettingError: an unknown name, or a tracker that needs `logging_dir`.
@@ -145,16 +149,15 @@ def filter_trackers(log_with: LogWith, logging_dir: str | os.PathLike[str] | Non
     """
     given: list[Any] = [log_with] if isinstance(log_with, (str, LoggerType, GeneralTracker)) else list(log_with or ())
     chosen: list[str | GeneralTracker] = []
-    for one in given:
-        if isinstance(one, GeneralTracker):
-            chosen.append(one)
-        elif str(one) == LoggerType.ALL.value:
+    for choice in given:
+        if isinstance(choice, GeneralTracker):
+            chosen.append(choice)
+        elif str(choice) == LoggerType.ALL.value:
             chosen += [name for name in get_available_trackers() if logging_dir or not _needs_folder(name)]
         else:
-            _check(str(one), logging_dir)
-            chosen.append(str(one))
-    seen: set[Any] = set()
-    return [one for one in chosen if not (one in seen or seen.add(one))]  # type: ignore[func-returns-value]
+            _check(str(choice), logging_dir)
+            chosen.append(str(choice))
+    return list(dict.fromkeys(chosen))
 
 
 def _needs_folder(name: str) -> bool:
@@ -165,10 +168,10 @@ def _check(name: str, logging_dir: str | os.PathLike[str] | None) -> None:
     requirement = tracker_class(name).requirement
     obstacle = requirement.obstacle() if requirement is not None else None
     if requirement is not None and obstacle is not None:
-        raise Missing(f"The tracker {name!r} was asked for.", obstacle, requirement.remedy())
+        raise Missing(f"Cannot use the tracker {name!r}.", obstacle, requirement.remedy())
     if logging_dir is None and _needs_folder(name):
         raise SettingError(
-            f"The tracker {name!r} was asked for.",
-            "It writes into a folder and none was named.",
-            "Name one: project_dir=..., or logging_dir in the project configuration.",
+            f"Cannot use the tracker {name!r}.",
+            "It writes into a folder, and none is configured.",
+            "Set project_dir=..., or logging_dir in the project configuration.",
         )

@@ -1,6 +1,6 @@
-"""Values as users log them (tensors on any device, numpy scalars, nested mappings) made into what trackers can keep.
+"""Converts values as users log them (tensors on any device, numpy scalars, nested mappings) into what trackers store.
 
-Nothing here imports torch or numpy: a tensor is whatever has `tolist`.
+This module imports neither torch nor numpy: any object with `tolist` counts as a tensor.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-__all__ = ("flat", "is_number", "plain", "scalars_as_numbers")
+__all__ = ("flatten", "is_number", "plain", "scalars_as_numbers")
 
 _PLAIN = (str, int, float, bool, type(None))
 
 
 def plain(value: Any) -> Any:
-    """The value in terms of JSON: text, numbers, lists and mappings with text keys; what is none of these as its text.
+    """The value as JSON types: text, numbers, lists, and mappings with text keys; any other object as its text.
 
     Example:
         >>> plain({"path": os.path, 3: (1, True)})["3"]
@@ -40,9 +40,9 @@ def plain(value: Any) -> Any:
 
 
 def scalars_as_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same mapping with each tensor or array of one element as a Python number, also in mappings inside.
+    """The same mapping with each tensor or array of one element as a Python number, at any depth.
 
-    Everything else stays as it is: a tracker's own objects, such as images, and larger arrays are for the tracker.
+    Other values are unchanged: a tracker handles its own objects, such as images, and larger arrays.
     """
     return {name: _number(value) for name, value in values.items()}
 
@@ -58,22 +58,22 @@ def _number(value: Any) -> Any:
     return value.item() if count == 1 else value
 
 
-def flat(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Nested mappings as one, keys joined.
+def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+    """Nested mappings as one mapping, with joined keys.
 
     Example:
-        >>> flat({"loss": 1, "eval": {"loss": 2, "accuracy": {"top1": 3}}})
+        >>> flatten({"loss": 1, "eval": {"loss": 2, "accuracy": {"top1": 3}}})
         {'loss': 1, 'eval/loss': 2, 'eval/accuracy/top1': 3}
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            result.update({f"{name}{separator}{inner}": leaf for inner, leaf in flat(value, separator).items()})
+            result.update({f"{name}{separator}{inner}": leaf for inner, leaf in flatten(value, separator).items()})
         else:
             result[str(name)] = value
     return result
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a real number that can be drawn; truth values are not."""
+    """Whether a value is an int or a float; a bool is not a number here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,6 +1,6 @@
-"""`accel runs`: the curves of a run that the tracker 'jsonl' kept, and what the processes of a run do now.
+"""`accel runs`: `show` draws the curves of a run that the tracker "jsonl" stored, `status` shows its processes.
 
-Both actions name a run in the same way: by its folder, or by the process id of its launcher while it goes on.
+Both actions identify a run by its folder, or by the process id of its launcher while it runs.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ _RUN: Final = "the folder of the run (project_dir or logging_dir), or the proces
 
 
 class Runs:
-    """Shows runs: what they do, and what they logged."""
+    """Shows runs: their metrics, and the state of their processes."""
 
-    help = "show what the processes of a run do, and the curves of runs that were kept as JSON lines"
+    help = "show the processes of a run, and the curves of runs that the tracker 'jsonl' stored"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
         show = actions.add_parser("show", help="show one run", description="Show the curves of one run.")
-        show.add_argument("path", metavar="RUN", help=f"{_RUN}, whose newest curves are shown; or a .jsonl file")
+        show.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest curves; or a .jsonl file")
         show.add_argument(
             "--output",
             type=Path,
-            help="picture to write (.png, .svg, .pdf, .html); beside the run as .png when left out",
+            help="picture to write (.png, .svg, .pdf, .html); by default a .png beside the run",
         )
-        show.add_argument("--text", action="store_true", help="text only, write no picture")
+        show.add_argument("--text", action="store_true", help="print text only, without a picture")
         status = actions.add_parser(
             "status",
-            help="show what each process of a run does now",
+            help="show the state of each process of a run",
             description=(
-                "Show what each process of a run does now: its state and line, steps per second and memory. The run "
-                "was started by `accel launch`, by the same user; it may hang, and its script need not know of this."
+                "Show each process of a run: its state and source line, steps per second and memory. It works for "
+                "runs that `accel launch` of the same user started, also while they hang. The script needs no change."
             ),
         )
-        status.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN}; all runs of this machine when left out")
-        status.add_argument("--watch", action="store_true", help="show it again every second, until the run ends")
-        status.add_argument("--json", action="store_true", help="one JSON object a line, for each run")
+        status.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN}; by default all runs of this machine")
+        status.add_argument("--watch", action="store_true", help="repeat every second until the run ends")
+        status.add_argument("--json", action="store_true", help="print one line of JSON per run")
         status.add_argument(
             "--stacks",
             action="store_true",
-            help="also the Python stack of each process of this machine (by py-spy where it is installed)",
+            help="add the Python stack of each process of this machine (from py-spy if it is installed)",
         )
 
     def run(self, arguments: Namespace) -> int:
-        """Do what was asked for and return the exit code."""
+        """Run the action and return the exit code."""
         if arguments.action == "status":
             from accel_tracking.commands.status import show_status
 
@@ -59,15 +59,14 @@ class Runs:
 
 
 def _show(arguments: Namespace) -> int:
-    """Print a run as text, and draw it when matplotlib is installed or a picture was asked for."""
-    from accel_tracking.curves import describe_run
-    from accel_tracking.plot import MATPLOTLIB, plot_run
-    from accel_tracking.run_file import read_run
+    """Print a run as text, and draw it if `--output` is set or matplotlib is installed."""
+    from accel_tracking.curves import MATPLOTLIB, describe_run, plot_run
+    from accel_tracking.trackers.jsonl import read_run
 
     run = read_run(_path(arguments.path))
     print(_printable(describe_run(run)))  # noqa: T201 - what the command is for
-    wanted = arguments.output is not None or (MATPLOTLIB.obstacle() is None and bool(run.curves()))
-    if wanted and not arguments.text:
+    draw = arguments.output is not None or (MATPLOTLIB.obstacle() is None and bool(run.curves()))
+    if draw and not arguments.text:
         output = arguments.output or run.path.with_suffix(".png")
         plot_run(run, output)
         print(f"drawn in {output}")  # noqa: T201
@@ -75,7 +74,7 @@ def _show(arguments: Namespace) -> int:
 
 
 def _path(run: str) -> str:
-    """The path that a run is named by, or the folder of the one whose launcher has this process id."""
+    """The path itself, or the folder of the run whose launcher has this process id."""
     if not run.isdecimal() or os.path.exists(run):
         return run
     from accel_state.run_status.find import find_run
@@ -84,7 +83,7 @@ def _path(run: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with what the terminal cannot show replaced."""
+    """The text with "?" for characters that the terminal cannot print."""
     encoding = sys.stdout.encoding or "ascii"
     return text.encode(encoding, errors="replace").decode(encoding)
 

@@ -1,1 +1,1 @@
-"""The trackers that come with this package, one file each; no file knows another."""
+"""The trackers of this package, one module each; none imports another."""

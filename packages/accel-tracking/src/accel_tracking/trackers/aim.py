@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_state.settings.installed import Requirement
-from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flat, plain, scalars_as_numbers
+from accel_tracking.base import LibraryTracker, on_main_process
+from accel_tracking.values import flatten, plain, scalars_as_numbers
 
 __all__ = ("AimTracker",)
 
 
-class AimTracker(GeneralTracker):
-    """Keeps a run in the Aim repository of a folder.
+class AimTracker(LibraryTracker):
+    """Stores a run in the Aim repository of a folder.
 
     Args:
         run_name: name of the run.
@@ -26,30 +26,23 @@ class AimTracker(GeneralTracker):
     requires_logging_directory = True
     requirement = Requirement("aim", extra="accel-tracking[aim]")
 
+    writer = LibraryTracker.tracker
+
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-        self.init_kwargs = kwargs
-        self.writer: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The run of Aim."""
-        return self.writer
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin a run of Aim."""
-        self.requirement.demand("The tracker 'aim' was started.")
+    def open(self) -> Any:
+        """Open an Aim run."""
         from aim import Run
 
-        self.writer = Run(repo=os.fspath(self.aim_repo_path), **self.init_kwargs)
-        self.writer.name = self.run_name
+        run = Run(repo=os.fspath(self.aim_repo_path), **self.init_kwargs)
+        run.name = self.run_name
+        return run
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters under `hparams`."""
+        """Store the hyperparameters under `hparams`."""
         self.writer["hparams"] = plain(values)
 
     @on_main_process
@@ -57,7 +50,7 @@ class AimTracker(GeneralTracker):
         """Track each value, text as `aim.Text`; `kwargs` are those of `Run.track`, such as `context`."""
         import aim
 
-        for name, value in flat(scalars_as_numbers(values)).items():
+        for name, value in flatten(scalars_as_numbers(values)).items():
             tracked = aim.Text(value) if isinstance(value, str) else value
             self.writer.track(tracked, name=name, step=step, **kwargs)
 
@@ -69,13 +62,13 @@ class AimTracker(GeneralTracker):
         kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         **image_options: Any,
     ) -> None:
-        """Track images, each alone or as a pair (image, caption).
+        """Track images, each an image or a pair (image, caption).
 
         Args:
             values: name to image or pair.
-            step: the step they belong to.
+            step: step of the images.
             kwargs: `aim_image` for `aim.Image`, `track` for `Run.track`.
-            image_options: for `aim.Image` too.
+            image_options: also for `aim.Image`.
         """
         import aim
 

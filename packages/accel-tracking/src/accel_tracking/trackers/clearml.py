@@ -9,8 +9,8 @@ from typing import Any
 from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, setting
-from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
+from accel_tracking.base import LibraryTracker, on_main_process
+from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
 
 __all__ = ("ClearMLSettings", "ClearMLTracker")
 
@@ -19,14 +19,14 @@ _SPLITS = ("eval", "test", "train")
 
 @dataclass(frozen=True)
 class ClearMLSettings:
-    """What the environment may say about the task."""
+    """Settings of the task that the environment may define."""
 
     project: str | None = setting(None, kind=TEXT, variable="CLEARML_PROJECT", help="Project of the ClearML task.")
     task: str | None = setting(None, kind=TEXT, variable="CLEARML_TASK", help="Name of the ClearML task.")
 
 
-class ClearMLTracker(GeneralTracker):
-    """Keeps a run as a task of ClearML; a task that is open already is used and left open.
+class ClearMLTracker(LibraryTracker):
+    """Stores a run as a task of ClearML; it uses a task that is already open, and leaves that open.
 
     Args:
         run_name: name of the task, and of its project unless `kwargs` or $CLEARML_PROJECT name one.
@@ -34,47 +34,40 @@ class ClearMLTracker(GeneralTracker):
     """
 
     name = "clearml"
-    requires_logging_directory = False
     requirement = Requirement("clearml", extra="accel-tracking[clearml]")
 
+    task = LibraryTracker.tracker
+
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name or "", **kwargs)
         self.user_provided_run_name = run_name
-        self.init_kwargs = kwargs
-        self.task: Any = None
         self._owns_task = False
 
-    @property
-    def tracker(self) -> Any:
-        """The task of ClearML."""
-        return self.task
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin a task, or join the one that is open."""
-        self.requirement.demand("The tracker 'clearml' was started.")
+    def open(self) -> Any:
+        """Open a task, or join the one that is open."""
         from clearml import Task
 
-        self.task = Task.current_task()
-        self._owns_task = self.task is None
-        if self._owns_task:
-            found = from_environment(ClearMLSettings)
-            names = {
-                "project_name": found.project or self.user_provided_run_name,
-                "task_name": found.task or self.user_provided_run_name,
-            }
-            self.task = Task.init(**{**names, **self.init_kwargs})
+        task = Task.current_task()
+        self._owns_task = task is None
+        if task is not None:
+            return task
+        settings = from_environment(ClearMLSettings)
+        names = {
+            "project_name": settings.project or self.user_provided_run_name,
+            "task_name": settings.task or self.user_provided_run_name,
+        }
+        return Task.init(**{**names, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the task's configuration."""
+        """Store the hyperparameters as the task's configuration."""
         self.task.connect_configuration(plain(values))
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report numbers as scalars (without a step as single values), everything else as text."""
         logger = self.task.get_logger()
-        for name, value in flat(scalars_as_numbers(values)).items():
+        for name, value in flatten(scalars_as_numbers(values)).items():
             if not is_number(value):
                 logger.report_text(f"{name}: {plain(value)}", **kwargs)
             elif step is None:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_state.settings.installed import Requirement
-from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
+from accel_tracking.base import LibraryTracker, on_main_process
+from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
 
 __all__ = ("CometMLTracker",)
 
 
-class CometMLTracker(GeneralTracker):
-    """Keeps a run as an experiment of Comet.
+class CometMLTracker(LibraryTracker):
+    """Stores a run as an experiment of Comet.
 
     Args:
         run_name: name of the project.
@@ -21,39 +21,27 @@ class CometMLTracker(GeneralTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
     requirement = Requirement("comet_ml", distribution="comet-ml", extra="accel-tracking[comet_ml]")
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.writer: Any = None
+    writer = LibraryTracker.tracker
 
-    @property
-    def tracker(self) -> Any:
-        """The experiment of Comet."""
-        return self.writer
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin an experiment."""
-        self.requirement.demand("The tracker 'comet_ml' was started.")
+    def open(self) -> Any:
+        """Open an experiment."""
         import comet_ml
 
-        self.writer = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
+        return comet_ml.start(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the experiment's parameters."""
-        self.writer.log_parameters(flat(plain(values)))
+        """Store the hyperparameters as the experiment's parameters."""
+        self.writer.log_parameters(flatten(plain(values)))
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and mappings of numbers as metrics, everything else under "Other"."""
         if step is not None:
             self.writer.set_step(step)
-        for name, value in flat(scalars_as_numbers(values)).items():
+        for name, value in flatten(scalars_as_numbers(values)).items():
             if is_number(value):
                 self.writer.log_metric(name, value, step=step, **kwargs)
             else:
@@ -61,5 +49,5 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the experiment and send or write what is left."""
+        """Finish the experiment, and send or write what is pending."""
         self.writer.end()

@@ -1,31 +1,120 @@
-"""Tracker that needs nothing installed: a folder per run name, a file of JSON lines per run."""
+"""Runs as files of JSON lines: the tracker "jsonl" writes them, and `read_run` reads them back.
+
+A run is one file. The first line holds its name, start time and configuration; each further line holds one call of
+`log` or `log_table`, and the last line marks the end:
+
+    {"run": "digits", "format": 1, "time": 1767225600.0, "config": {"lr": 0.1}}
+    {"step": 10, "time": 1767225601.5, "values": {"loss": 0.7, "eval": {"accuracy": 0.9}}}
+    {"step": 10, "time": 1767225601.6, "table": {"name": "worst", "columns": ["image"], "rows": [[3]]}}
+    {"end": true, "time": 1767225660.0}
+
+A crash damages at most the line that the process is writing. JSON has no NaN and no infinity: the texts "NaN",
+"Infinity" and "-Infinity" represent them.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from accel_state.errors import NotReady, SettingError
 from accel_state.hang_report.progress import PROGRESS
+from accel_state.untrusted import open_regular
 from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.run_file import FORMAT, RunFile, encode
-from accel_tracking.values import plain
+from accel_tracking.values import flatten, is_number, plain
 
-__all__ = ("JSONLinesTracker",)
+__all__ = ("FORMAT", "JSONLinesTracker", "LogEntry", "RunFile", "RunRecord", "encode", "read_run")
+
+FORMAT = 1
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_strict = json.JSONEncoder(allow_nan=False, default=plain).encode
+
+
+def encode(value: Any) -> str:
+    """JSON text of any logged value."""
+    try:
+        return _strict(value)
+    except (ValueError, TypeError):
+        return json.dumps(_without_special(plain(value)))
+
+
+def _without_special(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_special(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_special(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+class RunFile:
+    """A new file for lines; a write that the disk refuses leaves the file as it was before.
+
+    Args:
+        path: must not exist.
+        flush_every: number of lines that it collects before it writes them. With 1, a killed process loses no line.
+    """
+
+    def __init__(self, path: Path, flush_every: int = 1) -> None:
+        self.path = path
+        self._flush_every = flush_every
+        self._pending: list[str] = []
+        self._size = 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+
+    def add(self, line: str, flush: bool = False) -> None:
+        """Add a line without its newline; `flush` writes all collected lines now.
+
+        Raises:
+            OSError: the disk refused the write. The collected lines are lost, and the file is as it was before.
+        """
+        self._pending.append(line)
+        if flush or len(self._pending) >= self._flush_every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the collected lines."""
+        lines, self._pending = self._pending, []
+        if not lines:
+            return
+        content = ("\n".join(lines) + "\n").encode()
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            raise
+        self._size += len(content)
+
+    def close(self) -> None:
+        """Write the collected lines and close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            try:
+                self.flush()
+            finally:
+                os.close(self._descriptor)
+                self._descriptor = -1
 
 
 class JSONLinesTracker(GeneralTracker):
-    """Keeps a run in `<logging_dir>/<run_name>/<date>-<time>.jsonl`, readable with `accel_tracking.read_run`.
+    """Stores a run in `<logging_dir>/<run_name>/<date>-<time>.jsonl`; `accel_tracking.read_run` reads it.
 
     Args:
-        run_name: name of the run, and of its folder (characters that paths cannot hold become `_`).
-        logging_dir: where that folder lies.
-        flush_every: lines collected before they are handed to the operating system; 1 loses nothing in a crash, more
-            is for slow network file systems.
+        run_name: name of the run, and of its folder (`_` replaces characters that a path cannot contain).
+        logging_dir: parent of that folder.
+        flush_every: number of lines that it collects before it writes them. With 1, a crash loses no line; more suit
+            slow network file systems.
 
     Example:
         tracker = JSONLinesTracker("digits", "logs")
@@ -42,9 +131,9 @@ class JSONLinesTracker(GeneralTracker):
         super().__init__()
         if flush_every < 1:
             raise SettingError(
-                f"flush_every={flush_every} was given to the tracker 'jsonl'.",
-                "It is the number of lines that are written together.",
-                "Give 1 or more.",
+                f"Cannot construct the tracker 'jsonl' with flush_every={flush_every}.",
+                "It is the number of lines that one write collects, at least 1.",
+                "Set flush_every to 1 or more.",
             )
         self.run_name = run_name
         self.logging_dir = Path(logging_dir)
@@ -58,11 +147,11 @@ class JSONLinesTracker(GeneralTracker):
         """The open file.
 
         Raises:
-            NotReady: the run was not started, or is finished.
+            NotReady: before `start`, and after `finish`.
         """
         if self._file is None:
             raise NotReady(
-                "Log to the tracker 'jsonl'.", "It was not started, or it is finished.", "Call start() first."
+                "Cannot log with the tracker 'jsonl'.", "It is not started, or it is finished.", "Call start() first."
             )
         return self._file
 
@@ -83,9 +172,9 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters in the first line; given again later, in a line of their own."""
+        """Store the hyperparameters in the first line, and those of a later call in another line."""
         head = self._head or {"run": self.run_name, "format": FORMAT, "time": round(time.time(), 3)}
-        self.tracker.add(encode({**head, "config": plain(values)}), at_once=True)
+        self.tracker.add(encode({**head, "config": plain(values)}), flush=True)
         self._head = None
 
     @on_main_process
@@ -126,6 +215,127 @@ class JSONLinesTracker(GeneralTracker):
     def _add_line(self, line: str) -> None:
         file = self.tracker
         if self._head is not None:
-            file.add(encode(self._head), at_once=True)
+            file.add(encode(self._head), flush=True)
             self._head = None
         file.add(line)
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One call of `log` or `log_table`: metrics as `values`, or a `table` with name, columns and rows."""
+
+    step: float | None
+    time: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    table: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run that `read_run` read.
+
+    Args:
+        name: name of the run.
+        path: its file.
+        started: start time in seconds since 1970.
+        config: the hyperparameters.
+        records: the calls of `log` and `log_table`, in order.
+        finished: whether the tracker called `finish`.
+        damaged: number of lines that are not valid, such as a last line that a crash cut off.
+    """
+
+    name: str
+    path: Path
+    started: float
+    config: Mapping[str, Any]
+    records: tuple[LogEntry, ...]
+    finished: bool
+    damaged: int
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """The points (step, value) of each numeric metric; an entry without a step follows the previous one."""
+        curves: dict[str, list[tuple[float, float]]] = {}
+        position = -1.0
+        for record in self.records:
+            position = position + 1 if record.step is None else record.step
+            for name, value in flatten(record.values).items():
+                number = _SPECIAL.get(value, value) if isinstance(value, str) else value
+                if is_number(number):
+                    curves.setdefault(name, []).append((position, number))
+        return curves
+
+
+def read_run(path: str | os.PathLike[str]) -> RunRecord:
+    """Read a run from its file, or the newest run in or below a folder.
+
+    Raises:
+        SettingError: the path holds no run, or one of another format.
+    """
+    file = _newest(Path(path))
+    try:
+        with open_regular(file) as opened:
+            lines = opened.readall().decode(errors="replace").splitlines()
+    except OSError as error:
+        raise SettingError(
+            f"Cannot read the run {str(file)!r}.",
+            f"The system refuses: {error}.",
+            "Name a .jsonl file, or a folder that contains some.",
+        ) from error
+    parsed = [_parse(line) for line in lines if line.strip()]
+    heads = [line for line in parsed if line is not None and "run" in line]
+    if not heads or heads[0].get("format") != FORMAT:
+        raise SettingError(
+            f"Cannot read the run {str(file)!r}.",
+            f"Its first line does not declare a run in format {FORMAT}.",
+            "Name a file that the tracker 'jsonl' wrote; a newer accel-tracking may read other formats.",
+        )
+    records = tuple(_entry(line) for line in parsed if line is not None and ("values" in line or "table" in line))
+    config: dict[str, Any] = {}
+    for head in heads:
+        config.update(head.get("config") or {})
+    return RunRecord(
+        name=str(heads[0]["run"]),
+        path=file,
+        started=float(heads[0].get("time", 0)),
+        config=config,
+        records=records,
+        finished=any(line is not None and "end" in line for line in parsed),
+        damaged=sum(line is None for line in parsed),
+    )
+
+
+def _newest(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = sorted(path.rglob("*.jsonl"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    if not files:
+        raise SettingError(
+            f"Cannot find a run in {str(path)!r}.",
+            "The folder contains no .jsonl file.",
+            "Name the logging folder of a run.",
+        )
+    return files[-1]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The line as a JSON object with a time, or None when it is damaged."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not _is_finite(value.get("time")):
+        return None
+    mappings = [value[name] for name in ("values", "table", "config") if value.get(name) is not None]
+    return value if all(isinstance(inner, dict) for inner in mappings) else None
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number in the range of a float; the integers of a file may exceed it."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
+def _entry(line: Mapping[str, Any]) -> LogEntry:
+    step = line.get("step")
+    return LogEntry(
+        step if _is_finite(step) else None, float(line["time"]), line.get("values") or {}, line.get("table")
+    )

@@ -11,8 +11,8 @@ from typing import Any
 from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, JSON, TEXT, setting
-from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
+from accel_tracking.base import LibraryTracker, on_main_process
+from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
 
 __all__ = ("MLflowSettings", "MLflowTracker")
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MLflowSettings:
-    """What the environment may say about the run; it wins over the arguments of the tracker."""
+    """Settings of the run that the environment may define; they override the arguments of the tracker."""
 
     experiment_name: str | None = setting(None, kind=TEXT, variable="MLFLOW_EXPERIMENT_NAME", help="Experiment.")
     run_id: str | None = setting(None, kind=TEXT, variable="MLFLOW_RUN_ID", help="Run to continue.")
@@ -31,11 +31,11 @@ class MLflowSettings:
     nested_run: bool | None = setting(None, kind=BOOLEAN, variable="MLFLOW_NESTED_RUN", help="Run inside the open one.")
 
 
-class MLflowTracker(GeneralTracker):
-    """Keeps a run in an experiment of MLflow.
+class MLflowTracker(LibraryTracker):
+    """Stores a run in an experiment of MLflow.
 
     Args:
-        experiment_name: name of the experiment; made when there is none.
+        experiment_name: name of the experiment, created if MLflow does not have it.
         logging_dir: folder for the artifacts of a new experiment.
         run_id: run to continue.
         tags: tags of the run.
@@ -45,8 +45,9 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
     requirement = Requirement("mlflow", extra="accel-tracking[mlflow]")
+
+    active_run = LibraryTracker.tracker
 
     def __init__(
         self,
@@ -58,32 +59,23 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
-        found = from_environment(MLflowSettings)
-        self.experiment_name = found.experiment_name or experiment_name
+        super().__init__(run_name or "")
+        settings = from_environment(MLflowSettings)
+        self.experiment_name = settings.experiment_name or experiment_name
         self.logging_dir = logging_dir
-        self.run_id = found.run_id or run_id
-        self.tags = dict(found.tags or tags or {})
-        self.nested_run = nested_run if found.nested_run is None else found.nested_run
-        self.run_name = run_name
+        self.run_id = settings.run_id or run_id
+        self.tags = dict(settings.tags or tags or {})
+        self.nested_run = nested_run if settings.nested_run is None else settings.nested_run
         self.description = description
-        self.active_run: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The active run of MLflow."""
-        return self.active_run
-
-    @on_main_process
-    def start(self) -> None:
-        """Find or make the experiment and begin the run."""
-        self.requirement.demand("The tracker 'mlflow' was started.")
+    def open(self) -> Any:
+        """Find or create the experiment, and start the run."""
         import mlflow
 
-        self.active_run = mlflow.start_run(
+        return mlflow.start_run(
             run_id=self.run_id,
             experiment_id=self._experiment_id(),
-            run_name=self.run_name,
+            run_name=self.run_name or None,
             nested=self.nested_run,
             tags=self.tags or None,
             description=self.description,
@@ -97,63 +89,63 @@ class MLflowTracker(GeneralTracker):
         existing = mlflow.get_experiment_by_name(self.experiment_name)
         if existing is not None:
             return str(existing.experiment_id)
-        place = None if self.logging_dir is None else os.path.abspath(self.logging_dir)
-        return str(mlflow.create_experiment(self.experiment_name, artifact_location=place))
+        location = None if self.logging_dir is None else os.path.abspath(self.logging_dir)
+        return str(mlflow.create_experiment(self.experiment_name, artifact_location=location))
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the run's parameters; a log names each that is too long and left out."""
+        """Store the hyperparameters as the run's parameters; a warning names each that is too long for MLflow."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        texts = {name: str(value) for name, value in flat(plain(values), ".").items()}
+        texts = {name: str(value) for name, value in flatten(plain(values), ".").items()}
         for name in [name for name, text in texts.items() if len(text) > MAX_PARAM_VAL_LENGTH]:
             _log.warning(
-                "MLflow does not get the parameter %r: it has %d characters, and MLflow takes %d.",
+                "Cannot store the parameter %r in MLflow: it has %d characters, and MLflow accepts %d.",
                 name,
                 len(texts.pop(name)),
                 MAX_PARAM_VAL_LENGTH,
             )
-        known = list(texts.items())
-        for start in range(0, len(known), MAX_PARAMS_TAGS_PER_BATCH):
-            mlflow.log_params(dict(known[start : start + MAX_PARAMS_TAGS_PER_BATCH]), run_id=self._id)
+        parameters = list(texts.items())
+        for start in range(0, len(parameters), MAX_PARAMS_TAGS_PER_BATCH):
+            mlflow.log_params(dict(parameters[start : start + MAX_PARAMS_TAGS_PER_BATCH]), run_id=self._id)
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics in one call; text becomes tags, because MLflow's metrics are numbers."""
+        """Log numbers as metrics in one call, and text as tags, because MLflow's metrics are numbers."""
         import mlflow
 
-        known = flat(scalars_as_numbers(values))
-        numbers = {name: value for name, value in known.items() if is_number(value)}
-        others = {name: str(plain(value)) for name, value in known.items() if not is_number(value)}
+        flat = flatten(scalars_as_numbers(values))
+        numbers = {name: value for name, value in flat.items() if is_number(value)}
+        others = {name: str(plain(value)) for name, value in flat.items() if not is_number(value)}
         mlflow.log_metrics(numbers, step=step, run_id=self._id, **kwargs)
         if others:
             mlflow.MlflowClient().log_batch(self._id, tags=[mlflow.entities.RunTag(*item) for item in others.items()])
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a matplotlib or plotly figure as an artifact of the run."""
+        """Store a matplotlib or plotly figure as an artifact of the run."""
         import mlflow
 
         mlflow.log_figure(figure, artifact_file, save_kwargs=save_kwargs or None)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file as an artifact of the run."""
+        """Store a file as an artifact of the run."""
         import mlflow
 
         mlflow.log_artifact(local_path, artifact_path, run_id=self._id)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep a folder as artifacts of the run."""
+        """Store a folder as artifacts of the run."""
         import mlflow
 
         mlflow.log_artifacts(local_dir, artifact_path, run_id=self._id)
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         import mlflow
 
         mlflow.end_run()

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_state.settings.installed import Requirement
-from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flat, plain, scalars_as_numbers
+from accel_tracking.base import LibraryTracker, on_main_process
+from accel_tracking.values import flatten, plain, scalars_as_numbers
 
 __all__ = ("SwanLabTracker",)
 
 
-class SwanLabTracker(GeneralTracker):
-    """Keeps a run in a project of SwanLab.
+class SwanLabTracker(LibraryTracker):
+    """Stores a run in a project of SwanLab.
 
     Args:
         run_name: name of the project.
@@ -21,56 +21,44 @@ class SwanLabTracker(GeneralTracker):
     """
 
     name = "swanlab"
-    requires_logging_directory = False
     main_process_only = False
     requirement = Requirement("swanlab", extra="accel-tracking[swanlab]")
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
+    run = LibraryTracker.tracker
 
-    @property
-    def tracker(self) -> Any:
-        """The run of SwanLab."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin a run of SwanLab."""
-        self.requirement.demand("The tracker 'swanlab' was started.")
+    def open(self) -> Any:
+        """Open a SwanLab run."""
         import swanlab
 
-        self.run = swanlab.init(project=self.run_name, **self.init_kwargs)
+        return swanlab.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the run's config."""
+        """Store the hyperparameters as the run's config."""
         self.run.config.update(plain(values))
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log to the run; text as `swanlab.Text`, objects of SwanLab as they are."""
+        """Log to the run: text as `swanlab.Text`, objects of SwanLab unchanged."""
         import swanlab
 
-        known = flat(scalars_as_numbers(values))
+        flat = flatten(scalars_as_numbers(values))
         self.run.log(
-            {name: swanlab.Text(value) if isinstance(value, str) else value for name, value in known.items()},
+            {name: swanlab.Text(value) if isinstance(value, str) else value for name, value in flat.items()},
             step=step,
             **kwargs,
         )
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log batches of images as `swanlab.Image`, whose arguments `kwargs` are."""
+        """Log batches of images as `swanlab.Image(image, **kwargs)`."""
         import swanlab
 
         self.run.log(
-            {name: [swanlab.Image(one, **kwargs) for one in images] for name, images in values.items()}, step=step
+            {name: [swanlab.Image(image, **kwargs) for image in images] for name, images in values.items()}, step=step
         )
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self.run.finish()

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in a folder, written by torch's own writer or by tensorboardX."""
+"""TensorBoard: event files in a folder, written by torch's `SummaryWriter` or that of tensorboardX."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.settings.installed import Requirement
-from accel_tracking.base import GeneralTracker, on_main_process
-from accel_tracking.values import flat, is_number, plain, scalars_as_numbers
+from accel_tracking.base import LibraryTracker, on_main_process
+from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
 
 __all__ = ("TensorBoardTracker",)
 
@@ -20,19 +20,19 @@ _TENSORBOARD_X = Requirement("tensorboardX")
 
 
 class _EitherWriter(Requirement):
-    """Torch's writer (which needs tensorboard) or tensorboardX: one of the two is enough."""
+    """Torch's writer, which needs tensorboard, or tensorboardX: one of the two suffices."""
 
     def obstacle(self) -> str | None:
         obstacle = super().obstacle()
         return None if obstacle is None or _TENSORBOARD_X.obstacle() is None else obstacle
 
 
-class TensorBoardTracker(GeneralTracker):
-    """Keeps a run as event files in `<logging_dir>/<run_name>`.
+class TensorBoardTracker(LibraryTracker):
+    """Stores a run as event files in `<logging_dir>/<run_name>`.
 
     Args:
         run_name: name of the run and of its folder.
-        logging_dir: where that folder lies.
+        logging_dir: parent of that folder.
         kwargs: for `SummaryWriter`.
     """
 
@@ -40,42 +40,31 @@ class TensorBoardTracker(GeneralTracker):
     requires_logging_directory = True
     requirement = _EitherWriter("tensorboard", extra="accel-tracking[tensorboard]")
 
+    writer = LibraryTracker.tracker
+
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir_param = logging_dir
         self.logging_dir = os.path.join(logging_dir, run_name)
-        self.init_kwargs = kwargs
-        self.writer: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.writer
-
-    @on_main_process
-    def start(self) -> None:
+    def open(self) -> Any:
         """Open the event file."""
-        self.requirement.demand("The tracker 'tensorboard' was started.")
         has_tensorboard = Requirement("tensorboard").obstacle() is None
         module = importlib.import_module("torch.utils.tensorboard" if has_tensorboard else "tensorboardX")
-        self.writer = module.SummaryWriter(self.logging_dir, **self.init_kwargs)
+        return module.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters for the HPARAMS tab, and as `<time>/hparams.yml` beside the event files."""
-        known = flat(plain(values))
+        """Store the hyperparameters for the HPARAMS tab, and as `<time>/hparams.yml` beside the event files."""
+        flat = flatten(plain(values))
         self.writer.add_hparams(
-            {
-                name: value if isinstance(value, (bool, int, float, str)) else str(value)
-                for name, value in known.items()
-            },
+            {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flat.items()},
             metric_dict={},
         )
         self.writer.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True)
-        # JSON is YAML too, and needs no library.
+        # Every JSON document is a YAML document, and JSON needs no library.
         (folder / "hparams.yml").write_text(json.dumps(plain(values), indent=2) + "\n", encoding="utf-8")
 
     @on_main_process
@@ -85,7 +74,7 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, flat(value), global_step=step, **kwargs)
+                self.writer.add_scalars(name, flatten(value), global_step=step, **kwargs)
             elif is_number(value):
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
             else:
@@ -94,7 +83,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write batches of images, by default of shape (N, C, H, W); `dataformats="NHWC"` for the other order."""
+        """Write batches of images, by default of shape (N, C, H, W); `dataformats="NHWC"` changes the order."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
         self.writer.flush()

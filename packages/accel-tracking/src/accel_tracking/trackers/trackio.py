@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_state.settings.installed import Requirement
-from accel_tracking.base import GeneralTracker, on_main_process
+from accel_tracking.base import LibraryTracker, on_main_process
 from accel_tracking.values import plain, scalars_as_numbers
 
 __all__ = ("TrackioTracker",)
 
 
-class TrackioTracker(GeneralTracker):
-    """Keeps a run in a project of trackio.
+class TrackioTracker(LibraryTracker):
+    """Stores a run in a project of trackio.
 
     Args:
         run_name: name of the project.
@@ -21,32 +21,20 @@ class TrackioTracker(GeneralTracker):
     """
 
     name = "trackio"
-    requires_logging_directory = False
     main_process_only = False
     requirement = Requirement("trackio", extra="accel-tracking[trackio]")
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
+    run = LibraryTracker.tracker
 
-    @property
-    def tracker(self) -> Any:
-        """The run of trackio."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin a run of trackio."""
-        self.requirement.demand("The tracker 'trackio' was started.")
+    def open(self) -> Any:
+        """Open a trackio run."""
         import trackio
 
-        self.run = trackio.init(project=self.run_name, **self.init_kwargs)
+        return trackio.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the run's config."""
+        """Store the hyperparameters as the run's config."""
         self.run.config.update(plain(values))
 
     @on_main_process
@@ -56,5 +44,5 @@ class TrackioTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self.run.finish()

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline as its own settings and variables say."""
+"""Weights & Biases, online or offline as its own settings and variables define."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_state.settings.installed import Requirement
-from accel_tracking.base import GeneralTracker, on_main_process
+from accel_tracking.base import LibraryTracker, on_main_process
 from accel_tracking.values import plain, scalars_as_numbers
 
 __all__ = ("WandBTracker",)
 
 
-class WandBTracker(GeneralTracker):
-    """Keeps a run in a project of Weights & Biases.
+class WandBTracker(LibraryTracker):
+    """Stores a run in a project of Weights & Biases.
 
     Args:
         run_name: name of the project.
@@ -21,46 +21,34 @@ class WandBTracker(GeneralTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
     main_process_only = False
     requirement = Requirement("wandb", extra="accel-tracking[wandb]")
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
+    run = LibraryTracker.tracker
 
-    @property
-    def tracker(self) -> Any:
-        """The run of wandb."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin a run of wandb."""
-        self.requirement.demand("The tracker 'wandb' was started.")
+    def open(self) -> Any:
+        """Open a `wandb` run."""
         import wandb
 
-        self.run = wandb.init(project=self.run_name, **self.init_kwargs)
+        return wandb.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyperparameters as the run's config."""
+        """Store the hyperparameters as the run's config."""
         self.run.config.update(plain(values), allow_val_change=True)
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log to the run; objects of wandb go through as they are."""
+        """Log to the run, objects of wandb unchanged."""
         self.run.log(scalars_as_numbers(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log batches of images as `wandb.Image`, whose arguments `kwargs` are."""
+        """Log batches of images as `wandb.Image(image, **kwargs)`."""
         import wandb
 
         self.run.log(
-            {name: [wandb.Image(one, **kwargs) for one in images] for name, images in values.items()}, step=step
+            {name: [wandb.Image(image, **kwargs) for image in images] for name, images in values.items()}, step=step
         )
 
     @on_main_process
@@ -80,5 +68,5 @@ class WandBTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the run and send or write what is left."""
+        """Finish the run, and send or write what is pending."""
         self.run.finish()

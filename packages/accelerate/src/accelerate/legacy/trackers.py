@@ -7,7 +7,7 @@ from typing import Final
 
 from accel_state.errors import PluginError, SettingError
 from accel_tracking.base import GeneralTracker
-from accel_tracking.registry import register_tracker_class, tracker_class, tracker_names, withdraw_tracker_class
+from accel_tracking.registry import register_tracker_class, tracker_class, tracker_names, unregister_tracker_class
 
 __all__ = ("LOGGER_TYPE_TO_CLASS", "TrackerClasses")
 
@@ -32,7 +32,7 @@ class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
 
     def __delitem__(self, name: str) -> None:
         try:
-            withdraw_tracker_class(name)
+            unregister_tracker_class(name)
         except SettingError:
             raise KeyError(name) from None
 

@@ -1,4 +1,4 @@
-"""`TrackerSuite`: the tests that every tracker passes; subclass it, say how a tracker is made and read back.
+"""`TrackerSuite`: the tests that every tracker passes. Subclass it, and define how to construct one and read it back.
 
 class TestMyTracker(TrackerSuite):
     tracker_class = MyTracker
@@ -7,7 +7,7 @@ class TestMyTracker(TrackerSuite):
         return MyTracker("run", folder)
 
     def read(self, folder, tracker):
-        return {"loss": [(1, 0.5), (2, 0.25)]}   # what the library kept, read from its own files
+        return {"loss": [(1, 0.5), (2, 0.25)]}   # read from the files of the library
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,16 +25,21 @@ from accel_state.errors import Missing, NotOffered
 from accel_state.settings.extension import extensions
 from accel_tracking.base import GeneralTracker
 
-__all__ = ("Curves", "TrackerSuite")
+__all__ = ("Curves", "TrackerSuite", "leveldb_records")
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 """Metric name to its points (step, value)."""
 
 _LOGGED: Curves = {"loss": [(1, 0.5), (2, 0.25)], "accuracy": [(1, 1.0), (2, 3.0)], "eval/loss": [(2, 0.75)]}
 
+_LIBRARY_HEADER = 7
+_BLOCK = 32 * 1024
+_RECORD_HEADER = 7
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
 
 class _Scalar:
-    """A number as torch and numpy have it, without either."""
+    """A scalar as torch and numpy have it, without either."""
 
     size = 1
 
@@ -49,24 +54,24 @@ class _Scalar:
 
 
 class TrackerSuite:
-    """Tests of one tracker over its whole life, for real and without a network."""
+    """Tests of one tracker from construction to `finish`, with the real library and without a network."""
 
     tracker_class: ClassVar[type[GeneralTracker]]
     """The class under test."""
 
     separator: ClassVar[str] = "/"
-    """What joins the names of nested metrics where the library keeps them."""
+    """Separator between the names of nested metrics in the files of the library."""
 
     def make(self, folder: Path) -> GeneralTracker:
-        """A tracker that was not started and that will write into `folder` and nowhere else."""
-        raise NotImplementedError("say how the tracker is made")
+        """A tracker before `start` that writes into `folder` only."""
+        raise NotImplementedError("define how to construct the tracker")
 
     def read(self, folder: Path, tracker: Any) -> Curves:
-        """What a finished tracker kept, read back from its files."""
-        raise NotImplementedError("say how the run is read back")
+        """The curves of a finished tracker, read from its files."""
+        raise NotImplementedError("define how to read the run")
 
     def read_config(self, folder: Path, tracker: Any) -> Mapping[str, Any] | None:
-        """The hyperparameters of a finished run; None where the library's files cannot be read back."""
+        """The hyperparameters of a finished run; None when the library's files cannot be read."""
         return None
 
     @pytest.fixture(autouse=True)
@@ -74,27 +79,27 @@ class TrackerSuite:
         requirement = self.tracker_class.requirement
         if requirement is not None and requirement.obstacle() is not None:
             pytest.skip(f"{requirement.obstacle()} {requirement.remedy()}")
-        # Libraries that write beside the script shall not write into the repository.
+        # Some libraries write beside the script, and must not write into the repository.
         monkeypatch.chdir(tmp_path)
 
-    def test_it_is_offered_under_its_own_name(self) -> None:
+    def test_an_entry_point_has_its_name(self) -> None:
         target = f"{self.tracker_class.__module__}:{self.tracker_class.__qualname__}"
         names = [found.name for found in extensions("accel.trackers") if found.target == target]
         assert names == [self.tracker_class.name]
 
-    def test_its_module_imports_neither_its_library_nor_torch(self) -> None:
+    def test_its_module_imports_neither_the_library_nor_torch(self) -> None:
         requirement = self.tracker_class.requirement
         heavy = {"torch", "numpy", requirement.module if requirement is not None else "torch"}
         code = f"import sys, {self.tracker_class.__module__}\nprint(*sorted({heavy!r} & set(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.split() == []
 
-    def test_it_is_made_without_touching_library_or_disk(self, tmp_path: Path) -> None:
+    def test_the_constructor_touches_neither_library_nor_disk(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path / "nowhere")
         assert isinstance(tracker, GeneralTracker)
         assert not (tmp_path / "nowhere").exists()
 
-    def test_a_missing_library_is_named_with_its_install_line(
+    def test_a_missing_library_is_an_error_with_the_install_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         requirement = self.tracker_class.requirement
@@ -107,7 +112,7 @@ class TrackerSuite:
         with pytest.raises(Missing, match="pip install"):
             tracker.start()
 
-    def test_what_was_logged_is_kept(self, tmp_path: Path) -> None:
+    def test_logged_values_and_configuration_are_read_back(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path)
         tracker.start()
         tracker.store_init_configuration({"lr": 0.1, "optimizer": {"name": "sgd"}, "layers": [1, 2], "none": None})
@@ -116,12 +121,12 @@ class TrackerSuite:
         assert tracker.tracker is not None  # type: ignore[attr-defined]
         tracker.finish()
         expected = {name.replace("/", self.separator): list(points) for name, points in _LOGGED.items()}
-        kept = self.read(tmp_path, tracker)
-        assert {name: list(kept[name]) for name in expected} == expected
+        stored = self.read(tmp_path, tracker)
+        assert {name: list(stored[name]) for name in expected} == expected
         config = self.read_config(tmp_path, tracker)
         assert config is None or str(config["lr"]) == "0.1"
 
-    def test_tensors_and_numpy_scalars_are_kept_as_numbers(self, tmp_path: Path) -> None:
+    def test_tensors_and_numpy_scalars_are_stored_as_numbers(self, tmp_path: Path) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("torch", "numpy")):
             pytest.skip("torch and numpy are not both installed")
         import numpy as np
@@ -133,10 +138,10 @@ class TrackerSuite:
             {"a": torch.tensor(1.5, requires_grad=True), "b": torch.tensor([2.0]), "c": np.float32(0.5)}, step=1
         )
         tracker.finish()
-        kept = self.read(tmp_path, tracker)
-        assert {name: list(kept[name]) for name in "abc"} == {"a": [(1, 1.5)], "b": [(1, 2.0)], "c": [(1, 0.5)]}
+        stored = self.read(tmp_path, tracker)
+        assert {name: list(stored[name]) for name in "abc"} == {"a": [(1, 1.5)], "b": [(1, 2.0)], "c": [(1, 0.5)]}
 
-    def test_text_truth_values_and_no_step_are_taken(self, tmp_path: Path) -> None:
+    def test_text_bools_and_missing_steps_are_accepted(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path)
         tracker.start()
         tracker.log({"note": "first", "flag": True, "loss": 1.0})
@@ -144,7 +149,7 @@ class TrackerSuite:
         tracker.finish()
         assert [value for _, value in self.read(tmp_path, tracker)["loss"]][-1] == 2.0
 
-    def test_images_and_tables_are_kept_or_refused(self, tmp_path: Path) -> None:
+    def test_tables_are_stored_or_refused(self, tmp_path: Path) -> None:
         tracker = self.make(tmp_path)
         tracker.start()
         try:
@@ -155,9 +160,9 @@ class TrackerSuite:
         tracker.finish()
         assert list(self.read(tmp_path, tracker)["loss"]) == [(2, 1.0)]
 
-    def test_other_processes_keep_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_processes_write_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.tracker_class.main_process_only:
-            pytest.skip("it may log from every process")
+            pytest.skip("it logs from every process")
         from accel_state.testing.fresh import fresh
 
         with fresh():
@@ -169,3 +174,25 @@ class TrackerSuite:
             tracker.log({"loss": 1.0}, step=1)
             tracker.finish()
         assert not (tmp_path / "nowhere").exists()
+
+
+def leveldb_records(path: Path) -> Iterator[bytes]:
+    """The messages of an offline run of wandb or swanlab, as bytes.
+
+    Both write the log format of LevelDB (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header
+    of seven bytes: blocks of 32 KiB with records, each with checksum, length and type. A message may span records.
+    """
+    content = path.read_bytes()
+    position = _LIBRARY_HEADER
+    message = b""
+    while position + _RECORD_HEADER <= len(content):
+        if _BLOCK - position % _BLOCK < _RECORD_HEADER:
+            position += _BLOCK - position % _BLOCK
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]
+        position += _RECORD_HEADER
+        message = (message if kind in (_MIDDLE, _LAST) else b"") + content[position : position + length]
+        position += length
+        if kind in (_FULL, _LAST):
+            yield message

@@ -1,1 +1,0 @@
-"""What a package that brings a tracker tests it with."""
