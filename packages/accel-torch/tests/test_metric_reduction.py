@@ -153,7 +153,7 @@ def test_a_tracker_that_fails_stops_a_run_only_where_that_was_asked_for(caplog: 
         accelerator.init_trackers("run")
         for step in range(3):
             accelerator.log({"loss": 1.0}, step=step)
-        assert [message.partition(";")[0] for message in caplog.messages] == ["The tracker 'full' failed in log"]
+        assert [message.partition(".")[0] for message in caplog.messages] == ["The tracker 'full' failed in log"]
         accelerator.end_training()
         assert "The tracker 'full' failed 3 times in this run" in caplog.text
         accelerator.init_trackers("run", strict=True)
