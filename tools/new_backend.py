@@ -97,7 +97,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_state.kwargs import KwargsHandler
-from accel_state.settings.schema import setting, whole
+from accel_state.settings.schema import setting, int_at_least
 
 __all__ = ("{title}Config",)
 
@@ -112,7 +112,7 @@ class {title}Config(KwargsHandler):
 
     bucket_mb: int = setting(
         25,
-        kind=whole(1),
+        type=int_at_least(1),
         variable="ACCEL_{variable}_BUCKET_MB",
         flag="--{flag}_bucket_mb",
         key="{flag}_config.bucket_mb",

@@ -99,7 +99,7 @@ def _rows(cls: type, item: griffe.Object, arguments: set[str]) -> Iterator[tuple
 
 
 def _type(known: Setting) -> str:
-    return ", ".join(map(code, known.kind.choices)) if known.kind.choices else prose(known.kind.name)
+    return ", ".join(map(code, known.type.choices)) if known.type.choices else prose(known.type.name)
 
 
 def _named(text: str | None) -> str:
@@ -111,7 +111,7 @@ def _default(known: Setting, usual: Any) -> str:
     values = (getattr(value, "value", value) for value in (known.default, known.unset, usual))
     plain = (value for value in values if isinstance(value, (bool, int, float, str, tuple)) and value not in ("", ()))
     value = next(plain, None)
-    return _NONE if value is None else code(known.kind.format(value))
+    return _NONE if value is None else code(known.type.format(value))
 
 
 def _argument(cls: type, name: str, arguments: set[str]) -> str:

@@ -38,9 +38,9 @@ def text_of(cls, known, tmp_path):
         path.write_text('{"zero_optimization": {"stage": 1}}')
         return str(path)
     usual = called_with(cls, WITH.get(known.name, {}))[known.name]
-    for text in (TEXTS.get(known.name), *reversed(known.kind.choices), *CANDIDATES):
+    for text in (TEXTS.get(known.name), *reversed(known.type.choices), *CANDIDATES):
         try:
-            if text is not None and known.kind.parse(text) != usual:
+            if text is not None and known.type.parse(text) != usual:
                 return text
         except ValueError:
             continue
@@ -50,7 +50,7 @@ def text_of(cls, known, tmp_path):
 def flags(settings, texts):
     for name, text in texts.items():
         known = settings[name]
-        alone = known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
+        alone = known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
         opposite = f"--no_{known.flag.removeprefix('--')}"
         yield from ([opposite if text == "false" else known.flag] if alone else [known.flag, text])
 

@@ -25,9 +25,9 @@ class Rocket:
     """Settings of a stranger's backend."""
 
     fuel: str = setting(
-        "kerosene", kind=choice("kerosene", "hydrogen"), key="rocket_config.fuel", question="Which fuel?"
+        "kerosene", type=choice("kerosene", "hydrogen"), key="rocket_config.fuel", question="Which fuel?"
     )
-    reusable: bool = setting(False, kind=BOOLEAN, key="rocket_config.reusable", question="Does it come back?")
+    reusable: bool = setting(False, type=BOOLEAN, key="rocket_config.reusable", question="Does it come back?")
     secret: str | None = setting(None, key="rocket_config.secret")
 
 

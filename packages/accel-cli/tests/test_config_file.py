@@ -64,9 +64,9 @@ use_cpu: false
 class Extra:
     """Settings as a backend brings them."""
 
-    stage: int = setting(2, kind=INTEGER, key="deepspeed_config.zero_stage")
-    names: tuple[str, ...] = setting((), kind=listing(), key="fsdp_config.fsdp_names")
-    free: object = setting(None, kind=JSON, key="extra_options")
+    stage: int = setting(2, type=INTEGER, key="deepspeed_config.zero_stage")
+    names: tuple[str, ...] = setting((), type=listing(), key="fsdp_config.fsdp_names")
+    free: object = setting(None, type=JSON, key="extra_options")
 
 
 @pytest.fixture
@@ -165,16 +165,16 @@ def test_unknown_keys_are_refused_with_the_closest(config, text, obstacle, remed
 @pytest.mark.parametrize(
     ("text", "asked"),
     [
-        ("num_processes: two\n", "num_processes='two' was asked for (FILE:1)"),
-        ("num_processes: 0\n", "num_processes='0' was asked for (FILE:1)"),
-        ("num_processes: 2.5\n", "num_processes='2.5' was asked for (FILE:1)"),
-        ("num_processes: [1, 2]\n", "num_processes='1,2' was asked for (FILE:1)"),
-        ("\nmixed_precision: bf17\n", "mixed_precision='bf17' was asked for (FILE:2)"),
-        ("use_cpu: perhaps\n", "cpu='perhaps' was asked for (FILE:1)"),
-        ("main_process_port: 70000\n", "main_process_port='70000' was asked for (FILE:1)"),
-        ("distributed_type: MULTI_GPUS\n", "distributed_type='MULTI_GPUS' was asked for (FILE:1)"),
-        ("grace_period: -1\n", "grace_period='-1' was asked for (FILE:1)"),
-        ("grace_period: nan\n", "grace_period='nan' was asked for (FILE:1)"),
+        ("num_processes: two\n", "Cannot use num_processes='two' (FILE:1)"),
+        ("num_processes: 0\n", "Cannot use num_processes='0' (FILE:1)"),
+        ("num_processes: 2.5\n", "Cannot use num_processes='2.5' (FILE:1)"),
+        ("num_processes: [1, 2]\n", "Cannot use num_processes='1,2' (FILE:1)"),
+        ("\nmixed_precision: bf17\n", "Cannot use mixed_precision='bf17' (FILE:2)"),
+        ("use_cpu: perhaps\n", "Cannot use cpu='perhaps' (FILE:1)"),
+        ("main_process_port: 70000\n", "Cannot use main_process_port='70000' (FILE:1)"),
+        ("distributed_type: MULTI_GPUS\n", "Cannot use distributed_type='MULTI_GPUS' (FILE:1)"),
+        ("grace_period: -1\n", "Cannot use grace_period='-1' (FILE:1)"),
+        ("grace_period: nan\n", "Cannot use grace_period='nan' (FILE:1)"),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_with_their_line(config, tmp_path, text, asked):

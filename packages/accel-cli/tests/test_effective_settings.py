@@ -60,10 +60,10 @@ def test_a_variable_of_the_wrong_kind_is_named():
 
 def text_for(known):
     """A text that is not the default and that the setting takes."""
-    candidates = (*reversed(known.kind.choices), "3", "true", "true,false,true", "text")
+    candidates = (*reversed(known.type.choices), "3", "true", "true,false,true", "text")
     for text in candidates:
         try:
-            if known.kind.parse(text) != known.default:
+            if known.type.parse(text) != known.default:
                 return text
         except ValueError:
             continue
@@ -80,7 +80,7 @@ def parse(*arguments, classes=LAUNCH_CLASSES):
     "known", [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values() if known.flag]
 )
 def test_every_flag_is_understood_in_both_spellings(known):
-    alone = known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
+    alone = known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
     for flag in {known.flag, known.flag.replace("_", "-")}:
         assert label(known) in parse(flag, *(() if alone else (text_for(known),)))
 
@@ -101,10 +101,10 @@ class Backend:
     """Settings of a backend, some of which look like those of the launcher."""
 
     sharded: bool | None = setting(
-        None, kind=BOOLEAN, flag="--sharded", key="rocket.sharded", variable="ROCKET_SHARDED"
+        None, type=BOOLEAN, flag="--sharded", key="rocket.sharded", variable="ROCKET_SHARDED"
     )
     gradient_accumulation_steps: int = setting(
-        5, kind=INTEGER, flag="--gradient_accumulation_steps", key="rocket.steps", variable="ROCKET_STEPS"
+        5, type=INTEGER, flag="--gradient_accumulation_steps", key="rocket.steps", variable="ROCKET_STEPS"
     )
     debug: str = setting("own")
 
@@ -187,7 +187,7 @@ def test_flag_file_and_variable_reach_the_process_alike(cls, known, tmp_path):
     text = text_for(known)
     ways = []
     if known.flag:
-        alone = known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
+        alone = known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
         parser = Parser("accel launch")
         add_settings(parser, [cls])
         words = [known.flag] if alone else [known.flag, text]

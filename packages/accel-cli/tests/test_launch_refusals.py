@@ -24,7 +24,7 @@ def refused(finished):
         (["train"], "give -m to run a module"),
         (["folder"], "It is a folder without a __main__.py."),
         (["--num_processes", "0", "job.py"], "an integer of at least 1"),
-        (["--num_processes", "many", "job.py"], "num_processes='many' was asked for (--num_processes)."),
+        (["--num_processes", "many", "job.py"], "Cannot use num_processes='many' (--num_processes)."),
         (["--num-processes", "", "job.py"], "num_processes=''"),
         (["--num_processes"], "expected one argument"),
         (["--main_process_port", "65536", "job.py"], "a port from 0"),
@@ -138,7 +138,7 @@ from accel_state.settings.schema import INTEGER, setting
 @dataclass
 class Config:
     stage: int = setting(
-        2, kind=INTEGER, flag="--rockets", variable="ROCKET_STAGE", key="rocket_config.stage", group="Rockets"
+        2, type=INTEGER, flag="--rockets", variable="ROCKET_STAGE", key="rocket_config.stage", group="Rockets"
     )
 
 MANIFEST = Manifest("rocket", "rocket:Strategy", "rocket:Config", DistributedType.MEGATRON_LM)

@@ -13,7 +13,7 @@ from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.strategy import Strategy
-from accel_state.settings.schema import INTEGER, Kind, setting
+from accel_state.settings.schema import INTEGER, ValueType, setting
 
 
 def manifest(strategy: type[Strategy], **changes: Any) -> Manifest:
@@ -266,7 +266,7 @@ class LosesADigit:
     """Settings whose text is not read back as what was written."""
 
     share: float = setting(
-        0.123456789, kind=Kind("a share", float, lambda value: f"{value:.2f}"), variable="BROKEN_SHARE"
+        0.123456789, type=ValueType("a share", float, lambda value: f"{value:.2f}"), variable="BROKEN_SHARE"
     )
 
 
@@ -274,14 +274,14 @@ class LosesADigit:
 class WritesTheDefault:
     """Settings of which every value is written as the default."""
 
-    size: int = setting(1, kind=Kind("a size", int, lambda value: "1"), variable="BROKEN_SIZE")
+    size: int = setting(1, type=ValueType("a size", int, lambda value: "1"), variable="BROKEN_SIZE")
 
 
 @dataclasses.dataclass
 class IgnoresVariables:
     """Settings that are what they were, whatever a variable says."""
 
-    size: int = setting(1, kind=INTEGER, variable="BROKEN_SIZE")
+    size: int = setting(1, type=INTEGER, variable="BROKEN_SIZE")
 
     def __post_init__(self) -> None:
         self.size = 1

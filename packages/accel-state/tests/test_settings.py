@@ -13,18 +13,28 @@ from accel_state.errors import AccelError, Conflict, Missing, SettingError
 from accel_state.settings.environ import Given, from_environment, publish, read, resolve, to_environment
 from accel_state.settings.extension import extensions
 from accel_state.settings.installed import Requirement, importable
-from accel_state.settings.schema import BOOLEAN, FLOAT, INTEGER, JSON, choice, listing, setting, settings_of, whole
+from accel_state.settings.schema import (
+    BOOLEAN,
+    FLOAT,
+    INTEGER,
+    JSON,
+    choice,
+    int_at_least,
+    listing,
+    setting,
+    settings_of,
+)
 
 
 @dataclass(frozen=True)
 class Example:
-    steps: int = setting(1, kind=whole(1), variable="ACCEL_TEST_STEPS", flag="--steps")
-    rate: float | None = setting(None, kind=FLOAT, variable="ACCEL_TEST_RATE", aliases=("ACCEL_TEST_OLD_RATE",))
-    quick: bool = setting(False, kind=BOOLEAN, variable="ACCEL_TEST_QUICK")
-    mode: str = setting("slow", kind=choice("slow", "fast"), variable="ACCEL_TEST_MODE")
-    names: tuple[str, ...] | None = setting(None, kind=listing(), variable="ACCEL_TEST_NAMES")
-    extra: object = setting(None, kind=JSON, variable="ACCEL_TEST_EXTRA")
-    unset: int = setting(3, kind=INTEGER)
+    steps: int = setting(1, type=int_at_least(1), variable="ACCEL_TEST_STEPS", flag="--steps")
+    rate: float | None = setting(None, type=FLOAT, variable="ACCEL_TEST_RATE", aliases=("ACCEL_TEST_OLD_RATE",))
+    quick: bool = setting(False, type=BOOLEAN, variable="ACCEL_TEST_QUICK")
+    mode: str = setting("slow", type=choice("slow", "fast"), variable="ACCEL_TEST_MODE")
+    names: tuple[str, ...] | None = setting(None, type=listing(), variable="ACCEL_TEST_NAMES")
+    extra: object = setting(None, type=JSON, variable="ACCEL_TEST_EXTRA")
+    unset: int = setting(3, type=INTEGER)
 
 
 def test_each_setting_knows_its_name() -> None:

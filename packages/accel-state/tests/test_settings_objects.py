@@ -14,7 +14,15 @@ import pytest
 
 from accel_state.errors import SettingError
 from accel_state.settings.environ import from_environment
-from accel_state.settings.schema import Shown, choice, given_value, member, plain_value, setting, shown
+from accel_state.settings.schema import (
+    ObjectField,
+    choice,
+    enum_field,
+    given_value,
+    object_fields,
+    plain_value,
+    setting,
+)
 
 MADE: list[Any] = []
 
@@ -24,14 +32,14 @@ def _make(settings: Any, plain: Any) -> Any:
     return [plain]
 
 
-@shown(
-    signal=member("signal:Signals", {"NOTHING": None}, fallback=lambda settings: settings.usual),
-    box=Shown(lambda settings, given: given, _make),
+@object_fields(
+    signal=enum_field("signal:Signals", {"NOTHING": None}, fallback=lambda settings: settings.usual),
+    box=ObjectField(lambda settings, given: given, _make),
 )
 @dataclass
 class Ending:
     signal: Any = setting(
-        None, kind=choice("SIGINT", "SIGTERM", "NOTHING", fold=str.upper, numbered=2), variable="ENDING_SIGNAL"
+        None, type=choice("SIGINT", "SIGTERM", "NOTHING", fold=str.upper, numbered=2), variable="ENDING_SIGNAL"
     )
     usual: str = "SIGTERM"
     box: Any = None

@@ -22,7 +22,7 @@ def test_the_lists_of_the_sharding_backend_are_those_that_it_takes() -> None:
         "backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
         "state_dict_type": constants.FSDP_STATE_DICT_TYPE,
     }.items():
-        assert [settings[name].kind.parse(choice) for choice in listed] == listed
+        assert [settings[name].type.parse(choice) for choice in listed] == listed
 
 
 def test_comparisons_by_their_sign() -> None:

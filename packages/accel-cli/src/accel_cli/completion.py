@@ -57,7 +57,7 @@ def _choices(destination: str) -> tuple[str, ...]:
     from accel_cli.launch.options import launch_classes
 
     known: Any = setting_of(destination, launch_classes())
-    return () if known is None else tuple(known.kind.choices)
+    return () if known is None else tuple(known.type.choices)
 
 
 def _command_of_line(line: str) -> str | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import fill, from_environment
 from accel_state.settings.run import MeshSettings
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, settings_of, whole
+from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,7 +93,7 @@ class TorchContextParallelConfig:
 
     cp_comm_strategy: str | None = setting(
         None,
-        kind=choice("allgather", "alltoall"),
+        type=choice("allgather", "alltoall"),
         variable="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         flag="--parallelism_config_cp_comm_strategy",
         key="parallelism_config.parallelism_config_cp_comm_strategy",
@@ -126,7 +126,7 @@ class DeepSpeedSequenceParallelConfig:
 
     sp_seq_length: int | None = setting(
         None,
-        kind=Kind("an integer of at least 1", _length),
+        type=ValueType("an integer of at least 1", _length),
         variable="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
         flag="--parallelism_config_sp_seq_length",
         key="parallelism_config.parallelism_config_sp_seq_length",
@@ -135,7 +135,7 @@ class DeepSpeedSequenceParallelConfig:
     )
     sp_seq_length_is_variable: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
         flag="--parallelism_config_sp_seq_length_is_variable",
         key="parallelism_config.parallelism_config_sp_seq_length_is_variable",
@@ -145,7 +145,7 @@ class DeepSpeedSequenceParallelConfig:
     )
     sp_attn_implementation: str | None = setting(
         None,
-        kind=TEXT,
+        type=TEXT,
         variable="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
         flag="--parallelism_config_sp_attn_implementation",
         key="parallelism_config.parallelism_config_sp_attn_implementation",
@@ -174,7 +174,7 @@ class DeepSpeedSequenceParallelConfig:
 def _size(name: str, what: str) -> Any:
     return setting(
         None,
-        kind=whole(1),
+        type=int_at_least(1),
         variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
         flag=f"--parallelism_config_{name}_size",
         key=f"parallelism_config.parallelism_config_{name}_size",
@@ -187,7 +187,7 @@ def _size(name: str, what: str) -> Any:
 def _backend(name: str, what: str, *libraries: str) -> Any:
     return setting(
         None,
-        kind=choice(*libraries),
+        type=choice(*libraries),
         variable=f"PARALLELISM_CONFIG_{name.upper()}_BACKEND",
         flag=f"--parallelism_config_{name}_backend",
         key=f"parallelism_config.parallelism_config_{name}_backend",
@@ -454,6 +454,6 @@ def _plain(value: Any) -> Any:
 
 def _check(name: str, value: object, known: Any) -> None:
     """Refuse a value given in code that its kind would not read from text."""
-    as_text = known.kind.format(value)
+    as_text = known.type.format(value)
     if isinstance(value, bool) or known.parse(as_text, "argument") != value:
         raise known.refusal(value, "argument")

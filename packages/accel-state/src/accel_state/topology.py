@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
 from accel_state.network import DEFAULT_PORT
-from accel_state.settings.schema import Setting, whole
+from accel_state.settings.schema import Setting, int_at_least
 
 __all__ = (
     "SCHEMES",
@@ -27,7 +27,7 @@ __all__ = (
     "tasks_of_node",
 )
 
-_NATURAL: Final = whole(0)
+_NATURAL: Final = int_at_least(0)
 
 _FIRST_SLURM_PORT: Final = 15000
 _SLURM_PORTS: Final = 10000

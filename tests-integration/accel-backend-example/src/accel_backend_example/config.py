@@ -35,7 +35,7 @@ class ExampleConfig(KwargsHandler):
 
     keep: float = setting(
         1.0,
-        kind=FLOAT,
+        type=FLOAT,
         variable="ACCEL_EXAMPLE_KEEP",
         flag="--example_keep",
         key="example_config.keep",
@@ -44,7 +44,7 @@ class ExampleConfig(KwargsHandler):
     )
     feedback: bool = setting(
         True,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCEL_EXAMPLE_FEEDBACK",
         flag="--example_feedback",
         key="example_config.feedback",

@@ -79,7 +79,7 @@ class Effective(Mapping[str, Effect]):
         """Variables that carry what was given for a class; what is only a default is not passed on as if asked for."""
         effects = self._by_class[settings_class]
         variables = {
-            effect.setting.variable: effect.setting.kind.format(effect.value)
+            effect.setting.variable: effect.setting.type.format(effect.value)
             for effect in effects.values()
             if effect.given and effect.setting.variable is not None and effect.value is not None
         }

@@ -61,7 +61,7 @@ def difference_table(one: Effective, other: Effective, names: tuple[str, str]) -
 
 def shown(effect: Effect, value: Any) -> str:
     """A value as a file or a command line would have it; `-` stands for none of it."""
-    return "-" if value in (None, ()) else effect.setting.kind.format(value)
+    return "-" if value in (None, ()) else effect.setting.type.format(value)
 
 
 def _with_origin(effect: Effect) -> str:

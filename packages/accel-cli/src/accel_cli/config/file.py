@@ -89,9 +89,9 @@ def _given(known: Setting, entry: Entry, path: str) -> Given | None:
     if value is None or (known.name == "num_processes" and value == "-1"):
         return None
     if isinstance(value, list):
-        if known.kind.parse is JSON.parse:
+        if known.type.parse is JSON.parse:
             return Given(value, origin)
-        if known.kind is REPEATED:
+        if known.type is REPEATED:
             return Given(tuple(str(item) for item in value if item is not None), origin)
         value = ",".join(str(item) for item in value)
     return Given(known.parse(value, origin), origin)

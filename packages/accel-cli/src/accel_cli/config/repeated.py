@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from accel_state.settings.schema import JSON, Kind
+from accel_state.settings.schema import JSON, ValueType
 
 __all__ = ("REPEATED",)
 
@@ -15,5 +15,5 @@ def _parse(text: str) -> tuple[str, ...]:
     return tuple(map(str, JSON.parse(text)))
 
 
-REPEATED: Final = Kind("a text, or a list of texts", _parse, lambda texts: JSON.format(list(texts)))
+REPEATED: Final = ValueType("a text, or a list of texts", _parse, lambda texts: JSON.format(list(texts)))
 """Texts that may hold anything, so no separator divides them."""

@@ -76,12 +76,12 @@ def _ask_all(prompter: Prompter, classes: Iterable[type], answers: dict[str, Any
 
 def _ask(prompter: Prompter, known: Setting, suggestion: str | None) -> Any:
     question = str(known.question)
-    if known.kind.parse is BOOLEAN.parse:
+    if known.type.parse is BOOLEAN.parse:
         return prompter.choose(question, _YES_OR_NO, _YES_OR_NO[bool(known.default)]) == "yes"
-    if known.kind.choices:
-        return known.parse(prompter.choose(question, known.kind.choices, suggestion or known.default), "answer")
+    if known.type.choices:
+        return known.parse(prompter.choose(question, known.type.choices, suggestion or known.default), "answer")
     if suggestion is None:
-        suggestion = "" if known.default is None else known.kind.format(known.default)
+        suggestion = "" if known.default is None else known.type.format(known.default)
     answer = prompter.ask(question, suggestion, lambda text: _problem(known, text))
     return known.parse(answer, "answer") if answer else None
 
@@ -91,7 +91,7 @@ def _problem(known: Setting, text: str) -> str | None:
     if not text.strip():
         return "An answer is needed here." if known.name in _NEEDED else None
     try:
-        known.kind.parse(text)
+        known.type.parse(text)
     except ValueError:
-        return f"Give {known.kind.name}."
+        return f"Give {known.type.name}."
     return None

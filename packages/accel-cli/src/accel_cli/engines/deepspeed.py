@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from accel_state.settings.schema import TEXT, Kind, choice, setting, table
+from accel_state.settings.schema import TEXT, ValueType, choice, setting, settings_class
 
 __all__ = ("LAUNCHERS", "DeepSpeedLaunchSettings")
 
@@ -14,11 +14,11 @@ LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", 
 _GROUP: Final = "DeepSpeed"
 
 
-def _deepspeed(name: str, said: str, kind: Kind = TEXT) -> Any:
-    return setting(None, kind=kind, flag=f"--{name}", key=f"deepspeed_config.{name}", help=said, group=_GROUP)
+def _deepspeed(name: str, said: str, value_type: ValueType = TEXT) -> Any:
+    return setting(None, type=value_type, flag=f"--{name}", key=f"deepspeed_config.{name}", help=said, group=_GROUP)
 
 
-@table
+@settings_class
 class DeepSpeedLaunchSettings:
     """What DeepSpeed's own launcher is told."""
 

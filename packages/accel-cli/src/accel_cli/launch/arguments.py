@@ -20,7 +20,7 @@ from accel_state.mesh import (
     TorchContextParallelConfig,
 )
 from accel_state.settings.run import MeshSettings, ProcessSettings, RunSettings
-from accel_state.settings.schema import BOOLEAN, FLOAT, Kind, choice, setting, table, whole
+from accel_state.settings.schema import BOOLEAN, FLOAT, ValueType, choice, int_at_least, setting, settings_class
 
 __all__ = (
     "ASKED",
@@ -51,35 +51,35 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
-PORT: Final = Kind("a port from 0 (choose a free one) to 65535", _parse_port)
-SECONDS: Final = Kind("a number of seconds of at least 0", _parse_seconds)
+PORT: Final = ValueType("a port from 0 (choose a free one) to 65535", _parse_port)
+SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds)
 
 
-@table
+@settings_class
 class PlaceSettings:
     """What a config file says about the place of the run; no flag, since a flag would only repeat others."""
 
     compute_environment: str = setting(
         ComputeEnvironment.LOCAL_MACHINE.value,
-        kind=choice(*ComputeEnvironment.list(), fold=str.upper),
+        type=choice(*ComputeEnvironment.list(), fold=str.upper),
         key="compute_environment",
         help="Where the run takes place.",
     )
     distributed_type: str | None = setting(
         None,
-        kind=choice(*dict.fromkeys((*DistributedType.list(), *SageMakerDistributedType.list())), fold=str.upper),
+        type=choice(*dict.fromkeys((*DistributedType.list(), *SageMakerDistributedType.list())), fold=str.upper),
         key="distributed_type",
         help="Kind of run that a config file was written for.",
     )
 
 
-@table
+@settings_class
 class MachineSettings:
     """How many processes run, on which machines, and where they meet."""
 
     num_processes: int | None = setting(
         None,
-        kind=whole(1),
+        type=int_at_least(1),
         flag="--num_processes",
         key="num_processes",
         question="How many processes in total do you want to use?",
@@ -88,7 +88,7 @@ class MachineSettings:
     )
     num_machines: int = setting(
         1,
-        kind=whole(1),
+        type=int_at_least(1),
         flag="--num_machines",
         key="num_machines",
         question="How many machines do you want to use?",
@@ -97,7 +97,7 @@ class MachineSettings:
     )
     machine_rank: int = setting(
         0,
-        kind=whole(0),
+        type=int_at_least(0),
         variable="NODE_RANK",
         flag="--machine_rank",
         key="machine_rank",
@@ -116,7 +116,7 @@ class MachineSettings:
     )
     main_process_port: int | None = setting(
         None,
-        kind=PORT,
+        type=PORT,
         variable="MASTER_PORT",
         flag="--main_process_port",
         key="main_process_port",
@@ -126,7 +126,7 @@ class MachineSettings:
     )
     same_network: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         flag="--same_network",
         key="same_network",
         help="Whether the machines are in one network; nothing depends on it.",
@@ -142,7 +142,7 @@ class MachineSettings:
     )
     num_cpu_threads_per_process: int | None = setting(
         None,
-        kind=whole(1),
+        type=int_at_least(1),
         variable="OMP_NUM_THREADS",
         flag="--num_cpu_threads_per_process",
         key="num_cpu_threads_per_process",
@@ -151,13 +151,13 @@ class MachineSettings:
     )
 
 
-@table
+@settings_class
 class SupervisionSettings:
     """Who starts the processes and looks after them."""
 
     launcher: str = setting(
         "auto",
-        kind=choice("auto", "spawner", "torchrun"),
+        type=choice("auto", "spawner", "torchrun"),
         flag="--launcher",
         key="launcher",
         help="Who starts the processes: our own spawner (on one machine), torch.distributed.run, or whichever fits.",
@@ -165,7 +165,7 @@ class SupervisionSettings:
     )
     grace_period: float = setting(
         30.0,
-        kind=SECONDS,
+        type=SECONDS,
         flag="--grace_period",
         key="grace_period",
         help="Seconds between asking processes to end and killing them.",
@@ -173,7 +173,7 @@ class SupervisionSettings:
     )
     hang_report_after: float = setting(
         120.0,
-        kind=SECONDS,
+        type=SECONDS,
         variable="ACCEL_HANG_REPORT_AFTER",
         flag="--hang_report_after",
         key="hang_report_after",
@@ -182,7 +182,7 @@ class SupervisionSettings:
     )
     hang_timeout: float | None = setting(
         None,
-        kind=SECONDS,
+        type=SECONDS,
         variable="ACCEL_HANG_TIMEOUT",
         flag="--hang_timeout",
         key="hang_timeout",
@@ -191,7 +191,7 @@ class SupervisionSettings:
     )
     preflight: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         flag="--preflight",
         key="preflight",
         help="With several machines: let them meet first, and start nothing when something is wrong between them.",
@@ -199,7 +199,7 @@ class SupervisionSettings:
     )
     prefix_output: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         flag="--prefix_output",
         key="prefix_output",
         help="Begin each line that a process prints with its rank.",
@@ -207,13 +207,13 @@ class SupervisionSettings:
     )
 
 
-@table
+@settings_class
 class TorchrunSettings:
     """What torch.distributed.run is told; each of these asks for it when it differs from its default."""
 
     max_restarts: int = setting(
         0,
-        kind=whole(0),
+        type=int_at_least(0),
         flag="--max_restarts",
         key="max_restarts",
         help="How often all processes are started again after one failed.",
@@ -221,7 +221,7 @@ class TorchrunSettings:
     )
     monitor_interval: float = setting(
         0.1,
-        kind=FLOAT,
+        type=FLOAT,
         flag="--monitor_interval",
         key="monitor_interval",
         help="Seconds between two looks at the processes.",

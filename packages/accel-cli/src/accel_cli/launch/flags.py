@@ -67,7 +67,7 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
     for known in _flagged(classes):
         said = getattr(parsed, destination(str(known.flag)), None)
         if said is not None:
-            value = tuple(said) if known.kind is REPEATED else known.parse(said, str(known.flag))
+            value = tuple(said) if known.type is REPEATED else known.parse(said, str(known.flag))
             values[label(known)] = Given(value, str(known.flag))
     return values
 
@@ -91,12 +91,12 @@ def destination(flag: str) -> str:
 
 
 def _action(known: Setting) -> str:
-    return "append" if known.kind is REPEATED else "store"
+    return "append" if known.type is REPEATED else "store"
 
 
 def is_switch(known: Setting) -> bool:
     """Whether the flag of a setting takes no value."""
-    return known.kind is SWITCH or (known.kind is BOOLEAN and known.default is False)
+    return known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
 
 
 def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
@@ -109,17 +109,17 @@ def _names(known: Setting) -> tuple[str, ...]:
 
 
 def _metavar(known: Setting) -> str:
-    if known.kind is BOOLEAN:
+    if known.type is BOOLEAN:
         return "{true,false}"
-    if known.kind.choices:
-        return "{" + ",".join(known.kind.choices) + "}"
-    return "TEXT" if known.kind in (TEXT, REPEATED) else "N"
+    if known.type.choices:
+        return "{" + ",".join(known.type.choices) + "}"
+    return "TEXT" if known.type in (TEXT, REPEATED) else "N"
 
 
 def _meaning(known: Setting) -> str:
     parts = [known.help]
     if known.default not in (None, "", False, ()):
-        parts.append(f"Default: {known.kind.format(known.default)}.")
+        parts.append(f"Default: {known.type.format(known.default)}.")
     if known.variable is not None:
         parts.append(f"Variable: {known.variable}.")
     return " ".join(parts)

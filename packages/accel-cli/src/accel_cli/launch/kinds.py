@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from accel_cli.config.effective import Effect, Effective
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
-from accel_state.settings.schema import BOOLEAN, setting, settings_of, table
+from accel_state.settings.schema import BOOLEAN, setting, settings_class, settings_of
 
 __all__ = (
     "Kind",
@@ -40,20 +40,20 @@ _SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-@table
+@settings_class
 class KindSettings:
     """Switches that choose the kind of run; at most one of them."""
 
     multi_gpu: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         flag="--multi_gpu",
         help="Run a process on each of several devices.",
         group=_GROUP,
     )
     use_deepspeed: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_USE_DEEPSPEED",
         flag="--use_deepspeed",
         help="Train with DeepSpeed.",
@@ -61,7 +61,7 @@ class KindSettings:
     )
     use_fsdp: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_USE_FSDP",
         flag="--use_fsdp",
         help="Divide parameters with torch's FSDP.",
@@ -69,13 +69,13 @@ class KindSettings:
     )
     use_megatron_lm: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_USE_MEGATRON_LM",
         flag="--use_megatron_lm",
         help="Train with Megatron-LM.",
         group=_GROUP,
     )
-    tpu: bool = setting(False, kind=BOOLEAN, flag="--tpu", help="Train on TPUs.", group=_GROUP)
+    tpu: bool = setting(False, type=BOOLEAN, flag="--tpu", help="Train on TPUs.", group=_GROUP)
 
 
 class Kind(NamedTuple):

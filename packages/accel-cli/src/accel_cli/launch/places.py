@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from accel_cli.config.repeated import REPEATED
 from accel_state.settings.run import XLASettings
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, setting, settings_of, table, taken
+from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, field_of, setting, settings_class, settings_of
 
 __all__ = ("MPISettings", "SageMakerSettings", "TPUSettings")
 
@@ -14,7 +14,7 @@ _TPU: Final = "TPU"
 _SAGEMAKER: Final = "Amazon SageMaker"
 
 
-@table
+@settings_class
 class TPUSettings:
     """How a run on TPUs is started; see also `accel tpu-config`."""
 
@@ -25,19 +25,19 @@ class TPUSettings:
         help="Function of the script that every process of a TPU runs.",
         group=_TPU,
     )
-    downcast_bf16: bool = taken(settings_of(XLASettings)["downcast_bf16"])
+    downcast_bf16: bool = field_of(settings_of(XLASettings)["downcast_bf16"])
     tpu_use_cluster: bool = setting(
-        False, kind=BOOLEAN, flag="--tpu_cluster", key="tpu_use_cluster", help="Run on a TPU pod.", group=_TPU
+        False, type=BOOLEAN, flag="--tpu_cluster", key="tpu_use_cluster", help="Run on a TPU pod.", group=_TPU
     )
     tpu_use_sudo: bool = setting(
-        False, kind=BOOLEAN, flag="--tpu_use_sudo", key="tpu_use_sudo", help="Run commands there as root.", group=_TPU
+        False, type=BOOLEAN, flag="--tpu_use_sudo", key="tpu_use_sudo", help="Run commands there as root.", group=_TPU
     )
     tpu_vm: tuple[str, ...] = setting(
-        (), kind=REPEATED, flag="--vm", key="tpu_vm", help="A machine of the pod; may be repeated.", group=_TPU
+        (), type=REPEATED, flag="--vm", key="tpu_vm", help="A machine of the pod; may be repeated.", group=_TPU
     )
     tpu_env: tuple[str, ...] = setting(
         (),
-        kind=REPEATED,
+        type=REPEATED,
         flag="--env",
         key="tpu_env",
         help="A variable for the machines of the pod, as NAME=value; may be repeated.",
@@ -46,10 +46,10 @@ class TPUSettings:
     tpu_name: str | None = setting(None, key="tpu_name", help="Name of the TPU.")
     tpu_zone: str | None = setting(None, key="tpu_zone", help="Zone of Google Cloud it is in.")
     command_file: str | None = setting(None, key="command_file", help="File with commands for `accel tpu-config`.")
-    commands: tuple[str, ...] = setting((), kind=REPEATED, key="commands", help="Commands for `accel tpu-config`.")
+    commands: tuple[str, ...] = setting((), type=REPEATED, key="commands", help="Commands for `accel tpu-config`.")
 
 
-@table
+@settings_class
 class MPISettings:
     """How machines are reached by MPI."""
 
@@ -62,8 +62,8 @@ class MPISettings:
     )
 
 
-def _sagemaker(default: str | None, name: str, said: str, kind: Kind = TEXT) -> Any:
-    return setting(default, kind=kind, key=name, help=said)
+def _sagemaker(default: str | None, name: str, said: str, value_type: ValueType = TEXT) -> Any:
+    return setting(default, type=value_type, key=name, help=said)
 
 
 def _aws(name: str, said: str) -> Any:
@@ -71,7 +71,7 @@ def _aws(name: str, said: str) -> Any:
     return setting(None, flag=f"--{name}", help=said, group=_SAGEMAKER)
 
 
-@table
+@settings_class
 class SageMakerSettings:
     """A training job of SageMaker."""
 

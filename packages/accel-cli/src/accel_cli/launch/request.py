@@ -102,10 +102,10 @@ def notes(request: Request) -> Iterator[str]:
     for effect in request.settings.values():
         for given in effect.overridden:
             if effect.origin.startswith("$") and given.value != effect.value:
-                used, name = effect.setting.kind.format(effect.value), effect.setting.name
+                used, name = effect.setting.type.format(effect.value), effect.setting.name
                 yield f"{effect.origin}={used} overrides {name}={given.value} ({given.origin})."
     for name, effect, user in idle(request.settings):
-        value = effect.setting.kind.format(effect.value)
+        value = effect.setting.type.format(effect.value)
         yield f"{name}={value} ({effect.origin}) has no effect without {user}."
     for entry in request.config.unread if request.config is not None else ():
         where = f"{request.config.path}:{entry.line}" if request.config is not None else ""

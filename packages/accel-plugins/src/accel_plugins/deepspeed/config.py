@@ -19,7 +19,7 @@ from accel_plugins.deepspeed.filling import AUTO, Fact, contradictions, fill, re
 from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read
-from accel_state.settings.schema import BOOLEAN, TEXT, Kind, choice, setting, settings_of, whole
+from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("DeepSpeedPlugin",)
 
@@ -61,10 +61,12 @@ def _norm(text: str) -> float | str | None:
     return None if word == "none" else word if word == AUTO else float(word)
 
 
-def _carried(name: str, said: str, kind: Kind = TEXT, variable: str = "", question: str | None = None) -> Any:
+def _carried(
+    name: str, said: str, value_type: ValueType = TEXT, variable: str = "", question: str | None = None
+) -> Any:
     return setting(
         None,
-        kind=kind,
+        type=value_type,
         variable=f"ACCELERATE_{variable or 'DEEPSPEED_' + name.upper()}",
         flag=f"--{name}",
         key=f"deepspeed_config.{name}",
@@ -119,7 +121,7 @@ class DeepSpeedPlugin:
     )
     gradient_accumulation_steps: int = setting(
         None,
-        kind=whole(1),
+        type=int_at_least(1),
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         flag="--gradient_accumulation_steps",
         key="deepspeed_config.gradient_accumulation_steps",
@@ -129,13 +131,13 @@ class DeepSpeedPlugin:
     gradient_clipping: float = _carried(
         "gradient_clipping",
         "Largest norm of the gradients, or auto.",
-        Kind("a number, auto or none", _norm),
+        ValueType("a number, auto or none", _norm),
         "GRADIENT_CLIPPING",
     )
     zero_stage: int = _carried(
         "zero_stage",
         "What is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
-        Kind("a stage from 0 to 3", _stage),
+        ValueType("a stage from 0 to 3", _stage),
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
     is_train_batch_min: bool = True

@@ -21,13 +21,13 @@ from accel_state.settings.schema import (
     BOOLEAN,
     choice,
     given_value,
+    int_at_least,
     listing,
     member_name,
+    object_fields,
     plain_value,
     setting,
     settings_of,
-    shown,
-    whole,
 )
 
 __all__ = (
@@ -58,7 +58,7 @@ def _named(*names: str, numbered: int = 0) -> Any:
     return choice(*names, fold=str.upper, numbered=numbered)
 
 
-@shown(
+@object_fields(
     sharding_strategy=fields.sharding_strategy(),
     backward_prefetch=fields.backward_prefetch(),
     mixed_precision_policy=fields.mixed_precision_policy(),
@@ -111,7 +111,7 @@ class FullyShardedDataParallelPlugin:
 
     fsdp_version: int = setting(
         None,
-        kind=whole(1),
+        type=int_at_least(1),
         variable="FSDP_VERSION",
         flag="--fsdp_version",
         key="fsdp_config.fsdp_version",
@@ -121,7 +121,7 @@ class FullyShardedDataParallelPlugin:
     )
     sharding_strategy: Any = setting(
         None,
-        kind=_named(*SHARDING_STRATEGIES, numbered=5),
+        type=_named(*SHARDING_STRATEGIES, numbered=5),
         variable="FSDP_SHARDING_STRATEGY",
         flag="--fsdp_sharding_strategy",
         key="fsdp_config.fsdp_sharding_strategy",
@@ -130,7 +130,7 @@ class FullyShardedDataParallelPlugin:
     )
     reshard_after_forward: Any = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_RESHARD_AFTER_FORWARD",
         flag="--fsdp_reshard_after_forward",
         key="fsdp_config.fsdp_reshard_after_forward",
@@ -139,7 +139,7 @@ class FullyShardedDataParallelPlugin:
     )
     backward_prefetch: Any = setting(
         None,
-        kind=_named(*BACKWARD_PREFETCHES, numbered=2),
+        type=_named(*BACKWARD_PREFETCHES, numbered=2),
         variable="FSDP_BACKWARD_PREFETCH",
         flag="--fsdp_backward_prefetch",
         key="fsdp_config.fsdp_backward_prefetch",
@@ -149,7 +149,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: Any = None
     auto_wrap_policy: str | Callable[..., Any] | None = setting(
         None,
-        kind=_named(*WRAP_POLICIES),
+        type=_named(*WRAP_POLICIES),
         variable="FSDP_AUTO_WRAP_POLICY",
         flag="--fsdp_auto_wrap_policy",
         key="fsdp_config.fsdp_auto_wrap_policy",
@@ -159,7 +159,7 @@ class FullyShardedDataParallelPlugin:
     )
     cpu_offload: Any = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_OFFLOAD_PARAMS",
         flag="--fsdp_offload_params",
         key="fsdp_config.fsdp_offload_params",
@@ -171,7 +171,7 @@ class FullyShardedDataParallelPlugin:
     )
     state_dict_type: Any = setting(
         None,
-        kind=_named(*STATE_DICT_TYPES, numbered=3),
+        type=_named(*STATE_DICT_TYPES, numbered=3),
         variable="FSDP_STATE_DICT_TYPE",
         flag="--fsdp_state_dict_type",
         key="fsdp_config.fsdp_state_dict_type",
@@ -183,7 +183,7 @@ class FullyShardedDataParallelPlugin:
     limit_all_gathers: bool = True
     use_orig_params: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_USE_ORIG_PARAMS",
         flag="--fsdp_use_orig_params",
         key="fsdp_config.fsdp_use_orig_params",
@@ -193,7 +193,7 @@ class FullyShardedDataParallelPlugin:
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_SYNC_MODULE_STATES",
         flag="--fsdp_sync_module_states",
         key="fsdp_config.fsdp_sync_module_states",
@@ -202,7 +202,7 @@ class FullyShardedDataParallelPlugin:
     )
     forward_prefetch: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_FORWARD_PREFETCH",
         flag="--fsdp_forward_prefetch",
         key="fsdp_config.fsdp_forward_prefetch",
@@ -211,7 +211,7 @@ class FullyShardedDataParallelPlugin:
     )
     activation_checkpointing: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_ACTIVATION_CHECKPOINTING",
         flag="--fsdp_activation_checkpointing",
         key="fsdp_config.fsdp_activation_checkpointing",
@@ -220,7 +220,7 @@ class FullyShardedDataParallelPlugin:
     )
     activation_checkpointing_offload: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
         flag="--fsdp_activation_checkpointing_offload",
         key="fsdp_config.fsdp_activation_checkpointing_offload",
@@ -229,7 +229,7 @@ class FullyShardedDataParallelPlugin:
     )
     cpu_ram_efficient_loading: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
         flag="--fsdp_cpu_ram_efficient_loading",
         key="fsdp_config.fsdp_cpu_ram_efficient_loading",
@@ -238,7 +238,7 @@ class FullyShardedDataParallelPlugin:
     )
     transformer_cls_names_to_wrap: Any = setting(
         None,
-        kind=listing(),
+        type=listing(),
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         flag="--fsdp_transformer_layer_cls_to_wrap",
         key="fsdp_config.fsdp_transformer_layer_cls_to_wrap",
@@ -247,7 +247,7 @@ class FullyShardedDataParallelPlugin:
     )
     min_num_params: int | None = setting(
         None,
-        kind=whole(0),
+        type=int_at_least(0),
         variable="FSDP_MIN_NUM_PARAMS",
         flag="--fsdp_min_num_params",
         key="fsdp_config.fsdp_min_num_params",

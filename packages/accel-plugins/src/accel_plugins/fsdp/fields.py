@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from accel_state.errors import SettingError
-from accel_state.settings.schema import Shown, imported, member, member_name, plain_value, settings_of
+from accel_state.settings.schema import ObjectField, enum_field, import_object, member_name, plain_value, settings_of
 
 __all__ = (
     "BACKWARD_PREFETCHES",
@@ -79,19 +79,19 @@ def _strategy_of(settings: Any) -> str | None:
     return "SHARD_GRAD_OP" if freed is False else "FULL_SHARD"
 
 
-def sharding_strategy() -> Shown:
+def sharding_strategy() -> ObjectField:
     """Kept as a name, read as a `ShardingStrategy`."""
-    return member(f"{_FSDP}:ShardingStrategy", {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}, fallback=_strategy_of)
+    return enum_field(f"{_FSDP}:ShardingStrategy", {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}, fallback=_strategy_of)
 
 
-def backward_prefetch() -> Shown:
+def backward_prefetch() -> ObjectField:
     """Kept as a name, read as a `BackwardPrefetch` or None."""
-    return member(f"{_FSDP}:BackwardPrefetch", {"NO_PREFETCH": None})
+    return enum_field(f"{_FSDP}:BackwardPrefetch", {"NO_PREFETCH": None})
 
 
-def state_dict_type() -> Shown:
+def state_dict_type() -> ObjectField:
     """Kept as a name, read as a `StateDictType`; where none was given, full with version 1 and sharded with 2."""
-    return member(
+    return enum_field(
         f"{_FSDP}:StateDictType",
         fallback=lambda settings: "FULL_STATE_DICT" if _version(settings) == 1 else "SHARDED_STATE_DICT",
     )
@@ -100,7 +100,7 @@ def state_dict_type() -> Shown:
 # ---------------------------------------------------------------------- objects
 
 
-def state_dict_config(name: str) -> Shown:
+def state_dict_config(name: str) -> ObjectField:
     """Read as the configuration of state dicts that goes with the type of state dict, where none was given.
 
     Args:
@@ -122,13 +122,13 @@ def state_dict_config(name: str) -> Shown:
         if kept == "LOCAL_STATE_DICT":
             return None
         if kept == "FULL_STATE_DICT":
-            return imported(f"{_FSDP}:Full{name}StateDictConfig")(offload_to_cpu=True, rank0_only=True)
-        return imported(f"{_FSDP}:Sharded{name}StateDictConfig")(offload_to_cpu=True)
+            return import_object(f"{_FSDP}:Full{name}StateDictConfig")(offload_to_cpu=True, rank0_only=True)
+        return import_object(f"{_FSDP}:Sharded{name}StateDictConfig")(offload_to_cpu=True)
 
-    return Shown(keep, make, lambda settings: plain_value(settings, "state_dict_type"))
+    return ObjectField(keep, make, lambda settings: plain_value(settings, "state_dict_type"))
 
 
-def cpu_offload() -> Shown:
+def cpu_offload() -> ObjectField:
     """Kept as a bool, or as the policy that does not pin memory; read as the object that the version takes."""
 
     def keep(settings: Any, given: Any) -> Any:
@@ -150,15 +150,15 @@ def cpu_offload() -> Shown:
 
     def make(settings: Any, kept: Any) -> Any:
         if _version(settings) == 1:
-            return imported(f"{_FSDP}:CPUOffload")(offload_params=bool(kept))
+            return import_object(f"{_FSDP}:CPUOffload")(offload_params=bool(kept))
         if not isinstance(kept, bool):
             return kept
-        return imported(f"{_FSDP}:{'CPUOffloadPolicy' if kept else 'OffloadPolicy'}")()
+        return import_object(f"{_FSDP}:{'CPUOffloadPolicy' if kept else 'OffloadPolicy'}")()
 
-    return Shown(keep, make)
+    return ObjectField(keep, make)
 
 
-def auto_wrap_policy() -> Shown:
+def auto_wrap_policy() -> ObjectField:
     """Kept as a name or as the policy that was given, and read as a policy: what torch's functions are, or None."""
 
     def keep(settings: Any, given: Any) -> Any:
@@ -178,9 +178,9 @@ def auto_wrap_policy() -> Shown:
     def make(settings: Any, kept: Any) -> Any:
         if not isinstance(kept, str):
             return kept
-        return imported(f"{_WRAP}:{_WRAP_FUNCTIONS[kept]}") if kept in _WRAP_FUNCTIONS else None
+        return import_object(f"{_WRAP}:{_WRAP_FUNCTIONS[kept]}") if kept in _WRAP_FUNCTIONS else None
 
-    return Shown(keep, make)
+    return ObjectField(keep, make)
 
 
 # ---------------------------------------------------------------------- mixed precision
@@ -221,7 +221,7 @@ def policy_of(settings: Any, precision: Any, *, buffers: Any = None) -> dict[str
     return policy
 
 
-def mixed_precision_policy() -> Shown:
+def mixed_precision_policy() -> ObjectField:
     """Kept as a name or a table of names of dtypes; read as the policy that the version takes."""
 
     def keep(settings: Any, given: Any) -> Any:
@@ -243,12 +243,12 @@ def mixed_precision_policy() -> Shown:
             return kept
         policy = policy_of(settings, kept) if isinstance(kept, str) else kept
         torch_dtypes = {
-            name: imported(f"torch:{value}") if name.endswith("_dtype") and value is not None else value
+            name: import_object(f"torch:{value}") if name.endswith("_dtype") and value is not None else value
             for name, value in policy.items()
         }
-        return imported(f"{_FSDP}:{_POLICIES[_version(settings)]}")(**torch_dtypes)
+        return import_object(f"{_FSDP}:{_POLICIES[_version(settings)]}")(**torch_dtypes)
 
-    return Shown(keep, make, lambda settings: settings._policy_of_run())
+    return ObjectField(keep, make, lambda settings: settings._policy_of_run())
 
 
 def check_policy(settings: Any, kept: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from accel_plugins.manifest import Ability, Axis, Manifest, Part
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read
-from accel_state.settings.schema import BOOLEAN, Setting, whole
+from accel_state.settings.schema import BOOLEAN, Setting, int_at_least
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ("FSDP1", "FSDP2", "first_present", "second_present")
 
 _USE: Final = Setting("use_fsdp", BOOLEAN, False, variable="ACCELERATE_USE_FSDP", flag="--use_fsdp")
-_VERSION: Final = Setting("fsdp_version", whole(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
+_VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
 
 
 def _asked(version: int) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, Final
 from accel_plugins.megatron import architecture, deriving
 from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.settings.environ import fill
-from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, Kind, choice, setting, settings_of, whole
+from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("MegatronLMPlugin",)
 
-_COUNT: Final = whole(1)
+_COUNT: Final = int_at_least(1)
 _ATTENTION: Final = ("flash", "fused", "unfused", "local", "auto")
 
 
@@ -29,10 +29,12 @@ def _attention(text: str) -> str:
     return "auto" if BOOLEAN.parse(word) else "unfused"
 
 
-def _megatron(name: str, said: str, kind: Kind = TEXT, unset: Any = None, question: str | None = None) -> Any:
+def _megatron(
+    name: str, said: str, value_type: ValueType = TEXT, unset: Any = None, question: str | None = None
+) -> Any:
     return setting(
         None,
-        kind=kind,
+        type=value_type,
         variable=f"MEGATRON_LM_{name.upper()}",
         flag=f"--megatron_lm_{name}",
         key=f"megatron_lm_config.megatron_lm_{name}",
@@ -154,7 +156,7 @@ class MegatronLMPlugin:
     attention_backend: str | bool = _megatron(
         "attention_backend",
         "Implementation of attention.",
-        Kind("one of flash, fused, unfused, local, auto, or true or false", _attention),
+        ValueType("one of flash, fused, unfused, local, auto, or true or false", _attention),
         "auto",
     )
     expert_model_parallel_size: int = _number(

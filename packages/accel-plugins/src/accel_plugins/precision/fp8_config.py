@@ -1,6 +1,6 @@
 """Settings of training in 8 bits, one class for each library that computes so; plain data, without torch."""
 
-# ruff: noqa: RUF009 - `taken` makes the fields of every settings class
+# ruff: noqa: RUF009 - `field_of` makes the fields of every settings class
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_plugins.precision.fp8_settings import FP8Settings, overridden_of_envi
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.environ import fill, read
-from accel_state.settings.schema import settings_of, taken
+from accel_state.settings.schema import field_of, settings_of
 
 __all__ = (
     "AORecipeKwargs",
@@ -80,8 +80,8 @@ class AORecipeKwargs(_Filled):
 
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
-    pad_inner_dim: bool | None = taken(_SETTINGS["pad_inner_dim"])
-    enable_fsdp_float8_all_gather: bool | None = taken(_SETTINGS["enable_fsdp_float8_all_gather"])
+    pad_inner_dim: bool | None = field_of(_SETTINGS["pad_inner_dim"])
+    enable_fsdp_float8_all_gather: bool | None = field_of(_SETTINGS["enable_fsdp_float8_all_gather"])
 
     def __post_init__(self) -> None:
         self._fill()
@@ -106,14 +106,14 @@ class TERecipeKwargs(_Filled):
         SettingError: a value cannot be used.
     """
 
-    use_autocast_during_eval: bool | None = taken(_SETTINGS["use_autocast_during_eval"])
-    margin: int | None = taken(_SETTINGS["margin"])
-    interval: int | None = taken(_SETTINGS["interval"])
-    fp8_format: FP8Format | None = taken(_SETTINGS["format"])
-    amax_history_len: int | None = taken(_SETTINGS["amax_history_len"])
-    amax_compute_algo: AmaxComputeAlgorithm | None = taken(_SETTINGS["amax_compute_algo"])
+    use_autocast_during_eval: bool | None = field_of(_SETTINGS["use_autocast_during_eval"])
+    margin: int | None = field_of(_SETTINGS["margin"])
+    interval: int | None = field_of(_SETTINGS["interval"])
+    fp8_format: FP8Format | None = field_of(_SETTINGS["format"])
+    amax_history_len: int | None = field_of(_SETTINGS["amax_history_len"])
+    amax_compute_algo: AmaxComputeAlgorithm | None = field_of(_SETTINGS["amax_compute_algo"])
     override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = taken(_SETTINGS["use_mxfp8_block_scaling"])
+    use_mxfp8_block_scaling: bool | None = field_of(_SETTINGS["use_mxfp8_block_scaling"])
 
     def __post_init__(self) -> None:
         self._fill()
@@ -139,7 +139,7 @@ class MSAMPRecipeKwargs(_Filled):
         SettingError: there is no such level.
     """
 
-    opt_level: OptLevel | None = taken(_SETTINGS["opt_level"])
+    opt_level: OptLevel | None = field_of(_SETTINGS["opt_level"])
 
     def __post_init__(self) -> None:
         self._fill()

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from accel_state.settings.environ import Given, read
-from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, Kind, Setting, choice, setting, table, whole
+from accel_state.settings.schema import (
+    BOOLEAN,
+    INTEGER,
+    SWITCH,
+    Setting,
+    ValueType,
+    choice,
+    int_at_least,
+    setting,
+    settings_class,
+)
 
 __all__ = ("FP8Settings", "overridden_of_environment")
 
@@ -30,13 +40,13 @@ def _parse_three(text: str) -> tuple[bool, ...]:
     return tuple(BOOLEAN.parse(part) for part in parts)
 
 
-_THREE: Final = Kind("three truth values, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
+_THREE: Final = ValueType("three truth values, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
 
 
-def _fp8(name: str, kind: Kind, said: str, unset: Any = None) -> Any:
+def _fp8(name: str, value_type: ValueType, said: str, unset: Any = None) -> Any:
     return setting(
         None,
-        kind=kind,
+        type=value_type,
         variable=f"ACCELERATE_FP8_{name.upper()}",
         flag=f"--fp8_{name}",
         key=f"fp8_config.fp8_{name}",
@@ -46,7 +56,7 @@ def _fp8(name: str, kind: Kind, said: str, unset: Any = None) -> Any:
     )
 
 
-@table
+@settings_class
 class FP8Settings:
     """What `mixed_precision=fp8` means."""
 
@@ -55,7 +65,9 @@ class FP8Settings:
         "use_autocast_during_eval", SWITCH, "Compute so in evaluation too.", False
     )
     margin: int | None = _fp8("margin", INTEGER, "Margin of the scaling factors, in powers of two.", 0)
-    interval: int | None = _fp8("interval", whole(1), "Steps between two computations of the scaling factors.", 1)
+    interval: int | None = _fp8(
+        "interval", int_at_least(1), "Steps between two computations of the scaling factors.", 1
+    )
     format: str | None = _fp8(
         "format",
         choice("HYBRID", "E4M3", "E5M2", fold=str.upper),
@@ -63,14 +75,14 @@ class FP8Settings:
         "HYBRID",
     )
     amax_history_len: int | None = _fp8(
-        "amax_history_len", whole(1), "Steps whose largest values are remembered.", 1024
+        "amax_history_len", int_at_least(1), "Steps whose largest values are remembered.", 1024
     )
     amax_compute_algo: str | None = _fp8(
         "amax_compute_algo", choice("max", "most_recent"), "Which of the remembered values scales.", "most_recent"
     )
     override_linear_precision: tuple[bool, ...] | None = setting(
         None,
-        kind=_THREE,
+        type=_THREE,
         flag="--fp8_override_linear_precision",
         key="fp8_config.fp8_override_linear_precision",
         help="Whether forward, the gradient of the input and that of the weights are computed in higher precision.",
@@ -83,7 +95,7 @@ class FP8Settings:
     pad_inner_dim: bool | None = _fp8("pad_inner_dim", BOOLEAN, "Pad matrices to sizes that 8-bit kernels take.", True)
     use_mxfp8_block_scaling: bool | None = setting(
         None,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
         help="Scale blocks of values, on GPUs that can.",
         group=_GROUP,

@@ -390,9 +390,9 @@ def _imported(target: str) -> Any:
 def _changed_by_one_variable(config: type) -> Iterator[Any]:
     """Settings of which one is not the default, for each that has a variable and takes another value alone."""
     for known in settings_of(config).values():
-        for text in (*reversed(known.kind.choices), "3", "0.5", "true", "false", "text") if known.variable else ():
+        for text in (*reversed(known.type.choices), "3", "0.5", "true", "false", "text") if known.variable else ():
             with contextlib.suppress(AccelError, ValueError):
-                if known.kind.parse(text) != known.default:
+                if known.type.parse(text) != known.default:
                     yield from_environment(config, {str(known.variable): text})
                     break
 

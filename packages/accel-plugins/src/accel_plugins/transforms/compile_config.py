@@ -43,7 +43,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     backend: DynamoBackend = setting(  # noqa: RUF009 - a field, as the others; its type is an enum
         None,
-        kind=choice(*map(str, DynamoBackend), fold=str.upper),
+        type=choice(*map(str, DynamoBackend), fold=str.upper),
         variable=DYNAMO_VARIABLE,
         flag="--dynamo_backend",
         key="dynamo_config.dynamo_backend",
@@ -53,7 +53,7 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     mode: str = setting(
         None,
-        kind=choice(*_MODES),
+        type=choice(*_MODES),
         variable="ACCELERATE_DYNAMO_MODE",
         flag="--dynamo_mode",
         key="dynamo_config.dynamo_mode",
@@ -63,7 +63,7 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     fullgraph: bool = setting(
         None,
-        kind=SWITCH,
+        type=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         flag="--dynamo_use_fullgraph",
         key="dynamo_config.dynamo_use_fullgraph",
@@ -73,7 +73,7 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     dynamic: bool = setting(
         None,
-        kind=SWITCH,
+        type=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
         flag="--dynamo_use_dynamic",
         key="dynamo_config.dynamo_use_dynamic",
@@ -85,7 +85,7 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool = setting(
         None,
-        kind=SWITCH,
+        type=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         flag="--dynamo_use_regional_compilation",
         key="dynamo_config.dynamo_use_regional_compilation",

@@ -1,7 +1,7 @@
 """Settings and the environment: reading the variables of a settings class, and writing them for a child process.
 
-Variable names are a public protocol that other libraries read too, so they are spelled only in the definitions of the
-settings. The own process's environment is written in one place only, `publish`.
+Variable names are a public protocol that other libraries read too, so only the definitions of the settings spell them.
+Only `publish` writes into the environment of this process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ S = TypeVar("S")
 
 
 class Given(NamedTuple):
-    """A value and where it came from, such as `argument`, `$ACCELERATE_USE_CPU`, `run.yaml:12` or `default`."""
+    """A value and its origin, such as `argument`, `$ACCELERATE_USE_CPU`, `run.yaml:12` or `default`."""
 
     value: Any
     origin: str
@@ -39,14 +39,14 @@ class Given(NamedTuple):
 DEFAULT: Final = "default"
 
 ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
-"""Variable by which a launcher tells the processes what the user gave: the flag or the line of a file."""
+"""Variable in which a launcher passes on where the user gave each value: the flag, or the line of a file."""
 
 
 def read(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
     """Value of a setting from the first of its variables that is set and not empty, or None.
 
     Raises:
-        SettingError: the variable holds something that is not of the setting's kind.
+        SettingError: the value of the variable is invalid.
     """
     source = os.environ if environ is None else environ
     for variable in setting.variables:
@@ -61,8 +61,8 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
     """Value of `ORIGINS`.
 
     Args:
-        origins: where the text of a variable came from, by the variable and its text; with another text it does not
-            count, since somebody else has set the variable.
+        origins: the origin of a value, by the name and the text of its variable. A variable with another text was set
+            by somebody else, and `read` ignores the origin.
 
     Example:
         >>> origins_text({("ACCEL_BACKEND", "fsdp2"): "--backend"})
@@ -75,12 +75,12 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _origins(told: str) -> Mapping[tuple[str, str], str]:
-    if not told:
+def _origins(text: str) -> Mapping[tuple[str, str], str]:
+    if not text:
         return {}
     from urllib.parse import unquote
 
-    rows = (tuple(map(unquote, row.split(":"))) for row in told.split(","))
+    rows = (tuple(map(unquote, row.split(":"))) for row in text.split(","))
     return {(row[0], row[1]): row[2] for row in rows if len(row) == 3}
 
 
@@ -90,13 +90,13 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     file: Mapping[str, Given] | None = None,
 ) -> dict[str, Given]:
-    """Every setting of a class with its origin: argument before environment before config file before default.
+    """The value and origin of every setting of a class: argument, else environment, else config file, else default.
 
     Args:
         settings_class: a dataclass made with `setting`.
-        arguments: values given in code or by flag; None means not given.
-        environ: variables to read; the process's own by default.
-        file: values of a config file by setting name, with their line as origin.
+        arguments: values given in code or by a flag; None means not given.
+        environ: variables to read; by default those of this process.
+        file: values of a config file by the name of the setting, with their line as origin.
     """
     resolved = {}
     for name, known in settings_of(settings_class).items():
@@ -109,10 +109,10 @@ def resolve(
 
 
 def from_environment(settings_class: type[S], environ: Mapping[str, str] | None = None, **arguments: Any) -> S:
-    """An instance of a settings class, from the arguments that are not None, the environment and the defaults.
+    """An instance of a settings class from the arguments that are not None, the environment and the defaults.
 
     Raises:
-        SettingError: a variable holds something that is not of its setting's kind.
+        SettingError: the value of a variable is invalid.
     """
     resolved = resolve(settings_class, arguments, environ)
     others = {name: value for name, value in arguments.items() if name not in resolved}
@@ -120,12 +120,12 @@ def from_environment(settings_class: type[S], environ: Mapping[str, str] | None 
 
 
 def fill(settings: object, environ: Mapping[str, str] | None = None) -> None:
-    """Give each setting of an instance that is None the value of its variable, else what None stands for.
+    """Replace each setting of an instance that is None by the value of its variable, else by `Setting.unset`.
 
-    For classes whose constructor leaves a setting to the environment when it is not given.
+    For classes whose constructor takes from the environment what the caller does not give.
 
     Raises:
-        SettingError: a variable holds something that is not of its setting's kind.
+        SettingError: the value of a variable is invalid.
     """
     for name, known in settings_of(type(settings)).items():
         if getattr(settings, name) is None:
@@ -134,12 +134,12 @@ def fill(settings: object, environ: Mapping[str, str] | None = None) -> None:
 
 
 def to_environment(settings: object) -> dict[str, str]:
-    """Variables that carry an instance of a settings class to a child; settings that are None are left out."""
+    """Variables that pass an instance of a settings class on to a child process, without settings that are None."""
     variables = {}
     for name, known in settings_of(type(settings)).items():
         value = given_value(settings, name)
         if known.variable is not None and value is not None:
-            variables[known.variable] = known.kind.format(value)
+            variables[known.variable] = known.type.format(value)
     return variables
 
 

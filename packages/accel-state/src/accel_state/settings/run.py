@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from accel_state.settings.schema import BOOLEAN, choice, setting, table, whole
+from accel_state.settings.schema import BOOLEAN, choice, int_at_least, setting, settings_class
 
 __all__ = ("MeshSettings", "OutputSettings", "ProcessSettings", "RunSettings", "XLASettings")
 
 
-@table
+@settings_class
 class ProcessSettings:
     """Who this process is and on which device it works."""
 
     cpu: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_USE_CPU",
         flag="--cpu",
         key="use_cpu",
@@ -28,7 +28,7 @@ class ProcessSettings:
     )
     debug: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_DEBUG_MODE",
         flag="--debug",
         key="debug",
@@ -37,7 +37,7 @@ class ProcessSettings:
     )
     cpu_affinity: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_CPU_AFFINITY",
         flag="--enable_cpu_affinity",
         key="enable_cpu_affinity",
@@ -47,37 +47,37 @@ class ProcessSettings:
     )
     fork_launched: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="FORK_LAUNCHED",
         help="Set by a launcher that forks the processes of a notebook.",
     )
 
 
-@table
+@settings_class
 class OutputSettings:
     """What the processes write to the terminal, and how."""
 
     log_level: str | None = setting(
         None,
-        kind=choice("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET", fold=str.upper),
+        type=choice("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET", fold=str.upper),
         variable="ACCELERATE_LOG_LEVEL",
         help="Level of the loggers that know about processes.",
     )
     enable_rich: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_ENABLE_RICH",
         help="Write with the library rich where it is installed.",
     )
 
 
-@table
+@settings_class
 class RunSettings:
     """How the processes of a run train together."""
 
     mixed_precision: str = setting(
         "no",
-        kind=choice("no", "fp16", "bf16", "fp8"),
+        type=choice("no", "fp16", "bf16", "fp8"),
         variable="ACCELERATE_MIXED_PRECISION",
         flag="--mixed_precision",
         key="mixed_precision",
@@ -95,7 +95,7 @@ class RunSettings:
     )
     gradient_accumulation_steps: int = setting(
         1,
-        kind=whole(1),
+        type=int_at_least(1),
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         flag="--gradient_accumulation_steps",
         key="gradient_accumulation_steps",
@@ -104,13 +104,13 @@ class RunSettings:
     )
 
 
-@table
+@settings_class
 class MeshSettings:
     """Whether the processes form a mesh at all."""
 
     use_parallelism_config: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_USE_PARALLELISM_CONFIG",
         flag="--use_parallelism_config",
         key="use_parallelism_config",
@@ -119,25 +119,25 @@ class MeshSettings:
     )
     allow_cp_standalone: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_ALLOW_CP_STANDALONE",
         help="Allow context parallelism without a backend that divides the parameters.",
     )
 
 
-@table
+@settings_class
 class XLASettings:
     """How torch_xla computes; it has to know before the first tensor lies on a device."""
 
     fsdp: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCEL_XLA_FSDP",
         help="Divide parameters and batches between all devices that a process has (FSDP v2 by SPMD).",
     )
     downcast_bf16: bool = setting(
         False,
-        kind=BOOLEAN,
+        type=BOOLEAN,
         variable="ACCELERATE_DOWNCAST_BF16",
         flag="--downcast_bf16",
         key="downcast_bf16",

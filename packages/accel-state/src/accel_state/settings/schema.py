@@ -1,23 +1,23 @@
 """One definition per setting: its type, default, variable, flag, key and question.
 
-A settings class is a plain dataclass whose fields are made with `setting(...)`. The launcher's flags, the config file's
-keys, the wizard's questions, the child's environment and the running process are all grown from these definitions, so
-nothing about a setting is written twice.
+A settings class is a dataclass whose fields are made with `setting(...)`. The launcher's flags, the keys of the config
+file, the wizard's questions, the environment of the processes and what a process reads there are all derived from these
+definitions, so nothing about a setting is written twice.
 
     @dataclass
     class Launch:
         num_processes: int | None = setting(
-            None, kind=INTEGER, flag="--num_processes", key="num_processes", help="Processes over all machines."
+            None, type=INTEGER, flag="--num_processes", key="num_processes", help="Processes over all machines."
         )
 
 Variables, flags and config files hold names, and a settings class must not load torch; users of a public settings
-class compare its fields with members of torch's enums, or call them. A `Shown` field serves both: it keeps the name,
+class compare its fields with members of torch's enums, or call them. An `ObjectField` serves both: it keeps the name,
 and makes the object when it is first read.
 
-    @shown(strategy=member("torch.distributed.fsdp:ShardingStrategy"))
+    @object_fields(strategy=enum_field("torch.distributed.fsdp:ShardingStrategy"))
     @dataclass
     class Sharding:
-        strategy: Any = setting(None, kind=choice("FULL_SHARD", "NO_SHARD", fold=str.upper), variable="STRATEGY")
+        strategy: Any = setting(None, type=choice("FULL_SHARD", "NO_SHARD", fold=str.upper), variable="STRATEGY")
 
     Sharding("no_shard").strategy            # ShardingStrategy.NO_SHARD
     plain_value(Sharding("no_shard"), "strategy")  # "NO_SHARD"
@@ -39,39 +39,39 @@ __all__ = (
     "JSON",
     "SWITCH",
     "TEXT",
-    "Kind",
+    "ObjectField",
     "Setting",
-    "Shown",
+    "ValueType",
     "choice",
     "closest",
+    "enum_field",
+    "field_of",
     "given_value",
-    "imported",
+    "import_object",
+    "int_at_least",
     "listing",
-    "member",
     "member_name",
+    "object_fields",
     "plain_value",
     "setting",
+    "settings_class",
     "settings_of",
-    "shown",
-    "table",
-    "taken",
-    "whole",
 )
 
 T = TypeVar("T")
 
-_MADE: Final = "_made_for_"
+_CACHED: Final = "_made_for_"
 _NOTHING: Final = object()
 _METADATA_KEY: Final = "accel.setting"
 _TRUE: Final = frozenset({"1", "y", "yes", "t", "true", "on"})
 _FALSE: Final = frozenset({"0", "n", "no", "f", "false", "off"})
 
 
-class Kind(NamedTuple):
-    """How the values of a setting are read from text and written as text.
+class ValueType(NamedTuple):
+    """How values of a setting are parsed from text and formatted as text.
 
     Args:
-        name: what a message calls it, such as "an integer".
+        name: what messages call the type, such as "an integer".
         parse: text to value; raises ValueError.
         format: value to text; `parse(format(v)) == v`.
         choices: the allowed texts, or empty when they cannot be listed.
@@ -104,22 +104,22 @@ def _format_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-TEXT: Final = Kind("a text", str)
-INTEGER: Final = Kind("an integer", int)
-FLOAT: Final = Kind("a number", float)
-BOOLEAN: Final = Kind("true or false", _parse_boolean, lambda value: "true" if value else "false")
+TEXT: Final = ValueType("a text", str)
+INTEGER: Final = ValueType("an integer", int)
+FLOAT: Final = ValueType("a number", float)
+BOOLEAN: Final = ValueType("true or false", _parse_boolean, lambda value: "true" if value else "false")
 SWITCH: Final = BOOLEAN._replace(name="true or false (a switch)")
-"""A truth value whose flag stands alone, also where it is open by default."""
-JSON: Final = Kind("a JSON value", _parse_json, _format_json)
+"""A bool whose flag takes no value, even where its default is None."""
+JSON: Final = ValueType("a JSON value", _parse_json, _format_json)
 
 
-def choice(*allowed: str, fold: Callable[[str], str] = str.lower, numbered: int = 0) -> Kind:
-    """Kind of a setting that takes one of a few names; case is folded first.
+def choice(*allowed: str, fold: Callable[[str], str] = str.lower, numbered: int = 0) -> ValueType:
+    """Type of a setting that takes one of a few names.
 
     Args:
         allowed: the names.
-        fold: how the case of a text is changed before it is compared.
-        numbered: how many of the names, from the first, can also be given by their number, counted from 1.
+        fold: changes the case of a text before the comparison.
+        numbered: so many of the names, from the first, can also be given by their number, counted from 1.
 
     Example:
         >>> choice("no", "bf16").parse("BF16")
@@ -134,11 +134,11 @@ def choice(*allowed: str, fold: Callable[[str], str] = str.lower, numbered: int 
             raise ValueError(text)
         return folded
 
-    return Kind("one of " + ", ".join(allowed), parse, str, tuple(allowed))
+    return ValueType("one of " + ", ".join(allowed), parse, str, tuple(allowed))
 
 
-def whole(least: int) -> Kind:
-    """Kind of an integer that is at least `least`."""
+def int_at_least(least: int) -> ValueType:
+    """Type of an int of at least `least`."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -146,39 +146,39 @@ def whole(least: int) -> Kind:
             raise ValueError(text)
         return number
 
-    return Kind(f"an integer of at least {least}", parse)
+    return ValueType(f"an integer of at least {least}", parse)
 
 
-def listing(item: Kind = TEXT, separator: str = ",") -> Kind:
-    """Kind of a list written as text with a separator."""
+def listing(item: ValueType = TEXT, separator: str = ",") -> ValueType:
+    """Type of a list that is written as text with a separator."""
 
     def parse(text: str) -> tuple[Any, ...]:
         return tuple(item.parse(part.strip()) for part in text.split(separator) if part.strip())
 
-    return Kind(
+    return ValueType(
         f"a list ({item.name}, separated by {separator!r})", parse, lambda v: separator.join(map(item.format, v))
     )
 
 
 class Setting(NamedTuple):
-    """Everything that is known about one setting, whoever reads or writes it.
+    """The definition of one setting, for everything that reads or writes it.
 
     Args:
         name: attribute name in its settings class.
-        kind: how its text is read and written.
+        type: how its text is parsed and written.
         default: the value when nobody gave one.
         variable: environment variable that carries it to the processes, or None.
-        aliases: further variables that are read after `variable`.
-        flag: command-line option, with its leading dashes, or None.
-        key: key in the config file; dots lead into nested tables.
-        question: what the wizard asks, or None when it does not ask.
+        aliases: further variables, read after `variable`.
+        flag: command-line option with its leading dashes, or None.
+        key: key in the config file; dots separate the levels of nested tables.
+        question: what the wizard asks; None when it does not ask.
         help: one sentence for `--help` and the reference.
-        group: heading under which flags are listed.
-        unset: what a default of None stands for when no variable says otherwise; see `environ.fill`.
+        group: heading under which `--help` lists the flag.
+        unset: the value of a field that is None when no variable is set; see `environ.fill`.
     """
 
     name: str
-    kind: Kind
+    type: ValueType
     default: Any = None
     variable: str | None = None
     aliases: tuple[str, ...] = ()
@@ -191,33 +191,33 @@ class Setting(NamedTuple):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """All environment variables that are read, the one that is written first."""
+        """All environment variables that are read; the first one is also written."""
         return ((self.variable,) if self.variable else ()) + self.aliases
 
     def parse(self, text: str, origin: str) -> Any:
-        """Value of `text`; `origin` says in the error where the text stood.
+        """Value of `text`; the error names its `origin`, such as "$ACCELERATE_USE_CPU".
 
         Raises:
-            SettingError: the text is not of this setting's kind.
+            SettingError: the text cannot be parsed.
         """
         try:
-            return self.kind.parse(text)
+            return self.type.parse(text)
         except ValueError:
             raise self.refusal(text, origin) from None
 
     def refusal(self, given: object, origin: str) -> SettingError:
-        """The error for a value that does not fit, naming the closest allowed one."""
-        near = closest(str(given), self.kind.choices)
-        remedy = f"Did you mean {near!r}?" if near else f"Give {self.kind.name}."
+        """The error for an invalid value; it names the closest valid one."""
+        near = closest(str(given), self.type.choices)
+        remedy = f"Did you mean {near!r}?" if near else f"Give {self.type.name}."
         return SettingError(
-            f"{self.name}={given!r} was asked for ({origin}).", f"It has to be {self.kind.name}.", remedy
+            f"Cannot use {self.name}={given!r} ({origin}).", f"The value must be {self.type.name}.", remedy
         )
 
 
 def setting(
     default: Any = None,
     *,
-    kind: Kind = TEXT,
+    type: ValueType = TEXT,  # noqa: A002 - the word argparse uses
     variable: str | None = None,
     aliases: tuple[str, ...] = (),
     flag: str | None = None,
@@ -227,28 +227,27 @@ def setting(
     group: str = "",
     unset: Any = None,
 ) -> Any:
-    """Dataclass field that is also a setting; see `Setting` for the arguments."""
-    return taken(Setting("", kind, default, variable, aliases, flag, key, question, help, group, unset))
+    """A dataclass field that is also a setting; see `Setting` for the arguments."""
+    return field_of(Setting("", type, default, variable, aliases, flag, key, question, help, group, unset))
 
 
-def taken(known: Setting) -> Any:
-    """Dataclass field for a setting whose definition stands in another class."""
+def field_of(known: Setting) -> Any:
+    """A dataclass field for an existing definition, such as one of another class."""
     return dataclasses.field(default=known.default, metadata={_METADATA_KEY: known})
 
 
 _known: dict[type, Mapping[str, Setting]] = {}
 
 
-def table(cls: type[T]) -> type[T]:
-    """Make a settings class of what would otherwise be a dataclass, in a fiftieth of the time.
+def settings_class(cls: type[T]) -> type[T]:
+    """Class decorator like `dataclass`, fifty times faster, for classes with settings alone.
 
-    For the many classes that the command line only reads definitions from. An instance takes values by name, and has
-    the defaults of the others.
+    Most classes are only read for their definitions by the command line. An instance takes values by keyword.
 
     Example:
-        >>> @table
+        >>> @settings_class
         ... class Ports:
-        ...     first: int = setting(1024, kind=INTEGER, flag="--first_port")
+        ...     first: int = setting(1024, type=INTEGER, flag="--first_port")
         >>> Ports(first=80).first, Ports().first, list(settings_of(Ports))
         (80, 1024, ['first'])
     """
@@ -268,7 +267,7 @@ def _take(self: object, **values: Any) -> None:
 
 
 def settings_of(settings_class: type) -> Mapping[str, Setting]:
-    """Settings of a settings class by attribute name, in order of definition."""
+    """Definitions of a settings class by attribute name, in their order."""
     if settings_class not in _known:
         _known[settings_class] = {
             field.name: field.metadata[_METADATA_KEY]._replace(name=field.name)
@@ -279,20 +278,20 @@ def settings_of(settings_class: type) -> Mapping[str, Setting]:
 
 
 def closest(given: str, allowed: Iterable[str]) -> str | None:
-    """The allowed text that is most like `given`, or None when none is near."""
+    """The allowed text that is most similar to `given`, or None when none is similar."""
     import difflib
 
     return next(iter(difflib.get_close_matches(given, list(allowed), n=1)), None)
 
 
-class Shown:
+class ObjectField:
     """A field that keeps plain data and is read as an object.
 
     Args:
-        keep: from the settings and a value that was given to what is kept: plain data, or the object itself when it has
-            no plain form. It raises `SettingError` for a value that cannot be used. None is kept as it is.
-        make: from the settings and plain data to the object. It is called once for each plain value; None for None.
-        fallback: plain data where None is kept, by the other settings.
+        keep: called with the settings and an assigned value; returns the plain data to keep, or the object itself when
+            it has no plain form. It raises `SettingError` for an invalid value. None is kept without a call.
+        make: called with the settings and plain data, once for each plain value; returns the object.
+        fallback: called with the settings where the field is None; returns the plain data to read instead.
     """
 
     def __init__(
@@ -316,7 +315,7 @@ class Shown:
         plain = self.plain(settings)
         if plain is None:
             return None
-        held, slot = vars(settings), _MADE + self._name
+        held, slot = vars(settings), _CACHED + self._name
         known, made = held.get(slot, (_NOTHING, None))
         if known is not plain and known != plain:
             made = self._make(settings, plain)
@@ -324,13 +323,13 @@ class Shown:
         return made
 
     def plain(self, settings: Any) -> Any:
-        """What is kept, or what stands for None."""
+        """The plain data of the field, or that of the fallback where the field is None."""
         kept = vars(settings).get(self._name)
         return self._fallback(settings) if kept is None else kept
 
 
-def shown(**fields: Shown) -> Callable[[type[T]], type[T]]:
-    """Class decorator above `dataclass`: these fields keep plain data and are read as objects."""
+def object_fields(**fields: ObjectField) -> Callable[[type[T]], type[T]]:
+    """Class decorator, above `dataclass`, that makes an `ObjectField` of each of these fields."""
 
     def install(cls: type[T]) -> type[T]:
         for name, field in fields.items():
@@ -342,30 +341,30 @@ def shown(**fields: Shown) -> Callable[[type[T]], type[T]]:
 
 
 def plain_value(settings: Any, name: str) -> Any:
-    """The plain data behind a field; its value where the field has no other form."""
-    field = _shown_field(settings, name)
+    """The plain data of an `ObjectField`; the value of another field."""
+    field = _object_field(settings, name)
     return getattr(settings, name) if field is None else field.plain(settings)
 
 
 def given_value(settings: Any, name: str) -> Any:
-    """What a field keeps: None where nothing was given, whatever is read then."""
-    return getattr(settings, name) if _shown_field(settings, name) is None else vars(settings).get(name)
+    """The plain data that was assigned to a field, without the fallback: None where nothing was assigned."""
+    return getattr(settings, name) if _object_field(settings, name) is None else vars(settings).get(name)
 
 
-def _shown_field(settings: Any, name: str) -> Shown | None:
+def _object_field(settings: Any, name: str) -> ObjectField | None:
     found = next((vars(cls)[name] for cls in type(settings).__mro__ if name in vars(cls)), None)
-    return found if isinstance(found, Shown) else None
+    return found if isinstance(found, ObjectField) else None
 
 
-def member(path: str, spelled: Mapping[str, str | None] | None = None, **options: Any) -> Shown:
-    """A field that keeps the name of a member of an enum, of those that the kind of its setting allows.
+def enum_field(path: str, spelled: Mapping[str, str | None] | None = None, **options: Any) -> ObjectField:
+    """A field that keeps the name of a member of an enum; the type of its setting lists the allowed names.
 
-    Members, names and numbers (as int or text, where the kind takes numbers) are accepted.
+    Members, names and numbers (as int or text, where the type takes numbers) can be assigned.
 
     Args:
         path: the enum, as "module:name"; imported when the field is first read.
-        spelled: names whose member is spelled otherwise; None where the object is None.
-        options: `fallback` of `Shown`.
+        spelled: names whose member has another name, or None where the object is None.
+        options: `fallback` of `ObjectField`.
     """
     other = dict(spelled or {})
 
@@ -374,14 +373,14 @@ def member(path: str, spelled: Mapping[str, str | None] | None = None, **options
 
     def make(settings: Any, plain: str) -> Any:
         name = other.get(plain, plain)
-        return None if name is None else imported(path)[name]
+        return None if name is None else import_object(path)[name]
 
-    field = Shown(keep, make, **options)
+    field = ObjectField(keep, make, **options)
     return field
 
 
 def member_name(given: Any) -> Any:
-    """The name of a member of an enum, without the underscore of those that are not announced; others as they are."""
+    """The name of an enum member, without the underscore of private members; other objects unchanged."""
     name = getattr(given, "name", None)
     return name.lstrip("_") if isinstance(name, str) and hasattr(given, "value") else given
 
@@ -395,7 +394,7 @@ def _parsed(settings: Any, name: str, given: Any) -> Any:
     return known.parse(given, "argument")
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """The object at "module:name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -21,8 +21,8 @@ _SPLITS = ("eval", "test", "train")
 class ClearMLSettings:
     """Settings of the task that the environment may define."""
 
-    project: str | None = setting(None, kind=TEXT, variable="CLEARML_PROJECT", help="Project of the ClearML task.")
-    task: str | None = setting(None, kind=TEXT, variable="CLEARML_TASK", help="Name of the ClearML task.")
+    project: str | None = setting(None, type=TEXT, variable="CLEARML_PROJECT", help="Project of the ClearML task.")
+    task: str | None = setting(None, type=TEXT, variable="CLEARML_TASK", help="Name of the ClearML task.")
 
 
 class ClearMLTracker(LibraryTracker):

@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 class MLflowSettings:
     """Settings of the run that the environment may define; they override the arguments of the tracker."""
 
-    experiment_name: str | None = setting(None, kind=TEXT, variable="MLFLOW_EXPERIMENT_NAME", help="Experiment.")
-    run_id: str | None = setting(None, kind=TEXT, variable="MLFLOW_RUN_ID", help="Run to continue.")
+    experiment_name: str | None = setting(None, type=TEXT, variable="MLFLOW_EXPERIMENT_NAME", help="Experiment.")
+    run_id: str | None = setting(None, type=TEXT, variable="MLFLOW_RUN_ID", help="Run to continue.")
     tags: dict[str, str] | None = setting(  # noqa: RUF009 - makes a field
-        None, kind=JSON, variable="MLFLOW_TAGS", help="Tags of the run, as a JSON object."
+        None, type=JSON, variable="MLFLOW_TAGS", help="Tags of the run, as a JSON object."
     )
-    nested_run: bool | None = setting(None, kind=BOOLEAN, variable="MLFLOW_NESTED_RUN", help="Run inside the open one.")
+    nested_run: bool | None = setting(None, type=BOOLEAN, variable="MLFLOW_NESTED_RUN", help="Run inside the open one.")
 
 
 class MLflowTracker(LibraryTracker):

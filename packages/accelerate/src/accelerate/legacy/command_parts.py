@@ -148,7 +148,7 @@ def default_command_parser(parser: Any, parents: list[ArgumentParser]) -> Argume
     """Add the subcommand that writes the usual file."""
     added: ArgumentParser = parser.add_parser("default", parents=parents, help=default_description)
     added.add_argument(*spelled("--config_file"), default=default_path(os.environ), dest="save_location")
-    choices = settings_of(RunSettings)["mixed_precision"].kind.choices
+    choices = settings_of(RunSettings)["mixed_precision"].type.choices
     added.add_argument(*spelled("--mixed_precision"), choices=choices, default="no")
     added.set_defaults(func=default_config_command)
     return added

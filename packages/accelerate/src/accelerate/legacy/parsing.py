@@ -118,7 +118,7 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
             parser.add_argument(f"--no_{flag.removeprefix('--')}", action="store_false", help=SUPPRESS, **to)
             continue
         names = ("-t", flag) if flag == "--tee" else (flag,)
-        how: dict[str, Any] = {"action": "append"} if known.kind is REPEATED else {"type": _reader(known)}
+        how: dict[str, Any] = {"action": "append"} if known.type is REPEATED else {"type": _reader(known)}
         parser.add_argument(*names, help=_escaped(known.help), **to, **how)
     for names, meaning in (
         (("-q", "--quiet"), "Say nothing of what the launcher does."),
@@ -146,7 +146,7 @@ def own_arguments(args: Namespace) -> Namespace:
         name, default = name_of(flag), default_of(known)
         value = getattr(args, name, default)
         if value is not None and (name in given or (value or None) != (default or None)):
-            setattr(own, destination(flag), list(value) if known.kind is REPEATED else _text(value))
+            setattr(own, destination(flag), list(value) if known.type is REPEATED else _text(value))
     return own
 
 
@@ -155,12 +155,12 @@ def _reader(known: Setting) -> Callable[[str], Any]:
     default = default_of(known)
 
     def read(text: str) -> Any:
-        value = known.kind.parse(text)
+        value = known.type.parse(text)
         if default is not None and not isinstance(default, str):
             return type(default)(value)
         return value if default is None and type(value) in (int, float) else text
 
-    read.__name__ = known.kind.name
+    read.__name__ = known.type.name
     return read
 
 
