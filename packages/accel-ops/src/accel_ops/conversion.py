@@ -21,7 +21,6 @@ __all__ = (
 )
 
 _ATOMS: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
-_HALF: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 def send_to_device(
@@ -78,15 +77,17 @@ class CannotPickle(AccelError, pickle.PicklingError):
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Nested data with its float16 and bfloat16 tensors as float32; all other leaves stay as they are."""
+    """Nested data with its float16 and bfloat16 tensors as float32; all other leaves stay as they are.
+
+    Example:
+        >>> convert_to_fp32({"logits": torch.ones(2, dtype=torch.float16), "names": ["a"]})
+        {'logits': tensor([1., 1.]), 'names': ['a']}
+    """
     # Most outputs of models are one tensor, which needs no walk.
     if isinstance(tensor, torch.Tensor):
-        return tensor.float() if tensor.dtype in _HALF else tensor
-    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+        dtype = tensor.dtype
+        return tensor.float() if dtype is torch.float16 or dtype is torch.bfloat16 else tensor
+    return recursively_apply(convert_to_fp32, tensor)
 
 
 class ConvertOutputsToFp32:

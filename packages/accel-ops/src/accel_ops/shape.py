@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -101,7 +103,7 @@ def slice_tensors(
         process_index: not looked at; functions that split a batch in another way may need it.
         num_processes: likewise.
     """
-    return recursively_apply(_sliced, data, tensor_slice)
+    return recursively_apply(itemgetter(tensor_slice), data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
@@ -119,8 +121,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         {'a': tensor([0., 0., 1.])}
     """
     if not data:
-        raise SettingError("concatenate() was asked to join nothing.", "The list is empty.", "Give at least one item.")
-    return _concatenated(list(data), dim, "")
+        raise SettingError("Cannot concatenate nothing.", "The list is empty.", "Give at least one item.")
+    return _Concatenation(dim).join(tuple(data))
 
 
 def _is_nested(leaf: Any) -> bool:
@@ -167,44 +169,86 @@ def _check_value(value: float, leaves: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _concatenated(parts: list[Any], dim: int, path: str) -> Any:
-    first = parts[0]
-    if isinstance(first, (list, tuple)):
-        _check_alike(parts, (list, tuple), [len(part) for part in parts if isinstance(part, (list, tuple))], path)
-        columns = enumerate(zip(*parts, strict=True))
-        return honor_type(first, [_concatenated(list(column), dim, f"{path}[{index}]") for index, column in columns])
-    if isinstance(first, Mapping):
-        _check_alike(parts, Mapping, [set(part) for part in parts if isinstance(part, Mapping)], path)
-        return mapping_like(
-            first, {key: _concatenated([part[key] for part in parts], dim, f"{path}[{key!r}]") for key in first}
-        )
-    if len(parts) == 1 and not isinstance(first, torch.Tensor):
-        return first
-    for part in parts:
-        if not isinstance(part, torch.Tensor):
-            raise UnknownKind(
-                "concatenate() was given nested data that it cannot join.",
-                f"{f'The leaf {path}' if path else 'An item'} is of type {type(part).__name__}, which is no tensor.",
-                "Give tensors, or lists, tuples and mappings of tensors.",
-            )
-    return torch.cat(parts, dim=dim) if first.dim() else torch.stack(parts)
+class _Concatenation:
+    """One call of `concatenate`; knows the path to what it joins, for errors."""
 
+    __slots__ = ("_join_tensors", "_path")
 
-def _check_alike(parts: list[Any], kind: Any, contents: list[Any], path: str) -> None:
-    if any(not isinstance(part, kind) for part in parts) or any(content != contents[0] for content in contents):
-        raise ShapeMismatch(
-            "concatenate() was given data of different structures.",
-            f"{f'At {path}' if path else 'At the top'}, types, lengths or keys differ.",
-            "Give items that have the same keys and lengths everywhere.",
-        )
+    def __init__(self, dim: int) -> None:
+        self._join_tensors: Any = torch.cat if dim == 0 else partial(torch.cat, dim=dim)
+        self._path: list[Any] = []
+
+    def join(self, parts: tuple[Any, ...], *key: Any) -> Any:
+        """What `parts`, which are under `key` in their containers, become together."""
+        self._path += key
+        first = parts[0]
+        kind = type(first)
+        joined: Any
+        if isinstance(first, torch.Tensor):
+            self._check_tensors(parts)
+            joined = self._join_tensors(parts) if first.dim() else torch.stack(parts)
+        elif kind is list or kind is tuple or isinstance(first, (list, tuple)):
+            self._check_alike(parts, (list, tuple))
+            joined = self._columns(range(len(first)), list(zip(*parts, strict=True)))
+            if kind is not list:
+                joined = tuple(joined) if kind is tuple else honor_type(first, joined)
+        elif isinstance(first, Mapping):
+            self._check_alike(parts, Mapping)
+            columns = [tuple([part[name] for part in parts]) for name in first]
+            joined = dict(zip(first, self._columns(first, columns), strict=True))
+            if kind is not dict:
+                joined = mapping_like(first, joined)
+        else:
+            if len(parts) > 1:
+                self._check_tensors(parts)
+            joined = first
+        if key:
+            self._path.pop()
+        return joined
+
+    def _columns(self, keys: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The parts under each key, joined; most are tensors, for which no further call is made."""
+        usual, join_tensors = torch.Tensor, self._join_tensors
+        try:
+            return [
+                join_tensors(column) if type(column[0]) is usual and column[0].dim() else self.join(column, key)
+                for key, column in zip(keys, columns, strict=True)
+            ]
+        except TypeError:
+            for key, column in zip(keys, columns, strict=True):
+                if isinstance(column[0], torch.Tensor):
+                    self._check_tensors(column, key)
+            raise
+
+    def _check_tensors(self, column: tuple[Any, ...], *key: Any) -> None:
+        for part in column:
+            if not isinstance(part, torch.Tensor):
+                where = self._where(*key)
+                raise UnknownKind(
+                    "Cannot concatenate nested data with leaves that are not tensors.",
+                    f"{f'The leaf {where}' if where else 'An item'} is of type {type(part).__name__}.",
+                    "Give tensors, or lists, tuples and mappings of tensors.",
+                ) from None
+
+    def _check_alike(self, parts: tuple[Any, ...], kind: Any) -> None:
+        """Refuse containers of other kinds, lengths or keys than the first."""
+        first = parts[0]
+        for part in parts[1:]:
+            alike = isinstance(part, kind) and len(part) == len(first)
+            if not alike or (kind is Mapping and part.keys() != first.keys()):
+                where = self._where()
+                raise ShapeMismatch(
+                    "Cannot concatenate data of different structures.",
+                    f"{f'At {where}' if where else 'At the top'}, types, lengths or keys differ.",
+                    "Give items that have the same keys and lengths everywhere.",
+                )
+
+    def _where(self, *key: Any) -> str:
+        return "".join(f"[{name!r}]" for name in (*self._path, *key))
 
 
 def _as_it_is(leaf: torch.Tensor) -> torch.Tensor:
     return leaf
-
-
-def _sliced(leaf: torch.Tensor, tensor_slice: Any) -> torch.Tensor:
-    return leaf[tensor_slice]
 
 
 def _dimensions(leaf: torch.Tensor) -> int:

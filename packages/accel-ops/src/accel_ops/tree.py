@@ -307,11 +307,31 @@ def find_batch_size(data: Any) -> int:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor; None when there is none. What follows that tensor is not visited."""
+    """Device of the first tensor; None when there is none. What follows that tensor is not visited.
+
+    Example:
+        >>> find_device({"names": ["a"], "images": torch.zeros(2)})
+        device(type='cpu')
+    """
+    first, usual = data, torch.Tensor
+    while True:
+        kind = type(first)
+        if kind is usual:
+            return first.device  # type: ignore[no-any-return]
+        # In most data the first item of each container leads to a tensor.
+        if kind is dict and first:
+            first = next(iter(first.values()))
+        elif (kind is list or kind is tuple) and first:
+            first = first[0]
+        else:
+            return _device_in(data)
+
+
+def _device_in(data: Any) -> torch.device | None:
     if isinstance(data, torch.Tensor):
         return data.device
     for item in children(data):
-        device = find_device(item)
+        device = _device_in(item)
         if device is not None:
             return device
     return None
