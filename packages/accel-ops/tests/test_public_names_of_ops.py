@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
-import accel_ops
 from accel_ops import collectives, conversion, objects, reduction, rng, shape, tree
+from accel_state.testing.public_names import check_public_names
 
 
 def test_names_for_type_checkers_and_at_run_time_are_the_same() -> None:
-    module = ast.parse(Path(accel_ops.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in module.body if isinstance(node, ast.If)]
-    checked = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert checked == set(accel_ops.__all__)
-    for name in accel_ops.__all__:
-        assert getattr(accel_ops, name) is not None
-        assert name in dir(accel_ops)
+    check_public_names("accel_ops")
 
 
 def test_parameters_and_defaults_are_those_that_callers_know() -> None:
