@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from accel_data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
     from accel_data.loader import DataLoaderShard as DataLoaderShard
+    from accel_data.mixture import MixtureDataset as MixtureDataset
+    from accel_data.mixture import MixtureStream as MixtureStream
+    from accel_data.mixture import SourceCount as SourceCount
     from accel_data.padding import Padding as Padding
     from accel_data.padding import drop_padding as drop_padding
     from accel_data.plan import ShardPlan as ShardPlan
@@ -38,6 +41,8 @@ __all__ = (
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
+    "MixtureDataset",
+    "MixtureStream",
     "Padding",
     "Position",
     "PreparedLoader",
@@ -46,6 +51,7 @@ __all__ = (
     "ShardPlan",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "SourceCount",
     "audit",
     "drop_padding",
     "get_sampler",
@@ -64,6 +70,7 @@ __getattr__, __dir__ = lazy_names(
         "accel_data.dispatcher": ("DataLoaderDispatcher",),
         "accel_data.iterable": ("IterableDatasetShard",),
         "accel_data.loader": ("DataLoaderShard",),
+        "accel_data.mixture": ("MixtureDataset", "MixtureStream", "SourceCount"),
         "accel_data.padding": ("Padding", "drop_padding"),
         "accel_data.plan": ("ShardPlan",),
         "accel_data.prepare": ("get_sampler", "prepare_data_loader"),
