@@ -52,12 +52,12 @@ def test_several_processes_on_gpus_that_cannot_reach_each_other(
     smi(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090", 2, "535.104.05")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
     two = Topology(rank=0, world_size=2, local_world_size=2)
-    CUDA().settle(Topology())
+    CUDA().configure(Topology())
     with pytest.raises(NotOffered, match="NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"):
-        CUDA().settle(two)
+        CUDA().configure(two)
     for variable in torch_family.WITHOUT_P2P:
         monkeypatch.setenv(variable, "1")
-    CUDA().settle(two)
+    CUDA().configure(two)
 
 
 def test_a_machine_without_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_process_is_bound_to_the_node_of_its_device_not_of_its_local_rank(
     monkeypatch.setattr(start, "bind", lambda family, index, verbose: bound_to.append(family.numa_node(index)))
     monkeypatch.setattr(start, "wanted_family", lambda settings: TwoDevices())
     monkeypatch.setattr(
-        TwoDevices, "placed", lambda self, topology: topology._replace(local_rank=local_rank), raising=False
+        TwoDevices, "runtime_topology", lambda self, topology: topology._replace(local_rank=local_rank), raising=False
     )
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
     if given:

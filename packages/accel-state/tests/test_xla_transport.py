@@ -156,15 +156,15 @@ REPLICAS = {
 }
 
 
-def placed(topology: Topology, **runtime: Any) -> Topology:
+def topology_of_xla(topology: Topology, **runtime: Any) -> Topology:
     with stand_in([], **runtime):
-        return XLA().placed(topology)
+        return XLA().runtime_topology(topology)
 
 
 def test_replicas_have_the_place_that_the_runtime_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    place = placed(Topology(), **REPLICAS)
+    place = topology_of_xla(Topology(), **REPLICAS)
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (2, 4, 2, 4)
     assert (place.master_addr, place.master_port, place.scheme) == ("10.0.0.1", 12355, "torch_xla")
 
@@ -173,19 +173,19 @@ def test_processes_that_drive_whole_hosts_are_counted_themselves(monkeypatch: py
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "1234")
     hosts = REPLICAS | {"process_count": 2, "world_size": 1, "process_index": 1, "host_index": 1}
-    place = placed(Topology(), **hosts | {"addressable_runtime_device_count": 4})
+    place = topology_of_xla(Topology(), **hosts | {"addressable_runtime_device_count": 4})
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (1, 2, 0, 1)
     assert (place.node_rank, place.master_addr, place.master_port) == (1, "head", 1234)
 
 
 def test_replicas_in_threads_are_refused() -> None:
     with pytest.raises(NotOffered, match="threads of one process"):
-        placed(Topology(), **REPLICAS | {"addressable_runtime_device_count": 2})
+        topology_of_xla(Topology(), **REPLICAS | {"addressable_runtime_device_count": 2})
 
 
 def test_processes_of_another_launcher_are_refused() -> None:
     alone = REPLICAS | {"process_count": 1, "world_size": 1}
     with pytest.raises(NotOffered, match="connects those that it starts itself"):
-        placed(Topology(rank=1, world_size=2, scheme="torchrun"), **alone)
+        topology_of_xla(Topology(rank=1, world_size=2, scheme="torchrun"), **alone)
     launched = Topology(scheme="torchrun", master_addr="localhost", master_port=1)
-    assert placed(launched, **alone) == Topology(scheme="torchrun")
+    assert topology_of_xla(launched, **alone) == Topology(scheme="torchrun")

@@ -45,12 +45,12 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     group = InitProcessGroupKwargs(**{"backend": None, **options})
     family = wanted_family(settings)
     family.check_fork()
-    told = family.placed(read_topology())
+    told = family.runtime_topology(read_topology())
     if told.distributed:
         publish(told.variables())
     topology = told if told.distributed else topology_of_group(max(family.count(), 1)) or told
     device = _device(settings, family, topology)
-    family.settle(told)
+    family.configure(told)
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout

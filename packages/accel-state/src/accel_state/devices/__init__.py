@@ -1,1 +1,1 @@
-"""Device families: one object per kind of device, asked for everything that differs between kinds."""
+"""Device families: one object per device type answers every question whose answer depends on the device type."""

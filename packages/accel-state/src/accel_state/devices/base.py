@@ -1,8 +1,7 @@
-"""The interface of a device family: everything the rest of the project asks of a kind of device.
+"""The interface of a device family: every question whose answer depends on the type of the device.
 
-A package that brings a family subclasses `DeviceFamily` (or `TorchFamily`, where torch knows the device by a module of
-its own) and offers the class through the entry-point group `accel.devices`. No code outside the family's file compares
-its name.
+A package that provides a family subclasses `DeviceFamily` (or `TorchFamily`, where torch has a module for the device)
+and registers the class in the entry-point group `accel.devices`. No other code compares names of families.
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ __all__ = ("DeviceFamily",)
 
 
 class DeviceFamily(ABC):
-    """One kind of device.
+    """One type of device.
 
-    The defaults answer for a family that torch knows by `torch.get_device_module(name)`.
+    The defaults use the torch module of the family, `torch.get_device_module(name)`.
     """
 
     name: str
     """Type of its torch devices, such as "cuda"."""
 
     label: DistributedType
-    """What users read as `distributed_type` when several processes work on it without another strategy."""
+    """The `distributed_type` of several processes on these devices, unless a strategy has a label of its own."""
 
     backend: str
-    """Name of the torch.distributed backend that moves its tensors."""
+    """Name of the torch.distributed backend for its tensors."""
 
     timeout: timedelta = timedelta(minutes=30)
-    """How long a collective may take when nothing else was asked for."""
+    """Default timeout of a collective."""
 
     priority: int = 0
-    """Of the families that are present, the one with the highest priority is taken."""
+    """A run uses the present family with the highest priority."""
 
     rng_key: str | None = None
-    """Key of its generators in a checkpoint's random states; None when the CPU generator is all there is."""
+    """Key of its generators in the random states of a checkpoint; None when it draws from the CPU generator."""
 
     rng_name: str | None = None
-    """Name by which `rng_types` asks for its generators, such as "cuda"."""
+    """Name of its generators in `rng_types`, such as "cuda"."""
 
     pins_memory: bool = False
-    """Whether copies from pinned host memory are quicker."""
+    """Whether copies from pinned host memory are faster."""
 
     ring_attention: bool = False
-    """Whether torch's context parallelism knows the attention kernels of this family."""
+    """Whether torch's context parallelism supports the attention kernels of this family."""
 
     visible_variable: str | None = None
-    """Variable that limits which of its devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
+    """Environment variable that limits the devices a process sees, such as "CUDA_VISIBLE_DEVICES"."""
 
     transport: str = "accel_state.transport.torch_dist:TorchDistTransport"
-    """"module:class" of the collectives between several processes; imported where there are several."""
+    """The class of its transport between several processes, as "module:class"; imported when there are several."""
 
     @abstractmethod
     def present(self) -> bool:
-        """Whether a device of this family can be used now; must not open the device, so that a fork stays possible."""
+        """Whether this machine has a device of this family; must not initialise it, so that a fork stays possible."""
 
     @property
     def module(self) -> Any:
@@ -69,11 +68,11 @@ class DeviceFamily(ABC):
         return torch.get_device_module(self.name)
 
     def count(self) -> int:
-        """Number of devices of this family that this process can see."""
+        """Number of devices of this family that this process sees."""
         return int(self.module.device_count())
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of the process with this local rank, made the current one."""
+        """The device of the process with this local rank; makes it the current device."""
         chosen = torch.device(self.name, local_rank % max(self.count(), 1))
         self.module.set_device(chosen)
         return chosen
@@ -82,39 +81,44 @@ class DeviceFamily(ABC):
         """Name of the torch.distributed backend for several processes.
 
         Raises:
-            NotOffered: none moves the tensors of this family.
+            NotOffered: torch.distributed has no backend for the tensors of this family.
         """
         if self.backend:
             return self.backend
         raise NotOffered(
-            f"Several processes on the device family {self.name!r} were asked for.",
-            "No torch.distributed backend is known that moves its tensors.",
+            f"Cannot run several processes on {self.name} devices.",
+            "torch.distributed has no known backend for their tensors.",
             "Start one process, work on the CPU with --cpu, or name a backend in InitProcessGroupKwargs.",
         )
 
-    def placed(self, topology: Topology) -> Topology:
-        """The place of this process, given the one that its launcher told; called once, before the device is taken.
+    def runtime_topology(self, topology: Topology) -> Topology:
+        """The topology of this process, for a device runtime that assigns ranks itself.
+
+        Called once, before `device`.
+
+        Args:
+            topology: what the launcher set in the environment.
 
         Raises:
-            NotOffered: the runtime of the devices cannot work in that place.
+            NotOffered: the runtime cannot work in this topology.
         """
         return topology
 
-    def settle(self, topology: Topology) -> None:  # noqa: B027 - most families have nothing to adapt
-        """Adapt the process to its place on the node; called once, when its state is made."""
+    def configure(self, topology: Topology) -> None:  # noqa: B027 - most families have nothing to configure
+        """Configure the process, such as its number of threads; called once, after `device`."""
 
     def check_fork(self) -> None:
-        """Refuse a process that was forked after its parent had opened the device.
+        """Raise in a process that was forked after its parent had initialised the device.
 
         Raises:
-            NotReady: the device cannot be used in this process.
+            NotReady: this process cannot use the device.
         """
         forked_badly = getattr(self.module, "_is_in_bad_fork", None)
         if forked_badly is not None and forked_badly():
             raise NotReady(
-                f"Work on the device family {self.name!r} was asked for in a forked process.",
-                "The process it was forked from had used the device already, and its driver does not survive a fork.",
-                "Restart the notebook or script, and touch the device only in the function that is launched.",
+                f"Cannot use {self.name} devices in a forked process.",
+                "The parent process had initialised the device, and its driver does not survive a fork.",
+                "Restart the notebook or script, and use the device only in the function that is launched.",
             )
 
     def seed(self, seed: int) -> None:
@@ -122,7 +126,7 @@ class DeviceFamily(ABC):
         self.module.manual_seed_all(seed)
 
     def rng_state(self) -> Any:
-        """State of the generators of all devices, as it goes into a checkpoint."""
+        """State of the generators of all devices, for a checkpoint."""
         return [self.module.get_rng_state(index) for index in range(self.count())]
 
     def set_rng_state(self, state: Any) -> None:
@@ -131,7 +135,7 @@ class DeviceFamily(ABC):
             self.module.set_rng_state(one, index)
 
     def current_rng_state(self) -> torch.Tensor:
-        """State of the generator of the current device, for synchronising it between processes."""
+        """State of the generator of the current device, to synchronise it between processes."""
         state: torch.Tensor = self.module.get_rng_state()
         return state
 
@@ -140,55 +144,55 @@ class DeviceFamily(ABC):
         self.module.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Wait until the current device has finished what it was given."""
+        """Wait until the current device has finished all queued work."""
         self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Give memory that is held but unused back to the device."""
+        """Free the memory that the allocator caches."""
         self.module.empty_cache()
 
     def free_memory(self, index: int | None = None) -> int:
-        """Bytes that can be had on a device, by default the current one."""
+        """Free bytes of a device, by default the current one."""
         return int(self._memory("mem_get_info", index)[0])
 
     def total_memory(self, index: int | None = None) -> int:
-        """Bytes that a device has, by default the current one."""
+        """Bytes of memory of a device, by default the current one."""
         return int(self._memory("mem_get_info", index)[1])
 
     def used_memory(self, index: int | None = None) -> int:
-        """Bytes that tensors of this process hold on a device, by default the current one."""
+        """Bytes that the tensors of this process occupy on a device, by default the current one."""
         return int(self._memory("memory_allocated", index))
 
     def peak_memory(self, index: int | None = None) -> int:
-        """The most that `used_memory` was since the start or since `reset_peak_memory`."""
+        """The maximum of `used_memory` since the start or since `reset_peak_memory`."""
         return int(self._memory("max_memory_allocated", index))
 
     def reset_peak_memory(self, index: int | None = None) -> None:
-        """Let `peak_memory` count from now."""
+        """Start the maximum of `peak_memory` again."""
         self._memory("reset_peak_memory_stats", index)
 
-    def _memory(self, question: str, index: int | None) -> Any:
-        """Ask the torch module of the family.
+    def _memory(self, name: str, index: int | None) -> Any:
+        """Call a function of the torch module of the family.
 
         Raises:
-            NotOffered: the module has no such question.
+            NotOffered: the module has no such function.
         """
-        asked = getattr(self.module, question, None)
-        if asked is None:
+        function = getattr(self.module, name, None)
+        if function is None:
             raise NotOffered(
-                f"The memory of a device of the family {self.name!r} was asked for.",
-                f"Its torch module offers no {question}().",
-                "Ask the vendor's own tool.",
+                f"Cannot read the memory of a device of the family {self.name!r}.",
+                f"Its torch module has no {name}().",
+                "Use the vendor's own tool.",
             )
-        return asked() if index is None else asked(torch.device(self.name, index))
+        return function() if index is None else function(torch.device(self.name, index))
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device ran out of memory, so that a smaller batch may fit."""
-        spoken = isinstance(error, RuntimeError) and " out of memory" in str(error).lower()
-        return isinstance(error, torch.OutOfMemoryError) or spoken
+        """Whether an error means that the device ran out of memory, so that a smaller batch may fit."""
+        message = str(error).lower() if isinstance(error, RuntimeError) else ""
+        return isinstance(error, torch.OutOfMemoryError) or " out of memory" in message
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether forward passes can autocast to `dtype` on this family."""
+        """Whether forward passes on this family can autocast to `dtype`."""
         return dtype in (torch.float16, torch.bfloat16)
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
@@ -196,5 +200,5 @@ class DeviceFamily(ABC):
         return torch.amp.GradScaler(self.name, **options)
 
     def numa_node(self, index: int) -> int | None:
-        """The group of processors that is nearest to a device, or None when that is not known."""
+        """The NUMA node of a device, or None when it is not known."""
         return None

@@ -1,4 +1,4 @@
-"""The CPU as a device family; always present and of the lowest priority."""
+"""The CPU as a device family: always present, with the lowest priority."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PSUTIL: Final = Requirement("psutil", extra="accel-state[memory]")
 
 
 class CPU(DeviceFamily):
-    """The host's processors; all processes of a node share them."""
+    """The processors of the host; all processes of a node share them."""
 
     name = SPECS["cpu"].name
     label = SPECS["cpu"].label
@@ -37,22 +37,22 @@ class CPU(DeviceFamily):
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 
-    def settle(self, topology: Topology) -> None:
-        """Compute with this process's part of the node's cores, unless OMP_NUM_THREADS says with how many."""
+    def configure(self, topology: Topology) -> None:
+        """Use an equal share of the cores of the node as threads, unless OMP_NUM_THREADS is set."""
         if topology.local_world_size > 1 and read(_THREADS) is None:
             torch.set_num_threads(max(1, physical_cores() // topology.local_world_size))
 
     def check_fork(self) -> None:
-        """Nothing of the host's is lost in a fork."""
+        """The CPU survives a fork."""
 
     def seed(self, seed: int) -> None:
-        """Nothing is left to do: `torch.manual_seed` seeds the CPU's generator."""
+        """Does nothing: `torch.manual_seed` seeds the generator of the CPU."""
 
     def rng_state(self) -> Any:
         return None
 
     def set_rng_state(self, state: Any) -> None:
-        """Nothing is left to do: the CPU's generator is torch's own."""
+        """Does nothing: the generator of the CPU is torch's own."""
 
     def current_rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -61,51 +61,51 @@ class CPU(DeviceFamily):
         torch.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Work on the host is finished when its call returns."""
+        """Work on the host has finished when its call returns."""
 
     def empty_cache(self) -> None:
-        """The host's allocator keeps no cache to give back."""
+        """The allocator of the host has no cache."""
 
     def free_memory(self, index: int | None = None) -> int:
-        """Bytes that can be had without swapping."""
+        """Bytes available without swapping."""
         return int(_virtual_memory().available)
 
     def total_memory(self, index: int | None = None) -> int:
         return int(_virtual_memory().total)
 
     def used_memory(self, index: int | None = None) -> int:
-        """Bytes of memory that this process holds, its libraries included."""
-        _PSUTIL.demand("The memory that this process holds was asked for.")
+        """Resident memory of this process in bytes, including its libraries."""
+        _PSUTIL.demand("Cannot read the memory of this process.")
         import psutil
 
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory(self, index: int | None = None) -> int:
-        """The most that `used_memory` was since the process started.
+        """The maximum of `used_memory` since the process started.
 
         Raises:
-            NotOffered: the operating system does not count it.
+            NotOffered: the operating system does not record it.
         """
         try:
             import resource
         except ImportError:
             return super().peak_memory(index)
-        # Linux counts in KiB, macOS in bytes.
+        # The unit is KiB on Linux and bytes on macOS.
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def out_of_memory(self, error: BaseException) -> bool:
-        spoken = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-        return isinstance(error, MemoryError) or spoken or super().out_of_memory(error)
+        allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        return isinstance(error, MemoryError) or allocator or super().out_of_memory(error)
 
     def numa_node(self, index: int) -> int | None:
-        """The node that process `index` of this machine shall use, so that the processes spread over all of them."""
+        """The NUMA node for process `index` of this machine; the processes are spread over all nodes."""
         nodes = sorted(numa_nodes())
         return nodes[index % len(nodes)] if nodes else None
 
 
 def _virtual_memory() -> Any:
-    _PSUTIL.demand("The memory of the host was asked for.")
+    _PSUTIL.demand("Cannot read the memory of the host.")
     import psutil
 
     return psutil.virtual_memory()

@@ -1,8 +1,8 @@
-"""Which device families there are, and which one a process works on.
+"""The registry of device families, and which of them a process uses.
 
-Families of other packages enter through the entry-point group `accel.devices`, as the built-in ones do, and take the
-place of a built-in one of the same name. A family that cannot be loaded never breaks an import; it is kept with its
-error, and told when another device would be taken because of it.
+Families of other packages are registered in the entry-point group `accel.devices`, like the built-in ones, and replace
+a built-in family of the same name. A family that cannot be loaded never breaks an import. The registry keeps it with
+its error, and warns when a run may use another device because of it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _BUILT_IN: Final[tuple[Callable[[], DeviceFamily], ...]] = (
     HPU,
     NEURON,
 )
-"""Also there where the package runs without its metadata, as from a source tree."""
+"""Listed here as well, for a source tree without package metadata."""
 
 _GROUP: Final = "accel.devices"
 _OURS: Final = "accel_state."
 
 
 class FailedFamily(NamedTuple):
-    """A family whose entry point could not be loaded, with the reason."""
+    """A family whose entry point could not be loaded, and the error."""
 
     name: str
     origin: str
@@ -63,7 +63,7 @@ class FailedFamily(NamedTuple):
 def _load() -> tuple[dict[str, DeviceFamily], tuple[FailedFamily, ...]]:
     found = {family.name: family for family in (make() for make in _BUILT_IN)}
     failed = []
-    for offers in _strangers():
+    for offers in _of_other_packages():
         name, origin = offers[0].name, " and ".join(offer.origin for offer in offers)
         try:
             found[name] = _only(offers).load()()
@@ -72,8 +72,8 @@ def _load() -> tuple[dict[str, DeviceFamily], tuple[FailedFamily, ...]]:
     return found, tuple(failed)
 
 
-def _strangers() -> Iterator[Sequence[Extension]]:
-    """Entry points that are not ours, those of one name together."""
+def _of_other_packages() -> Iterator[Sequence[Extension]]:
+    """Entry points of other packages, grouped by name."""
     by_name: dict[str, list[Extension]] = {}
     for extension in extensions(_GROUP):
         if not extension.target.startswith(_OURS):
@@ -85,20 +85,20 @@ def _only(offers: Sequence[Extension]) -> Extension:
     if len(offers) == 1:
         return offers[0]
     raise PluginError(
-        f"The device family {offers[0].name!r} was looked for.",
-        f"Several packages offer it: {', '.join(offer.origin for offer in offers)}.",
+        f"Cannot load the device family {offers[0].name!r}.",
+        f"Several packages provide it: {', '.join(offer.origin for offer in offers)}.",
         "Uninstall all but one of them.",
     )
 
 
 def _registered() -> str | None:
-    """Type of the accelerator that torch was built for or that registered itself with torch."""
+    """Device type of the accelerator that torch was built for, or that registered itself with torch."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 
 
 def families() -> tuple[DeviceFamily, ...]:
-    """All families that could be loaded, the one with the highest priority first."""
+    """All loaded families, highest priority first."""
     found = dict(_load()[0])
     registered = _registered()
     if registered is not None and registered not in found:
@@ -112,23 +112,23 @@ def failed_families() -> tuple[FailedFamily, ...]:
 
 
 def register_family(family: DeviceFamily) -> None:
-    """Add a family at run time, in place of one of the same name."""
+    """Add a family at run time; it replaces a family of the same name."""
     _load()[0][family.name] = family
 
 
 def family_of(device: torch.device | str) -> DeviceFamily:
-    """The family of a torch device or of a device's text form.
+    """The family of a torch device, or of a string such as "cuda:0".
 
     Raises:
-        PluginError: the family is known but could not be loaded.
-        NotOffered: no family of that name is known.
+        PluginError: the family could not be loaded.
+        NotOffered: there is no family of this name.
     """
     name = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     found, failed = _load()
     for failure in failed:
         if failure.name == name:
             raise PluginError(
-                f"Work on the device {device} was asked for.",
+                f"Cannot use the device {device}.",
                 f"The device family {name!r} of {failure.origin} could not be loaded: {failure.error!r}.",
                 "Repair or remove that package.",
             ) from failure.error
@@ -137,29 +137,29 @@ def family_of(device: torch.device | str) -> DeviceFamily:
     if name == _registered():
         return unlisted_family(name)
     raise NotOffered(
-        f"Work on the device {device} was asked for.",
-        f"Known device families: {', '.join(sorted(found))}.",
-        "Install a package that offers it through the entry-point group 'accel.devices'.",
+        f"Cannot use the device {device}.",
+        f"There is no device family {name!r}, only {', '.join(sorted(found))}.",
+        "Install a package that provides it through the entry-point group 'accel.devices'.",
     )
 
 
 def best_family() -> DeviceFamily:
-    """The present family with the highest priority."""
+    """The present family with the highest priority; warns about families that could not be loaded."""
     for failure in failed_families():
         warnings.warn(
-            f"The device family {failure.name!r} of {failure.origin} could not be loaded ({failure.error!r}), so its "
-            "devices are not considered.",
+            f"The device family {failure.name!r} of {failure.origin} could not be loaded ({failure.error!r}), so this "
+            "run ignores its devices.",
             stacklevel=2,
         )
     return next(family for family in families() if family.present())
 
 
 def wanted_family(settings: ProcessSettings) -> DeviceFamily:
-    """The family that the settings of the process ask for, else the best one.
+    """The family that the settings of the process name, else the best one.
 
     Raises:
-        PluginError: the family is known but could not be loaded.
-        NotOffered: no such family is known.
+        PluginError: the family could not be loaded.
+        NotOffered: there is no such family.
     """
     if settings.cpu:
         return family_of("cpu")

@@ -1,7 +1,7 @@
-"""Facts about the device families that torch knows by a name: one row each. Never imports torch.
+"""What differs between the device families of torch, as data: one `DeviceSpec` each. Never imports torch.
 
-The launcher reads which variable hides devices and what the processes of a family need in their environment; the family
-objects in this folder read the rest.
+The launcher reads which variable hides devices and which variables the processes of a family need; the families in this
+folder read the rest.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class DeviceSpec(NamedTuple):
-    """What is known about one family.
+    """The description of one device family; see `DeviceFamily` for fields without an explanation.
 
     Args:
-        name: type of its torch devices, and the name by which `rng_types` asks for its generators.
-        label: what users read as `distributed_type`.
-        backend: name of the torch.distributed backend that moves its tensors, or empty when none does.
-        rng_key: key of its generators in a checkpoint's random states; None for that of the CPU itself.
-        visible_variable: variable that limits which of its devices a process sees.
-        vendor: module that has to be imported before torch knows the family.
-        collectives: module that has to be imported before torch.distributed knows the backend.
-        priority: the present family with the highest one is taken.
-        timeout: how long a collective may take when nothing else was asked for.
-        pins_memory: whether copies from pinned host memory are quicker.
-        launching: variables that the processes need when they start; they mean nothing on other devices.
-        sharing: variables that several processes need when they start and share its device.
-        probing: variables that keep the question whether a device is there from opening it.
+        name: type of its torch devices, and name of its generators in `rng_types`.
+        label: the `distributed_type` of several processes on these devices.
+        backend: name of the torch.distributed backend for its tensors; empty when there is none.
+        rng_key: key of its generators in the random states of a checkpoint; None for those of the CPU.
+        visible_variable: environment variable that limits the devices a process sees.
+        vendor: module that registers the family with torch when it is imported.
+        collectives: module that registers the backend with torch.distributed when it is imported.
+        priority: a run uses the present family with the highest priority.
+        timeout: default timeout of a collective.
+        pins_memory: whether copies from pinned host memory are faster.
+        launching: variables that its processes need at start; they have no effect on other devices.
+        sharing: variables that processes which share its device need at start.
+        probing: variables that let `present` ask for devices without initialising them.
     """
 
     name: str
@@ -121,10 +121,10 @@ _ALL: Final = (
     DeviceSpec("xla", DistributedType.XLA, "xla", "xm_seed", vendor="torch_xla", priority=110, pins_memory=False),
 )
 
-SPECS: Final[Mapping[str, DeviceSpec]] = {row.name: row for row in _ALL}
-"""Facts by the type of the torch device."""
+SPECS: Final[Mapping[str, DeviceSpec]] = {spec.name: spec for spec in _ALL}
+"""The specs by device type."""
 
 
 def unlisted_spec(name: str) -> DeviceSpec:
-    """The row of a device that registered itself with torch and that nobody wrote a row for."""
+    """The spec of a device type that registered itself with torch and is not in `SPECS`."""
     return DeviceSpec(name, DistributedType.MULTI_GPU, "", f"torch_{name}_manual_seed", priority=70, pins_memory=False)

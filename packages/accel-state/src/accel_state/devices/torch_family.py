@@ -211,7 +211,7 @@ class CUDA(TorchFamily):
         """Whether the GPUs are AMD's."""
         return torch.version.hip is not None
 
-    def settle(self, topology: Topology) -> None:
+    def configure(self, topology: Topology) -> None:
         """Refuse GPUs on which NCCL would wait for ever.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Devices that torch_xla drives: TPUs, and whatever else its runtime is told to use by PJRT_DEVICE.
+"""Devices of torch_xla: TPUs, and other devices that PJRT_DEVICE selects.
 
-The runtime decides at the first use of a device whether one process drives one device or, by SPMD, all that it has.
-Nothing here uses a device before it must, so that a backend can still decide.
+At the first use of a device the runtime decides whether a process drives one device or, with SPMD, all of its devices.
+This module uses no device before it must, so that a backend can still decide.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ("XLA",)
 _WANTED: Final = Setting("use_torch_xla", BOOLEAN, True, variable="USE_TORCH_XLA")
 _RUNTIME: Final = Setting("pjrt_device", TEXT, None, variable="PJRT_DEVICE")
 _PORT: Final = 12355
-"""Where processes meet when nobody said so; that of torch_xla."""
+"""The port of the store when MASTER_PORT is not set; the default of torch_xla."""
 
 
 class XLA(TorchFamily):
-    """The devices of torch_xla's runtime."""
+    """The devices of the runtime of torch_xla."""
 
     transport = "accel_state.transport.xla:XLATransport"
 
@@ -38,27 +38,27 @@ class XLA(TorchFamily):
         super().__init__(SPECS["xla"])
 
     def present(self) -> bool:
-        """Whether torch_xla is there, not switched off by USE_TORCH_XLA, and has more to offer than the CPU.
+        """Whether torch_xla is installed, USE_TORCH_XLA does not disable it, and it has other devices than the CPU.
 
-        The CPU counts where PJRT_DEVICE asks for it.
+        The CPU counts where PJRT_DEVICE selects it.
         """
         wanted = read(_WANTED)
         if (wanted is not None and not wanted.value) or not importable("torch_xla"):
             return False
         return _runtime_device() is not None
 
-    def kind(self) -> str | None:
-        """The kind of device that the runtime uses, such as "TPU"."""
+    def device_type(self) -> str | None:
+        """The device type that the runtime uses, such as "TPU"."""
         return _runtime_device()
 
     def distributed_backend(self) -> str:
-        """gloo, over which the processes agree; what lies on devices travels by the runtime."""
-        if self.kind() == "CPU":
+        """gloo, for objects and agreements; the runtime itself moves tensors between devices."""
+        if self.device_type() == "CPU":
             raise _not_connected()
         return "gloo"
 
-    def placed(self, topology: Topology) -> Topology:
-        """The place that the runtime gave this process; it deals them out itself.
+    def runtime_topology(self, topology: Topology) -> Topology:
+        """The topology that the runtime assigned to this process.
 
         Raises:
             NotOffered: another launcher started several processes, or one process runs several replicas in threads.
@@ -68,15 +68,15 @@ class XLA(TorchFamily):
         processes, replicas = runtime.process_count(), runtime.world_size()
         if replicas > 1 and runtime.addressable_runtime_device_count() > 1:
             raise NotOffered(
-                f"{replicas} replicas on XLA devices were asked for.",
-                "The runtime runs several of them in threads of one process, which share the state of that process.",
+                f"Cannot run {replicas} replicas on XLA devices.",
+                "The runtime runs several of them as threads of one process, and they would share its state.",
                 "Start one process that drives all its devices: Accelerator(kwargs_handlers=[XLAPlugin(fsdp=True)]).",
             )
         if max(processes, replicas) == 1:
             if topology.world_size > 1:
                 raise _not_connected()
             return topology._replace(master_addr=None, master_port=None)
-        return _place(runtime, processes, replicas)
+        return _topology(runtime, processes, replicas)
 
     @property
     def module(self) -> Any:
@@ -90,24 +90,24 @@ class XLA(TorchFamily):
         return int(runtime.addressable_device_count())
 
     def device(self, local_rank: int) -> torch.device:
-        """The device that the runtime gave this process, which it counts as its first one."""
+        """The device that the runtime assigned to this process; it has index 0 there."""
         return torch.device(self.name, 0)
 
     def opened(self) -> bool:
-        """Whether a device was used already, so that the runtime cannot be told any more how to use them."""
+        """Whether a device was used already, after which the runtime cannot change to SPMD."""
         import torch_xla
 
         return bool(torch_xla._XLAC._xla_get_spmd_config_is_locked())
 
     def use_all_devices(self) -> None:
-        """Let this process drive all devices that it has as one (SPMD)."""
+        """Let this process drive all of its devices as one (SPMD)."""
         import torch_xla.runtime as runtime
 
         if not runtime.is_spmd():
             runtime.use_spmd()
 
     def _open(self) -> Any:
-        """torch_xla's module, for what uses a device."""
+        """The module of torch_xla, for calls that use a device."""
         if not self.opened() and from_environment(XLASettings).fsdp:
             self.use_all_devices()
         return self.module
@@ -116,7 +116,7 @@ class XLA(TorchFamily):
         self._open().set_rng_state(seed)
 
     def rng_state(self) -> Any:
-        """The state of the device's generator, or None where nothing was drawn because it was not used yet."""
+        """The state of the generator of the device, or None before the first use of the device."""
         return self.module.get_rng_state() if self.opened() else None
 
     def set_rng_state(self, state: Any) -> None:
@@ -134,42 +134,42 @@ class XLA(TorchFamily):
             self.module.wait_device_ops()
 
     def empty_cache(self) -> None:
-        """The runtime keeps no cache that could be given back."""
+        """The runtime has no cache to free."""
 
     def free_memory(self, index: int | None = None) -> int:
-        facts = self._facts(index)
-        return int(facts["bytes_limit"] - facts["bytes_used"])
+        info = self._memory_info(index)
+        return int(info["bytes_limit"] - info["bytes_used"])
 
     def total_memory(self, index: int | None = None) -> int:
-        return int(self._facts(index)["bytes_limit"])
+        return int(self._memory_info(index)["bytes_limit"])
 
     def used_memory(self, index: int | None = None) -> int:
-        return int(self._facts(index)["bytes_used"])
+        return int(self._memory_info(index)["bytes_used"])
 
-    def _facts(self, index: int | None) -> Any:
+    def _memory_info(self, index: int | None) -> Any:
         device = self.device(0) if index is None else torch.device(self.name, index)
         try:
             return self._open().get_memory_info(str(device))
         except RuntimeError as error:
             raise NotOffered(
-                f"The memory of {device} was asked for.",
-                f"Its runtime does not count it: {str(error).splitlines()[0]}",
-                "Ask the vendor's own tool.",
+                f"Cannot read the memory of {device}.",
+                f"Its runtime does not report it: {str(error).splitlines()[0]}",
+                "Use the vendor's own tool.",
             ) from error
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype is torch.bfloat16
 
     def check_fork(self) -> None:
-        """torch_xla says itself when its runtime was opened before a fork."""
+        """torch_xla itself raises when its runtime was used before a fork."""
 
 
 @functools.cache
 def _runtime_device() -> str | None:
-    """The kind of device that the runtime finds, such as "TPU"; None when that is the CPU and nobody asked for it."""
-    asked = read(_RUNTIME)
-    if asked is not None:
-        return str(asked.value)
+    """The device type that the runtime finds, such as "TPU"; None for a CPU that PJRT_DEVICE does not select."""
+    selected = read(_RUNTIME)
+    if selected is not None:
+        return str(selected.value)
     import torch_xla.runtime as runtime
 
     found: str | None = runtime.device_type()
@@ -180,14 +180,14 @@ def _runtime_device() -> str | None:
     return None
 
 
-def _place(runtime: Any, processes: int, replicas: int) -> Topology:
-    """The place of one of several processes; those that drive several devices each are counted, else the replicas."""
-    alike = replicas == 1
+def _topology(runtime: Any, processes: int, replicas: int) -> Topology:
+    """The topology of one of several processes: its process index with SPMD, else its replica."""
+    by_process = replicas == 1
     return Topology(
-        rank=runtime.process_index() if alike else runtime.global_ordinal(),
-        world_size=processes if alike else replicas,
-        local_rank=0 if alike else runtime.local_ordinal(),
-        local_world_size=1 if alike else runtime.local_process_count(),
+        rank=runtime.process_index() if by_process else runtime.global_ordinal(),
+        world_size=processes if by_process else replicas,
+        local_rank=0 if by_process else runtime.local_ordinal(),
+        local_world_size=1 if by_process else runtime.local_process_count(),
         node_rank=runtime.host_index(),
         master_addr=os.environ.get("MASTER_ADDR") or runtime.get_master_ip(),
         master_port=int(os.environ.get("MASTER_PORT") or _PORT),
@@ -197,8 +197,8 @@ def _place(runtime: Any, processes: int, replicas: int) -> Topology:
 
 def _not_connected() -> NotOffered:
     return NotOffered(
-        "Several processes on XLA devices were asked for.",
-        "The runtime of torch_xla connects those that it starts itself, on TPUs, and none that it runs on CPUs.",
+        "Cannot run several processes on XLA devices.",
+        "The runtime of torch_xla connects only processes that it starts itself on TPUs, and none on CPUs.",
         "Start one process (XLAPlugin(fsdp=True) lets it drive several devices), use `accel launch --tpu` on a TPU, or "
         "work on the CPU without torch_xla with --cpu.",
     )

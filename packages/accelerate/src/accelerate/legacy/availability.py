@@ -276,8 +276,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         )
     if not _device("xla"):
         return False
-    kind = _family("xla").kind()
-    return bool((not check_is_tpu or kind == "TPU") and (not check_is_gpu or kind in ("CUDA", "ROCM", "GPU")))
+    device_type = _family("xla").device_type()
+    return bool(
+        (not check_is_tpu or device_type == "TPU") and (not check_is_gpu or device_type in ("CUDA", "ROCM", "GPU"))
+    )
 
 
 def _supports(dtype: str) -> bool:
