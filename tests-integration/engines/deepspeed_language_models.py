@@ -100,12 +100,12 @@ def divided_sequences(stage: int = 1, size: int = 2, fixed: bool = False) -> dic
     AcceleratorState._reset_state()
     length: dict[str, Any] = {"sp_seq_length": TOKENS, "sp_seq_length_is_variable": False} if fixed else {}
     world = int(os.environ["WORLD_SIZE"])
-    arranged = ParallelismConfig(
+    parallelism_config = ParallelismConfig(
         sp_size=size, dp_shard_size=world // size, sp_handler=DeepSpeedSequenceParallelConfig(**length)
     )
     # Building it in parts draws other numbers.
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1e6, zero3_init_flag=False)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=arranged)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=parallelism_config)
     model = language_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, sentences())
@@ -155,9 +155,9 @@ def undivided_sequences() -> list[float]:
 def refused_sequences() -> list[str]:
     """What is said where sequences cannot be divided."""
     AcceleratorState._reset_state()
-    arranged = ParallelismConfig(sp_size=2)
+    parallelism_config = ParallelismConfig(sp_size=2)
     plugin = DeepSpeedPlugin(zero_stage=1, train_micro_batch_size_per_gpu=2)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=arranged)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=parallelism_config)
 
     def prepared(model: Any) -> Any:
         return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

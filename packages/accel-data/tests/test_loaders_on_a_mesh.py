@@ -1,4 +1,4 @@
-"""Loaders of processes that are arranged on a mesh: those that differ in no data axis get the same samples."""
+"""Loaders on a mesh: processes with equal coordinates on the data axes get the same samples."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 HEADS, LENGTH, WIDTH = 4, 8, 6
 
 
-def surroundings(axis: str) -> Context:
+def context_of(axis: str) -> Context:
     PartialState(cpu=True)
     process = current.process()
-    arranged = ParallelismConfig(**{f"{axis}_size": 2}, **({"sp_backend": "torch"} if axis == "sp" else {}))
-    return Context(process, GradientState(), choose("no", process.family), arranged.get_device_mesh("cpu"))
+    parallelism_config = ParallelismConfig(**{f"{axis}_size": 2}, **({"sp_backend": "torch"} if axis == "sp" else {}))
+    return Context(process, GradientState(), choose("no", process.family), parallelism_config.get_device_mesh("cpu"))
 
 
 def tensors(key_heads: int) -> list[Tensor]:
@@ -51,7 +51,7 @@ def mask_of(kind: str) -> dict[str, Any]:
 
 def attend(axis: str, kind: str, key_heads: int) -> dict[str, float]:
     """Largest difference of outputs and gradients from those of the whole sequence."""
-    context = surroundings(axis)
+    context = context_of(axis)
     whole, divided, options = tensors(key_heads), tensors(key_heads), mask_of(kind)
     options["enable_gqa"] = key_heads != HEADS
     expected = functional.scaled_dot_product_attention(*whole, **options)
@@ -82,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(
 
 
 def collectives(axis: str) -> list[str]:
-    context, given = surroundings(axis), tensors(HEADS)
+    context, given = context_of(axis), tensors(HEADS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, divide(context):
         functional.scaled_dot_product_attention(*given).sum().backward()
     names = [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
@@ -95,7 +95,7 @@ def test_each_attention_takes_few_collectives(two: Group) -> None:
 
 
 def cut(no_restore: bool) -> dict[str, Any]:
-    context = surroundings("cp")
+    context = context_of("cp")
     first, second = torch.arange(8).view(1, 8), torch.arange(16).view(4, 4)[:, 1:3]
     try:
         with divide(context, [first, second], [1, 0], [first] if no_restore else None):
@@ -116,7 +116,7 @@ def test_buffers_are_cut_inside_of_the_block_and_whole_afterwards(two: Group, no
 
 
 def refuse(what: str) -> str:
-    context = surroundings("sp" if what == "heads" else "cp")
+    context = context_of("sp" if what == "heads" else "cp")
     given = torch.zeros(1, 3 if what == "heads" else 4, 4, 2)
     attend, plain = functional.scaled_dot_product_attention, functional.scaled_dot_product_attention
     arguments: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_without_such_an_axis_nothing_is_cut() -> None:
 
 
 def ring(exchange: str) -> float:
-    context = surroundings("cp")
+    context = context_of("cp")
     assert context.mesh is not None
     whole = [tensor.detach() for tensor in tensors(HEADS)]
     # torch gives each process one part from the front and one from the back, which evens out causal attention.
@@ -196,7 +196,7 @@ def test_the_block_of_torch_needs_a_buffer(two: Group) -> None:
 
 
 def without_buffers() -> str:
-    context = surroundings("cp")
+    context = context_of("cp")
     assert context.mesh is not None
     try:
         context_parallel.by_torch(context.mesh["cp"], [], [], [], "allgather")

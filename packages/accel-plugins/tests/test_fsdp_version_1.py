@@ -116,7 +116,7 @@ def test_parameters_may_stay_whole(two: Group) -> None:
 
 @pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2, "dp_shard_size": 2}, {"dp_shard_size": 4}])
 def test_copies_of_groups_are_arranged_on_a_mesh(four: Group, sizes: dict[str, int]) -> None:
-    given = case(**BY_SIZE).but(arranged=ParallelismConfig(**sizes), clip_norm=0.2)
+    given = case(**BY_SIZE).but(parallelism_config=ParallelismConfig(**sizes), clip_norm=0.2)
     plain = Plain(given).run()
     for answer in four.run(train, given):
         assert answer["losses"] == near(plain.losses)
@@ -226,7 +226,7 @@ def saving(field: str, to_host: bool, folder: str) -> dict[str, Any]:
     [({"dp_shard_size": 4}, "HYBRID_SHARD"), ({"dp_replicate_size": 2, "dp_shard_size": 2}, "FULL_SHARD")],
 )
 def test_a_strategy_that_contradicts_the_mesh_is_refused(four: Group, sizes: dict[str, int], strategy: str) -> None:
-    given = case(sharding_strategy=strategy).but(arranged=ParallelismConfig(**sizes))
+    given = case(sharding_strategy=strategy).but(parallelism_config=ParallelismConfig(**sizes))
     assert all(answer.startswith("Conflict") for answer in four.run(refusal, given, ""))
 
 

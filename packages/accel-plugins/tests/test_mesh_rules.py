@@ -24,7 +24,7 @@ ANY = Manifest("any", "a.b:C", axes=frozenset(Axis))
 SUBSETS = [frozenset(axes) for size in range(6) for axes in itertools.combinations(Axis, size)]
 
 
-class Arranged:
+class AxesOnly:
     """Axes without the checks of `ParallelismConfig`, which refuses some by itself."""
 
     sp_by_engine = False
@@ -36,12 +36,12 @@ class Arranged:
 
 @pytest.mark.parametrize("axes", SUBSETS)
 def test_every_combination_is_permitted_or_refused_with_a_reason(axes: frozenset[Axis]) -> None:
-    arranged: Any = Arranged(axes)
+    parallelism_config: Any = AxesOnly(axes)
     if mesh_rules.takes(ANY, axes):
-        mesh_rules.check(ANY, arranged)
+        mesh_rules.check(ANY, parallelism_config)
         return
     with pytest.raises(Conflict) as caught:
-        mesh_rules.check(ANY, arranged)
+        mesh_rules.check(ANY, parallelism_config)
     assert caught.value.obstacle
     assert caught.value.remedy
     assert all(axis.value in caught.value.asked for axis in axes)
@@ -85,10 +85,10 @@ def test_an_engine_that_divides_the_sequence_is_left_to_do_it() -> None:
 def test_an_arrangement_chooses_a_backend_that_takes_it_where_nobody_named_one() -> None:
     with fresh():
         PartialState(cpu=True)
-        assert choose(arranged=ParallelismConfig()).name == "single"
-        assert choose(arranged=ParallelismConfig(dp_shard_size=2, tp_size=2)).name == "fsdp2"
+        assert choose(parallelism_config=ParallelismConfig()).name == "single"
+        assert choose(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)).name == "fsdp2"
         with pytest.raises(Conflict, match="'single'"):
-            choose("single", arranged=ParallelismConfig(tp_size=2))
+            choose("single", parallelism_config=ParallelismConfig(tp_size=2))
 
 
 def test_the_table_loads_without_torch() -> None:

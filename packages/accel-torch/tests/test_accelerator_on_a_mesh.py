@@ -1,4 +1,4 @@
-"""The Accelerator on four real processes that are arranged along axes."""
+"""The Accelerator with a ParallelismConfig, on four real processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fsdp() -> FullyShardedDataParallelPlugin:
 
 
 def train(sizes: dict[str, int] | None, how: str = "", **options: Any) -> dict[str, Any]:
-    """Two epochs with batches of eight samples in all, whatever the arrangement."""
+    """Two epochs with batches of eight samples in all, whatever the axes."""
     given: dict[str, Any] = dict(options)
     if sizes is not None:
         given["parallelism_config"] = ParallelismConfig(

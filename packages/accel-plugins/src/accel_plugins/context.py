@@ -16,18 +16,18 @@ __all__ = ("Context",)
 
 
 class Context(NamedTuple):
-    """The surroundings of a strategy, read-only.
+    """The context of a strategy, read-only.
 
     Args:
         process: who this process is, its device and its way to the others.
         gradient: whether gradients are synchronised at this step.
         precision: how forward and backward are computed.
         mesh: the devices of the run by axis, or None when no axes were asked for.
-        arranged: the axes that were asked for, those too that an engine arranges outside of the mesh.
+        parallelism_config: the axes of the run, including those that an engine manages outside of the mesh.
     """
 
     process: Process
     gradient: GradientState
     precision: Precision
     mesh: DeviceMesh | None = None
-    arranged: ParallelismConfig | None = None
+    parallelism_config: ParallelismConfig | None = None

@@ -108,20 +108,20 @@ EXCLUSIONS: Final = (
 """Why a combination outside of the table does not go; the first that applies is told."""
 
 
-def active_axes(arranged: ParallelismConfig) -> frozenset[Axis]:
+def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
     """The axes with more than one process."""
-    return frozenset(Axis(name) for name in arranged.active_mesh_dims)
+    return frozenset(Axis(name) for name in parallelism_config.active_mesh_dims)
 
 
-def check(manifest: Manifest, arranged: ParallelismConfig) -> None:
-    """Refuse an arrangement of processes that a backend cannot live with.
+def check(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
+    """Refuse axes that a backend does not support.
 
     Called when a run is assembled, before anything is prepared.
 
     Raises:
         Conflict: the combination is not in the table, or the backend does not take it.
     """
-    axes = active_axes(arranged)
+    axes = active_axes(parallelism_config)
     asked = f"A ParallelismConfig with {named(axes)} was asked for, with the backend {manifest.name!r}."
     if axes not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
@@ -129,24 +129,24 @@ def check(manifest: Manifest, arranged: ParallelismConfig) -> None:
         remedy = "`accel_plugins.mesh_rules.PERMITTED` lists what goes together."
         raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
     _check_backend(asked, axes, manifest)
-    _check_engine(asked, arranged, manifest)
+    _check_engine(asked, parallelism_config, manifest)
 
 
-def check_precision(name: str, excludes: frozenset[Axis], arranged: ParallelismConfig) -> None:
+def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: ParallelismConfig) -> None:
     """Refuse a precision that does not go with an axis.
 
     Args:
         name: of the precision.
         excludes: axes that it does not go with.
-        arranged: the axes of the run.
+        parallelism_config: the axes of the run.
 
     Raises:
         Conflict: they do not go together.
     """
-    foreign = excludes & active_axes(arranged)
+    foreign = excludes & active_axes(parallelism_config)
     if foreign:
         raise Conflict(
-            f"mixed_precision={name!r} was asked for, with {named(active_axes(arranged))}.",
+            f"mixed_precision={name!r} was asked for, with {named(active_axes(parallelism_config))}.",
             f"Its layers do not go with {named(foreign)}.",
             "Use mixed_precision='bf16', or set the size of that axis to 1.",
         )
@@ -175,11 +175,11 @@ def _suits_sharding(axes: frozenset[Axis], manifest: Manifest) -> bool:
     return Axis.SHARD not in manifest.axes or bool(axes & (DIVIDING | {Axis.TENSOR}))
 
 
-def _check_engine(asked: str, arranged: ParallelismConfig, manifest: Manifest) -> None:
-    if arranged.sp_by_engine and Duty.SEQUENCE not in manifest.owns:
+def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: Manifest) -> None:
+    if parallelism_config.sp_by_engine and Duty.SEQUENCE not in manifest.owns:
         raise Conflict(
             asked,
-            f"sp_backend={arranged.sp_backend!r} leaves the sequence to an engine, and this backend is none.",
+            f"sp_backend={parallelism_config.sp_backend!r} leaves the sequence to an engine, and this backend is none.",
             "Set sp_backend='torch' (PARALLELISM_CONFIG_SP_BACKEND=torch), or give deepspeed_plugin.",
         )
 

@@ -1,8 +1,8 @@
 """Which backend owns the run: finding backends, choosing one, and making its strategy.
 
 The choice is: argument, else a settings object that belongs to a backend, else the environment, else the backend with
-the highest priority among those whose circumstances are present; where that one does not take the axes along which the
-processes are arranged, one with a higher priority that does. All processes must choose the same one. Importing this
+the highest priority among those whose circumstances are present; where that one does not support the axes of the
+`ParallelismConfig`, the one with the highest priority that does. All processes must choose the same one. Importing this
 module loads neither torch nor any backend.
 """
 
@@ -82,7 +82,7 @@ def choose(
     name: str | None = None,
     config: object | None = None,
     process: Process | None = None,
-    arranged: ParallelismConfig | None = None,
+    parallelism_config: ParallelismConfig | None = None,
 ) -> Manifest:
     """The backend of the run; every process must call this.
 
@@ -90,7 +90,7 @@ def choose(
         name: the backend asked for by argument.
         config: a settings object, or several by name; the backend whose manifest names their class is taken.
         process: who this process is; the current one when None.
-        arranged: how the processes are arranged along axes; where nobody names a backend, one that takes them is taken.
+        parallelism_config: the axes of the run; without a named backend, the choice is one that supports them.
 
     Raises:
         SettingError: there is no backend of that name, or the processes chose different ones.
@@ -107,11 +107,11 @@ def choose(
     patience = process.transport.timeout.total_seconds()
     barrier = StoreBarrier(process, "backend", "Cannot choose the backend of the run.", patience, SettingError)
     with barrier.reporting():
-        manifest = _pick(name, config, process, arranged)
-        if arranged is not None:
+        manifest = _pick(name, config, process, parallelism_config)
+        if parallelism_config is not None:
             from accel_plugins import mesh_rules
 
-            mesh_rules.check(manifest, arranged)
+            mesh_rules.check(manifest, parallelism_config)
     barrier.wait("choice", manifest.name, _same_choice, last=True)
     return manifest
 
@@ -151,7 +151,7 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
     Args:
         manifest: the backend chosen.
         config: an instance of its settings class; read from the environment when None.
-        context: the run's surroundings.
+        context: the context of the run.
 
     Raises:
         PluginError: what the manifest names cannot be imported or is no strategy.
@@ -177,7 +177,9 @@ def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
 # ---------------------------------------------------------------------------- picking
 
 
-def _pick(name: str | None, config: object | None, process: Process, arranged: ParallelismConfig | None) -> Manifest:
+def _pick(
+    name: str | None, config: object | None, process: Process, parallelism_config: ParallelismConfig | None
+) -> Manifest:
     found = available()
     if name is not None:
         return _named(name, "argument", found)
@@ -187,7 +189,7 @@ def _pick(name: str | None, config: object | None, process: Process, arranged: P
     if given.value is not None:
         return _named(given.value, given.origin, found)
     present = _present(process, found)
-    return present if arranged is None else _for_axes(arranged, found, present)
+    return present if parallelism_config is None else _for_axes(parallelism_config, found, present)
 
 
 def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
@@ -270,11 +272,11 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
     return _usable(asked, best[0])
 
 
-def _for_axes(arranged: ParallelismConfig, found: Sequence[Found], present: Manifest) -> Manifest:
+def _for_axes(parallelism_config: ParallelismConfig, found: Sequence[Found], present: Manifest) -> Manifest:
     """The backend that is present; where it does not take the axes, one of higher priority that does."""
     from accel_plugins import mesh_rules
 
-    axes = mesh_rules.active_axes(arranged)
+    axes = mesh_rules.active_axes(parallelism_config)
     if mesh_rules.takes(present, axes):
         return present
     claims = [

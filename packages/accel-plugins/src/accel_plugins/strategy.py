@@ -51,7 +51,7 @@ class Strategy:
     """How one process trains; the base of every backend.
 
     Args:
-        context: the run's surroundings; read-only, and complete before the strategy is made.
+        context: the context of the run; read-only, and complete before the strategy is made.
         config: an instance of the settings class that the backend's manifest names, or None when it names none.
     """
 

@@ -66,7 +66,7 @@ class Run(NamedTuple):
         strategy: the object that owns the run; opaque to this layer.
         given: options that were given by argument, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
-        parallelism_config: how the processes are arranged along the axes of the mesh, or None.
+        parallelism_config: the sizes of the axes of the mesh, or None.
         selected: name of the engine configuration in use, where several were given; None for the first.
     """
 

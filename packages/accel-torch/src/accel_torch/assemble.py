@@ -21,8 +21,8 @@ from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.process import PartialState
 from accel_state.run_state import AcceleratorState, check_given, precision_name
-from accel_torch.arrangement import arrangement
 from accel_torch.options import Options
+from accel_torch.parallelism import parallelism_config_of
 
 if TYPE_CHECKING:
     from accel_torch.straggler import StragglerReport
@@ -66,7 +66,7 @@ def assemble(options: Options, report: StragglerReport | None = None) -> tuple[A
     given = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,
-        "parallelism_config": options.arranged,
+        "parallelism_config": options.parallelism_config,
         **options.backends,
     }
     check_given(given)
@@ -100,22 +100,22 @@ def _gradient(options: Options, engine: Engine) -> GradientState:
 
 
 def _run(options: Options, process: Process, gradient: GradientState, given: dict[str, Any]) -> Run:
-    arranged = arrangement(options, process)
-    manifest = resolve.choose(options.backend, options.backend_config, process, arranged)
+    parallelism_config = parallelism_config_of(options, process)
+    manifest = resolve.choose(options.backend, options.backend_config, process, parallelism_config)
     config = resolve.settings(manifest, options.backend_config or resolve.config_among(manifest, options.handlers))
     name = precision_name(options.mixed_precision)
     if name == "no":
         name = resolve.configured_precision(config) or name
     precision = choose(name, process.family, options.handlers)
-    if arranged is not None:
+    if parallelism_config is not None:
         from accel_plugins.mesh_rules import check_precision
 
-        check_precision(precision.name, precision.excludes, arranged)
-    mesh = None if arranged is None else arranged.get_device_mesh(process.device.type)
-    strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, arranged))
+        check_precision(precision.name, precision.excludes, parallelism_config)
+    mesh = None if parallelism_config is None else parallelism_config.get_device_mesh(process.device.type)
+    strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, parallelism_config))
     current.on_run_end(strategy.close)
     if manifest.parameter:
         given[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type
     given = {name: value for name, value in given.items() if value is not None}
-    return Run(precision.name, label, Engine(manifest, strategy, precision), given, mesh, arranged)
+    return Run(precision.name, label, Engine(manifest, strategy, precision), given, mesh, parallelism_config)

@@ -67,7 +67,7 @@ class Options(NamedTuple):
         handlers: settings objects for what is created on the way, such as `AutocastKwargs`.
         backends: settings objects of backends that were given, by the name of their argument.
         plugins: the same of what changes models.
-        arranged: how the processes are arranged along axes, or None.
+        parallelism_config: the axes of the run, or None.
         transforms: changes of every model that were given as objects.
         check_replicas_every: see `checked_interval`.
         straggler_report: whether processes tell at the end what they spent their time on.
@@ -87,7 +87,7 @@ class Options(NamedTuple):
     handlers: tuple[KwargsHandler, ...] = ()
     backends: Mapping[str, Any] = MappingProxyType({})
     plugins: Mapping[str, Any] = MappingProxyType({})
-    arranged: ParallelismConfig | None = None
+    parallelism_config: ParallelismConfig | None = None
     transforms: tuple[Transform, ...] = ()
     check_replicas_every: int | None = None
     straggler_report: bool = False

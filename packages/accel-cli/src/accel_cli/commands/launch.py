@@ -52,7 +52,7 @@ class Launch:
         check_here(request.settings, python=script.how != "program")
         clear_for_launch(request)
         plan = make_plan(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
-        check_launchers(request.surroundings, plan.processes)
+        check_launchers(request.cluster, plan.processes)
         if plan.runner in ("spawner", "torchrun"):
             check_axes(request.settings, plan.processes * request.settings["num_machines"].value)
         if not arguments.quiet:

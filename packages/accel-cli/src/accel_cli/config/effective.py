@@ -103,7 +103,7 @@ def effective(
     flags: Mapping[str, Given],
     environ: Mapping[str, str],
     file: Mapping[str, Given],
-    surroundings: Mapping[str, Given] | None = None,
+    cluster: Mapping[str, Given] | None = None,
 ) -> Effective:
     """Put the sources together.
 
@@ -112,7 +112,7 @@ def effective(
         flags: values of the command line by label.
         environ: variables to read.
         file: values of the config file by label.
-        surroundings: values that variables of a batch system imply; after the variables that name a setting.
+        cluster: values that variables of a batch system imply; after the variables that name a setting.
 
     Raises:
         SettingError: a variable holds something that is not of its setting's kind.
@@ -120,7 +120,7 @@ def effective(
 
     def effect(known: Setting) -> Effect:
         name = label(known)
-        sources = (flags.get(name), read(known, environ), (surroundings or {}).get(name), file.get(name))
+        sources = (flags.get(name), read(known, environ), (cluster or {}).get(name), file.get(name))
         said = tuple(given for given in sources if given is not None)
         return Effect(known, (*said, Given(known.default, DEFAULT)))
 

@@ -8,8 +8,8 @@ from typing import Final
 from accel_cli.config.effective import Effect, Effective
 from accel_cli.launch.arguments import TorchrunSettings
 from accel_cli.launch.backends import check_requirements
+from accel_cli.launch.cluster_environment import ClusterEnvironment
 from accel_cli.launch.kinds import check_kind, given_sizes
-from accel_cli.launch.surroundings import Surroundings
 from accel_state.errors import AccelError, Conflict, SettingError
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.schema import settings_of
@@ -146,15 +146,15 @@ def _check_launcher(effective: Effective) -> None:
         raise contradiction(prefix, other, obstacle)
 
 
-def check_launchers(surroundings: Surroundings, processes: int) -> None:
+def check_launchers(cluster: ClusterEnvironment, processes: int) -> None:
     """Refuse to start several processes from each of several launchers on one machine.
 
     Raises:
         Conflict: a batch system started this launcher more than once here.
     """
-    if surroundings.launchers > 1 and processes > 1:
+    if cluster.launchers > 1 and processes > 1:
         raise Conflict(
             f"{processes} processes were to be started by each launcher.",
-            f"{surroundings.system} started {surroundings.launchers} launchers on this machine.",
+            f"{cluster.system} started {cluster.launchers} launchers on this machine.",
             "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process by each.",
         )

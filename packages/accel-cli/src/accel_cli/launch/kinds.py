@@ -182,7 +182,7 @@ def check_kind(effective: Effective) -> None:
 
 
 def kind_variables(effective: Effective) -> dict[str, str]:
-    """Variables that tell the processes of the kind of run and of the axes along which they are arranged."""
+    """Variables that pass the kind of run and the axes of its `ParallelismConfig` to the processes."""
     found = kind_of(effective)
     variables = dict(found[0].variables) if found is not None else {}
     mesh = effective["use_parallelism_config"]

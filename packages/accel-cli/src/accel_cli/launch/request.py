@@ -10,11 +10,11 @@ from accel_cli.config.effective import Effective, effective
 from accel_cli.config.file import ConfigFile, read_config
 from accel_cli.config.location import default_path
 from accel_cli.launch.backends import backend_for, check_backend, failures
+from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment
 from accel_cli.launch.flags import flag_values
 from accel_cli.launch.kinds import idle, kind_of
 from accel_cli.launch.nested import without_outer
 from accel_cli.launch.options import add_launch_arguments, launch_classes
-from accel_cli.launch.surroundings import Surroundings, read_surroundings
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -31,7 +31,7 @@ class Request(NamedTuple):
         config: the config file that was read, or None.
         by_default: whether that file was read because it lies where a user's own one lies.
         backend: the backend that follows from the kind of run, or None where the processes choose it.
-        surroundings: what a batch system says about the machines.
+        cluster: what a batch system says about the machines.
         arguments: the parsed command line.
     """
 
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     config: ConfigFile | None
     by_default: bool
     backend: str | None
-    surroundings: Surroundings
+    cluster: ClusterEnvironment
     arguments: Namespace
 
 
@@ -54,15 +54,15 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     own = without_outer(environ)
     classes = launch_classes()
     config = _config(arguments.config_file, own, classes)
-    around = read_surroundings(own, os.uname().nodename if hasattr(os, "uname") else "")
+    cluster = read_cluster_environment(own, os.uname().nodename if hasattr(os, "uname") else "")
     flags = flag_values(arguments, classes)
-    settings = effective(classes, flags, own, config.values if config else {}, around.values)
+    settings = effective(classes, flags, own, config.values if config else {}, cluster.values)
     backend, asked = settings["backend"], kind_of(settings)
     if backend.value is not None:
         check_backend(backend.value, backend.origin)
     wanted = asked is not None and not asked[0].by_device and backend.value is None
     implied = backend_for(asked[0].label, asked[1].origin) if asked is not None and wanted else None
-    return Request(settings, own, config, arguments.config_file is None, implied, around, arguments)
+    return Request(settings, own, config, arguments.config_file is None, implied, cluster, arguments)
 
 
 def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:
@@ -96,7 +96,7 @@ def notes(request: Request) -> Iterator[str]:
     """What a user should know before the run starts, one sentence each."""
     machines, rank = request.settings["num_machines"].value, request.settings["machine_rank"].value
     if machines > 1 and request.settings["num_machines"].origin.startswith("$"):
-        yield f"this is machine {rank} of {machines}, as {request.surroundings.system or 'a variable'} says."
+        yield f"this is machine {rank} of {machines}, as {request.cluster.system or 'a variable'} says."
     if request.config is not None and request.by_default:
         yield f"the settings of {request.config.path} are used."
     for effect in request.settings.values():

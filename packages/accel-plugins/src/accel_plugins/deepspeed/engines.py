@@ -95,7 +95,7 @@ def start(
 
     Args:
         plugin: the configuration; what it left to be found out is put into it.
-        context: the run's surroundings.
+        context: the context of the run.
         bundle: one model, at most one optimizer, its schedulers, and prepared loaders.
         sizes: of batches, as `about_batches` knows them.
         division: of the sequences, where DeepSpeed divides them.

@@ -48,7 +48,7 @@ class DeepSpeedStrategy(Strategy):
     """Optimizer states, gradients and parameters divided by ZeRO.
 
     Args:
-        context: the run's surroundings.
+        context: the context of the run.
         config: the configuration, or several by name; the first one, or the one that was selected, is in use.
     """
 
@@ -69,11 +69,11 @@ class DeepSpeedStrategy(Strategy):
         self._plugin.select(_from_accelerator_state=True)
         if not dist.is_initialized():
             dist.init_process_group(store=_OwnStore(), rank=0, world_size=1)
-        arranged = context.arranged
-        if arranged is not None and arranged.sp_by_engine:
+        parallelism_config = context.parallelism_config
+        if parallelism_config is not None and parallelism_config.sp_by_engine:
             from accel_plugins.deepspeed.ulysses import Ulysses
 
-            self._division = Ulysses(arranged, context.process.device)
+            self._division = Ulysses(parallelism_config, context.process.device)
 
     @property
     def engine(self) -> DeepSpeedEngineWrapper | None:

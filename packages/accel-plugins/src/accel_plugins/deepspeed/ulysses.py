@@ -29,14 +29,14 @@ class Ulysses:
     """The division of the sequences of one model.
 
     Args:
-        arranged: how many processes share a sequence, and the options.
+        parallelism_config: how many processes share a sequence, and the options.
         device: where batches lie.
     """
 
-    def __init__(self, arranged: ParallelismConfig, device: torch.device) -> None:
-        self.count = arranged.sp_size or 1
+    def __init__(self, parallelism_config: ParallelismConfig, device: torch.device) -> None:
+        self.count = parallelism_config.sp_size or 1
         self.device = device
-        self._options: Any = arranged.sp_handler
+        self._options: Any = parallelism_config.sp_handler
         self._replaced: tuple[str, Any] | None = None
 
     @property

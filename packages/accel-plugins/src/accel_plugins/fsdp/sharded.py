@@ -70,7 +70,7 @@ class ShardedStrategy(Strategy):
         if plain_value(self.config, "state_dict_type") == "LOCAL_STATE_DICT":
             raise NotOffered(
                 "state_dict_type='LOCAL_STATE_DICT' was asked for.",
-                "It holds the flat shards of one arrangement, and nothing else can read them.",
+                "It holds flat shards, which only a run with the same ParallelismConfig can read.",
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )
         for model in bundle.models:

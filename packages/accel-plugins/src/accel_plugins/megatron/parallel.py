@@ -14,7 +14,7 @@ from accel_plugins.megatron.released import parallel_state, tensor_parallel
 from accel_state.errors import Conflict, NotOffered, SettingError
 
 __all__ = (
-    "Surroundings",
+    "MegatronContext",
     "avg_losses_across_data_parallel_group",
     "demand_cuda",
     "divide",
@@ -27,7 +27,7 @@ __all__ = (
 _DEFAULT_SEED: Final = 1234
 
 
-class Surroundings(NamedTuple):
+class MegatronContext(NamedTuple):
     """What a train step may ask of the run, by the names that scripts use of an Accelerator.
 
     Args:
@@ -39,7 +39,7 @@ class Surroundings(NamedTuple):
     device: torch.device
 
     @property
-    def state(self) -> Surroundings:
+    def state(self) -> MegatronContext:
         """Itself: scripts read `accelerator.state.megatron_lm_plugin`."""
         return self
 

@@ -40,7 +40,7 @@ class MegatronStrategy(Strategy):
     """Tensors, layers, the sequence and experts divided over processes.
 
     Args:
-        context: the run's surroundings.
+        context: the context of the run.
         config: the settings.
 
     Attributes:
@@ -77,8 +77,8 @@ class MegatronStrategy(Strategy):
             )
 
     @property
-    def _surroundings(self) -> parallel.Surroundings:
-        return parallel.Surroundings(self.config, self.context.process.device)
+    def _megatron_context(self) -> parallel.MegatronContext:
+        return parallel.MegatronContext(self.config, self.context.process.device)
 
     # ------------------------------------------------------------------ preparing
 
@@ -113,8 +113,8 @@ class MegatronStrategy(Strategy):
             return bundle
         (model,), (optimizer,) = bundle.models, bundle.optimizers
         preparing.take_facts(self.config, bundle, self.shards().count)
-        made = preparing.start(self._surroundings, model, optimizer, next(iter(bundle.schedulers), None))
-        self.engine = MegatronEngine(self._surroundings, *made)
+        made = preparing.start(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
+        self.engine = MegatronEngine(self._megatron_context, *made)
         gradient = self.context.gradient
         wrapped = MegatronLMOptimizerWrapper(made.optimizer, gradient)
         self.engine.optimizer = wrapped
@@ -131,7 +131,7 @@ class MegatronStrategy(Strategy):
         if isinstance(loader, MegatronLMDummyDataLoader):
             drawn = self._drawn.get(id(loader), 0)
             self._drawn[id(loader)] = drawn + 1
-            source = preparing.source_of(self._surroundings, loader)
+            source = preparing.source_of(self._megatron_context, loader)
             return MegatronLoader(source, min(drawn, 2), loader.dataset_args)
         count = self.config.num_micro_batches
         return loader if count == 1 else JoinedLoader(loader, count)

@@ -150,7 +150,7 @@ def count_collectives(case: Case) -> Answer:
             backward()
 
     for _ in range(2):
-        backward()  # What a backend arranges once, it has arranged then.
+        backward()  # The first backward pass does what a backend does once.
     actions = {"sync": backward, "held": held, "nested": nested, "again": backward}
     return {name: _collectives(action) for name, action in actions.items()}
 

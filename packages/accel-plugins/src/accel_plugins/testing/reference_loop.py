@@ -58,7 +58,7 @@ class Case:
         adam: Adam in place of SGD with momentum.
         tail: samples of the last global batch.
         session: "module:class" of the `Session` that drives the run.
-        arranged: how the processes are arranged on a mesh, or None.
+        parallelism_config: the axes of the run, or None.
         transforms: changes of the model, in any order.
     """
 
@@ -74,7 +74,7 @@ class Case:
     adam: bool = False
     tail: int = BATCH
     session: str = "accel_plugins.testing.reference_loop:Session"
-    arranged: ParallelismConfig | None = None
+    parallelism_config: ParallelismConfig | None = None
     transforms: tuple[Transform, ...] = ()
 
     def open(self, model: nn.Module | None = None) -> Session:
@@ -189,7 +189,11 @@ class Session:
         self.case, self.manifest = case, case.manifest
         self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
         precision = choose(case.precision, self.process.family, [GradScalerKwargs(init_scale=init_scale), *handlers])
-        mesh = None if case.arranged is None else case.arranged.get_device_mesh(self.process.device.type)
+        mesh = (
+            None
+            if case.parallelism_config is None
+            else case.parallelism_config.get_device_mesh(self.process.device.type)
+        )
         context = Context(self.process, self.gradient, precision, mesh)
         self.strategy: Strategy = build(case.manifest, case.config, context)
         self.user_model = make_model() if model is None else model

@@ -1,4 +1,4 @@
-"""A small model of causal attention and its data, for runs whose processes are arranged along axes.
+"""A small model of causal attention and its data, for runs with a `ParallelismConfig`.
 
 Every axis finds something to divide in it: blocks, layers of a block, heads, a sequence, samples.
 """

@@ -40,7 +40,7 @@ def divide(
     """A block in which the sequence is divided along the axis "cp" or "sp" of the run; no change where it has neither.
 
     Args:
-        context: the surroundings of the run.
+        context: the context of the run.
         buffers: tensors with a sequence: inputs, targets, positions. Inside of the block they are cut.
         dims: dim of the sequence in each of them.
         kept_cut: those that need not be whole again afterwards.

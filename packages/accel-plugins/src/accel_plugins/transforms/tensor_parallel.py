@@ -88,7 +88,7 @@ class TensorParallel(Transform):
         if mesh is None:
             raise Conflict(
                 "Tensor parallelism was asked for.",
-                "The processes of this run are not arranged along an axis 'tp'.",
+                "This run has no ParallelismConfig with an axis 'tp'.",
                 "Give parallelism_config=ParallelismConfig(tp_size=...).",
             )
         return mesh

@@ -27,10 +27,10 @@ from accel_torch.accelerator.tracking import TrackingPage
 from accel_torch.accelerator.training import TrainingPage
 from accel_torch.accelerator.views import ViewsPage
 from accel_torch.accumulation import Accumulation
-from accel_torch.arrangement import transforms_of
 from accel_torch.assemble import assemble
 from accel_torch.observers import guarding, reporting, watching
 from accel_torch.options import UNSET, Options
+from accel_torch.parallelism import transforms_of
 from accel_torch.registry import Registry
 from accel_torch.trigger import Trigger
 
@@ -67,7 +67,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         dynamo_backend: compile models with this backend of `torch.compile`.
         dynamo_plugin: the same in more detail.
         torch_tp_plugin: how layers are divided for tensor parallelism.
-        parallelism_config: how the processes are arranged along axes.
+        parallelism_config: the sizes of the axes along which the processes divide the work.
         transforms: further changes of every model, such as `ActivationCheckpoint()`.
         backend: name of the backend that owns the run, as `accel backends` lists it.
         check_replicas_every: every so many optimizer steps, compare weights, generators and loader positions of
@@ -162,7 +162,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
                 handlers=options.checked_handlers(kwargs_handlers),
                 backends=options.those_given(plugins),
                 plugins=options.those_given(settings),
-                arranged=parallelism_config,
+                parallelism_config=parallelism_config,
                 transforms=options.checked_transforms(transforms),
                 check_replicas_every=options.checked_interval(check_replicas_every),
                 straggler_report=straggler_report,

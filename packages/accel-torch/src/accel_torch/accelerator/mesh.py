@@ -1,4 +1,4 @@
-"""The Accelerator's page about the mesh: how the processes are arranged, and the place of this one on each axis."""
+"""The mesh of an Accelerator: its axes, and the coordinates of this process on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MeshPage(Parts):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How the processes are arranged along axes, or None."""
+        """The axes of the run, or None."""
         return self.state.parallelism_config
 
     @property
@@ -48,7 +48,7 @@ class MeshPage(Parts):
         """Place of this process among those that divide the tensors of a layer; 0 where nobody does.
 
         Raises:
-            NotReady: the processes are not arranged along axes.
+            NotReady: the run has no ParallelismConfig.
         """
         return self._place(Axis.TENSOR)
 
@@ -89,7 +89,7 @@ class MeshPage(Parts):
         if self.parallelism_config is None:
             raise NotReady(
                 f"The place of this process on the axis {axis.value!r} was asked for.",
-                "The processes of this run are not arranged along axes.",
+                "This run has no ParallelismConfig.",
                 "Give parallelism_config=ParallelismConfig(...) to the Accelerator.",
             )
         mesh = self.torch_device_mesh
@@ -121,12 +121,12 @@ class MeshPage(Parts):
             ...     loss = loss_function(model(inputs), targets)
             ...     accelerator.backward(loss)
         """
-        arranged = self.parallelism_config
-        if arranged is None:
+        parallelism_config = self.parallelism_config
+        if parallelism_config is None:
             return nullcontext()
         from accel_plugins.transforms.divided_sequence import divide
 
-        handler = arranged.cp_handler
+        handler = parallelism_config.cp_handler
         exchange = "allgather" if handler is None or handler.cp_comm_strategy is None else handler.cp_comm_strategy
         context = self._engine.strategy.context
         return divide(context, buffers, buffer_seq_dims, no_restore_buffers, exchange)

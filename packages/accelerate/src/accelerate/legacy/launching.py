@@ -160,7 +160,7 @@ def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """The variables with those of the arrangement of processes added."""
+    """The variables, with those of the `ParallelismConfig` added."""
     return _extended(args, current_env, "PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.launch.check import check_launchers
-from accel_cli.launch.surroundings import Surroundings, read_surroundings
+from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment
 from accel_state.errors import Conflict, SettingError
 
 SLURM = {
@@ -24,7 +24,7 @@ KUBERNETES = {"KUBERNETES_SERVICE_HOST": "x", "RANK": "1", "WORLD_SIZE": "3", "M
 
 
 def values(environ, host="node"):
-    return {name: given.value for name, given in read_surroundings(environ, host).values.items()}
+    return {name: given.value for name, given in read_cluster_environment(environ, host).values.items()}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_machines_of_each_batch_system(environ, expected):
 
 
 def test_values_name_their_variables():
-    found = read_surroundings(SLURM, "node")
+    found = read_cluster_environment(SLURM, "node")
     assert found.system == "Slurm"
     assert found.values["num_machines"].origin == "$SLURM_STEP_NUM_NODES"
     assert found.values["main_process_ip"].origin == "$SLURM_STEP_NODELIST"
@@ -86,7 +86,7 @@ def test_values_name_their_variables():
     ],
 )
 def test_several_launchers_on_a_machine_are_single_processes_or_a_mistake(environ):
-    found = read_surroundings(environ, "node")
+    found = read_cluster_environment(environ, "node")
     assert (found.values, found.launchers) == ({}, 4)
     check_launchers(found, 1)
     with pytest.raises(Conflict, match="started 4 launchers"):
@@ -94,12 +94,12 @@ def test_several_launchers_on_a_machine_are_single_processes_or_a_mistake(enviro
 
 
 def test_one_launcher_may_start_many():
-    check_launchers(Surroundings(), 8)
+    check_launchers(ClusterEnvironment(), 8)
 
 
 def test_a_variable_that_is_no_number_is_named():
     with pytest.raises(SettingError, match="SLURM_NODEID='x'"):
-        read_surroundings({**SLURM, "SLURM_NODEID": "x"}, "node")
+        read_cluster_environment({**SLURM, "SLURM_NODEID": "x"}, "node")
 
 
 def explained(accel, *arguments, env):

@@ -1,7 +1,7 @@
-"""What a batch system says about the machines of a run: Slurm, MPI, LSF, Kubernetes, and torchrun's own variables.
+"""The machines of a run as a batch system describes them: Slurm, MPI, LSF, Kubernetes, and torchrun's own variables.
 
-Only a batch system that started one launcher on each machine says something here. Where it started the launcher once,
-as in the script of a Slurm job, its variables describe what could be used and not what takes part.
+A batch system that started one launcher on each machine describes the run. Where it started the launcher once, as in
+the script of a Slurm job, its variables describe what the job may use, and this module ignores them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.topology import derive_from_slurm, first_host, in_batch_script, tasks_of_node
 
-__all__ = ("SYSTEMS", "Surroundings", "read_surroundings")
+__all__ = ("SYSTEMS", "ClusterEnvironment", "read_cluster_environment")
 
 Variables = Mapping[str, str]
 
 
-class Surroundings(NamedTuple):
-    """What was found.
+class ClusterEnvironment(NamedTuple):
+    """What a batch system sets for this machine.
 
     Args:
-        system: name of the batch system, or empty when none was recognised.
+        system: name of the batch system; empty without one.
         values: values of settings by name, with the variable they come from.
-        launchers: how many launchers the system started on this machine.
+        launchers: number of launchers that the system started on this machine.
     """
 
     system: str = ""
@@ -34,25 +34,25 @@ class Surroundings(NamedTuple):
     launchers: int = 1
 
 
-def read_surroundings(environ: Variables, host: str) -> Surroundings:
-    """What the first batch system that left a trace says.
+def read_cluster_environment(environ: Variables, host: str) -> ClusterEnvironment:
+    """The values of the first batch system whose variables are set.
 
     Args:
         environ: variables to read.
         host: name of this machine.
 
     Raises:
-        SettingError: a variable that should be a number is none.
+        SettingError: a variable that must hold a number does not.
     """
     for read in SYSTEMS:
         found = read(environ, host)
         if found is not None:
             return found
-    return Surroundings()
+    return ClusterEnvironment()
 
 
-def _torchrun(environ: Variables, host: str) -> Surroundings | None:
-    """What torchrun would read in place of its options, as the operator of Kubeflow sets it."""
+def _torchrun(environ: Variables, host: str) -> ClusterEnvironment | None:
+    """The variables that torchrun reads in place of its options; the operator of Kubeflow sets them."""
     if "PET_NNODES" not in environ or not environ["PET_NNODES"].isdecimal():
         return None
     values = {"num_machines": _number(environ, "PET_NNODES")}
@@ -64,37 +64,37 @@ def _torchrun(environ: Variables, host: str) -> Surroundings | None:
     if "PET_MASTER_PORT" in environ:
         values["main_process_port"] = _number(environ, "PET_MASTER_PORT")
     values.update(_text(environ, main_process_ip="PET_MASTER_ADDR"))
-    return Surroundings("torchrun", values)
+    return ClusterEnvironment("torchrun", values)
 
 
-def _kubernetes(environ: Variables, host: str) -> Surroundings | None:
-    """A training job of Kubernetes, whose pods are told their place as if each were one process."""
+def _kubernetes(environ: Variables, host: str) -> ClusterEnvironment | None:
+    """A training job of Kubernetes, which sets RANK and WORLD_SIZE as if each pod were one process."""
     names = ("KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", "MASTER_ADDR")
     if any(name not in environ for name in names) or "LOCAL_RANK" in environ:
         return None
     values = {"num_machines": _number(environ, "WORLD_SIZE"), "machine_rank": _number(environ, "RANK")}
-    return Surroundings("Kubernetes", values)
+    return ClusterEnvironment("Kubernetes", values)
 
 
-def _slurm(environ: Variables, host: str) -> Surroundings | None:
+def _slurm(environ: Variables, host: str) -> ClusterEnvironment | None:
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_NODES" not in environ or in_batch_script(environ):
         return None
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     place = _number(environ, "SLURM_NODEID")
     launchers = tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), place.value) or 1
     if launchers > 1:
-        return Surroundings("Slurm", launchers=launchers)
+        return ClusterEnvironment("Slurm", launchers=launchers)
     derived = derive_from_slurm(environ)
     values = {"num_machines": nodes, "machine_rank": place}
     if nodes.value > 1 and "MASTER_ADDR" in derived:
         values["main_process_ip"] = Given(first_host(environ["SLURM_STEP_NODELIST"]), "$SLURM_STEP_NODELIST")
     if nodes.value > 1 and "MASTER_PORT" in derived:
         values["main_process_port"] = Given(int(derived["MASTER_PORT"]), "$SLURM_JOB_ID")
-    return Surroundings("Slurm", values)
+    return ClusterEnvironment("Slurm", values)
 
 
-def _lsf(environ: Variables, host: str) -> Surroundings | None:
-    """A job of LSF whose launchers were started by `blaunch`; the hosts stand in one variable."""
+def _lsf(environ: Variables, host: str) -> ClusterEnvironment | None:
+    """A job of LSF whose launchers `blaunch` started; one variable lists the hosts."""
     if "LSF_PM_TASKID" not in environ or "LSB_MCPU_HOSTS" not in environ:
         return None
     hosts = list(dict.fromkeys(environ["LSB_MCPU_HOSTS"].split()[::2]))
@@ -106,17 +106,19 @@ def _lsf(environ: Variables, host: str) -> Surroundings | None:
         "machine_rank": Given(short.index(host.partition(".")[0]), "$LSB_MCPU_HOSTS"),
         "main_process_ip": Given(hosts[0], "$LSB_MCPU_HOSTS"),
     }
-    return Surroundings("LSF", values if len(hosts) > 1 else {})
+    return ClusterEnvironment("LSF", values if len(hosts) > 1 else {})
 
 
-def _mpi(rank: str, size: str, local_size: str) -> Callable[[Variables, str], Surroundings | None]:
-    def read(environ: Variables, host: str) -> Surroundings | None:
+def _mpi(rank: str, size: str, local_size: str) -> Callable[[Variables, str], ClusterEnvironment | None]:
+    def read(environ: Variables, host: str) -> ClusterEnvironment | None:
         if any(name not in environ for name in (rank, size, local_size)):
             return None
         launchers = _number(environ, local_size).value
         if launchers > 1:
-            return Surroundings("MPI", launchers=launchers)
-        return Surroundings("MPI", {"num_machines": _number(environ, size), "machine_rank": _number(environ, rank)})
+            return ClusterEnvironment("MPI", launchers=launchers)
+        return ClusterEnvironment(
+            "MPI", {"num_machines": _number(environ, size), "machine_rank": _number(environ, rank)}
+        )
 
     return read
 
@@ -124,8 +126,8 @@ def _mpi(rank: str, size: str, local_size: str) -> Callable[[Variables, str], Su
 def _number(environ: Variables, name: str) -> Given:
     if re.fullmatch(r"\s*\d+\s*", environ[name]) is None:
         raise SettingError(
-            f"The variable {name}={environ[name]!r} was read to find this machine's place in the run.",
-            "It is not a whole number of at least 0.",
+            f"Cannot read the rank of this machine from {name}={environ[name]!r}.",
+            "The value must be an integer of at least 0.",
             f"Unset {name}, or give --num_machines and --machine_rank.",
         )
     return Given(int(environ[name]), f"${name}")
@@ -144,4 +146,4 @@ SYSTEMS: Final = (
     _mpi("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
 )
-"""The readers, the more particular ones first: a job of Slurm may have been started by MPI and the other way round."""
+"""The readers, the most specific ones first: Slurm may have started a job by MPI, and the other way round."""

@@ -53,8 +53,8 @@ def case_of(manifest: Manifest, axes: frozenset[Axis], *more: Transform) -> Case
     if Axis.SEQUENCE in axes:
         sizes["sp_backend"] = "torch"
     transforms = (TensorParallel(PLAN), *more) if Axis.TENSOR in axes else more
-    arranged = ParallelismConfig(**sizes) if sizes else None
-    return Case(manifest, _CONFIGS.get(manifest.name), arranged=arranged, transforms=transforms)
+    parallelism_config = ParallelismConfig(**sizes) if sizes else None
+    return Case(manifest, _CONFIGS.get(manifest.name), parallelism_config=parallelism_config, transforms=transforms)
 
 
 def name_of(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""How the processes of a run are arranged along axes, and which changes of the model that and other options ask for."""
+"""The `ParallelismConfig` of a run, and the transforms of the model that it and other options require."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
     from accel_torch.options import Options
 
-__all__ = ("arrangement", "transforms_of")
+__all__ = ("parallelism_config_of", "transforms_of")
 
 
-def arrangement(options: Options, process: Process) -> ParallelismConfig | None:
-    """The arrangement asked for by argument, by variables, or by the size in a `TorchTensorParallelPlugin`.
+def parallelism_config_of(options: Options, process: Process) -> ParallelismConfig | None:
+    """The `ParallelismConfig` given by argument, by variables, or as the size in a `TorchTensorParallelPlugin`.
 
     Raises:
         Conflict: two of them contradict each other, or the processes are too few or too many.
     """
-    arranged = options.arranged or parallelism_config_from_environment()
+    parallelism_config = options.parallelism_config or parallelism_config_from_environment()
     plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
     asked = 1 if plugin is None else _size(plugin)
-    if asked > 1 and arranged is None:
+    if asked > 1 and parallelism_config is None:
         from accel_state.mesh import ParallelismConfig
 
-        # What tensor parallelism leaves of the processes divides the parameters.
-        arranged = ParallelismConfig(tp_size=asked, dp_shard_size=max(process.world_size // asked, 1))
-    if arranged is None:
+        # Parameters are sharded over the remaining factor of the world size.
+        parallelism_config = ParallelismConfig(tp_size=asked, dp_shard_size=max(process.world_size // asked, 1))
+    if parallelism_config is None:
         return None
-    if asked not in (1, arranged.tp_size):
+    if asked not in (1, parallelism_config.tp_size):
         raise Conflict(
-            f"TorchTensorParallelPlugin(tp_size={asked}) and ParallelismConfig(tp_size={arranged.tp_size}) were given.",
-            "They are the same number.",
+            f"Cannot combine TorchTensorParallelPlugin(tp_size={asked}) with "
+            f"ParallelismConfig(tp_size={parallelism_config.tp_size}).",
+            "Both set the size of tensor parallelism.",
             "Give the size in the ParallelismConfig only.",
         )
-    arranged.check_world(process.world_size)
-    return arranged
+    parallelism_config.check_world(process.world_size)
+    return parallelism_config
 
 
 def _size(plugin: TorchTensorParallelPlugin) -> int:
@@ -50,15 +51,15 @@ def _size(plugin: TorchTensorParallelPlugin) -> int:
     return int(mesh.size() if mesh.ndim == 1 else mesh["tp"].size())
 
 
-def transforms_of(options: Options, arranged: ParallelismConfig | None) -> tuple[Transform, ...]:
+def transforms_of(options: Options, parallelism_config: ParallelismConfig | None) -> tuple[Transform, ...]:
     """The changes of every model that an Accelerator makes.
 
     Raises:
         NotOffered: one cannot be made.
     """
     made = list(options.transforms)
-    if arranged is not None and arranged.tp_enabled:
-        made.append(_tensor_parallel(options, arranged))
+    if parallelism_config is not None and parallelism_config.tp_enabled:
+        made.append(_tensor_parallel(options, parallelism_config))
     if options.plugins.get("dynamo_plugin") is not None:
         from accel_plugins.transforms.compile import Compile
 
@@ -66,10 +67,10 @@ def transforms_of(options: Options, arranged: ParallelismConfig | None) -> tuple
     return tuple(made)
 
 
-def _tensor_parallel(options: Options, arranged: ParallelismConfig) -> Transform:
+def _tensor_parallel(options: Options, parallelism_config: ParallelismConfig) -> Transform:
     from accel_plugins.transforms.tensor_parallel import TensorParallel
 
-    if arranged.tp_handler is not None and arranged.tp_handler.enable_async_tp:
+    if parallelism_config.tp_handler is not None and parallelism_config.tp_handler.enable_async_tp:
         raise NotOffered(
             "TorchTensorParallelConfig(enable_async_tp=True) was asked for.",
             "It needs symmetric memory between the GPUs and a compiler pass of torch that is not stable.",
