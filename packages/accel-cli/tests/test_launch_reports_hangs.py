@@ -10,9 +10,8 @@ import pytest
 
 from accel_cli.launch import hangs
 from accel_cli.launch.hangs import HangWatch
-from accel_state.hang_report.main_thread import IMPORT
-from accel_state.hang_report.sightings import Sighting
-from accel_state.hang_report.status import STATUS_FOLDER, StatusFile
+from accel_state.hang_report.call_log import IMPORT
+from accel_state.hang_report.rank_status import STATUS_FOLDER, RankStatus, StatusFile
 
 WAITS = """
     import os, time
@@ -107,7 +106,7 @@ def stay(watch, write, seen, monkeypatch, used, seconds):
 
 
 def in_place(line, inside):
-    return Sighting(2, "gather", "job.py:3", False, line, inside, closely=True)
+    return RankStatus(2, "gather", "job.py:3", False, line, inside, has_stack=True)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,8 @@ def test_a_process_without_processor_time_in_a_library_waits(watched, capsys, mo
     assert ("have waited in a collective" in capsys.readouterr().err) == reports
 
 
-def sighting(number, active, since):
-    return Sighting(number, "gather", "job.py:3", active, "", "", since=since)
+def status(number, active, since):
+    return RankStatus(number, "gather", "job.py:3", active, "", "", since=since)
 
 
 @pytest.fixture
@@ -148,19 +147,19 @@ def test_a_hang_is_reported_once_in_each_period_and_the_next_one_anew(watched, c
     watch, write = watched()
     total = 0
     for waited, reports in ((9.0, 0), (11.0, 1), (15.0, 1), (21.0, 2), (30.0, 2), (41.0, 3)):
-        write(0, sighting(2, True, time.time() - waited))
+        write(0, status(2, True, time.time() - waited))
         assert not watch.look()
         text = capsys.readouterr().err
         total += text.count("have waited in a collective")
         assert total == reports, (waited, text)
-    write(0, sighting(3, True, time.time() - 12.0))
+    write(0, status(3, True, time.time() - 12.0))
     watch.look()
     assert "rank 0 is in gather() at job.py:3 (call 3)" in capsys.readouterr().err
 
 
 def test_processes_that_do_not_wait_are_not_reported(watched, capsys):
     watch, write = watched(timeout=10.0)
-    write(0, sighting(2, False, 0.0))
+    write(0, status(2, False, 0.0))
     assert not watch.look()
     watch.tell()
     assert (capsys.readouterr().err, watch.waited) == ("", 0.0)
@@ -168,7 +167,7 @@ def test_processes_that_do_not_wait_are_not_reported(watched, capsys):
 
 def test_zero_seconds_switch_the_report_off_and_a_signal_still_tells(watched, capsys):
     watch, write = watched(report_after=0.0)
-    write(0, sighting(2, True, time.time() - 500.0))
+    write(0, status(2, True, time.time() - 500.0))
     assert not watch.look()
     assert capsys.readouterr().err == ""
     watch.tell()
@@ -177,7 +176,7 @@ def test_zero_seconds_switch_the_report_off_and_a_signal_still_tells(watched, ca
 
 def test_the_exit_codes_of_ended_processes_and_silent_ranks_are_told(watched, capsys):
     watch, write = watched(codes=lambda: {1: 0})
-    write(0, sighting(2, True, time.time() - 11.0))
+    write(0, status(2, True, time.time() - 11.0))
     watch.look()
     text = capsys.readouterr().err
     assert "rank 1 is unknown" in text

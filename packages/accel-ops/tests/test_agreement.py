@@ -18,7 +18,7 @@ from accel_ops import agreement
 from accel_ops.agreement import StoreBarrier, all_agree, raise_on_any_rank
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError, CollectiveError
-from accel_state.hang_report import failure
+from accel_state.hang_report import report
 from accel_state.testing.processes import Processes
 from accel_state.transport.base import LocalTransport
 from accel_state.transport.control import ControlStore
@@ -29,7 +29,7 @@ PATIENT = 60.0
 @pytest.fixture(autouse=True)
 def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads do not publish where they are, so that reports would wait for them in vain."""
-    monkeypatch.setattr(failure, "_LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(report, "_LONGEST_WAIT", 0.1)
 
 
 class Memory:

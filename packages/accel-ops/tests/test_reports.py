@@ -15,19 +15,20 @@ from pathlib import Path
 import pytest
 
 from accel_state.hang_report.call_log import CallLog, Location, locate
-from accel_state.hang_report.sightings import Sighting, describe, look, ranks
+from accel_state.hang_report.rank_status import RankStatus, capture
+from accel_state.hang_report.report import describe, format_ranks
 from accel_state.settings import extension
 
-IN_GATHER = Sighting(17, "gather", "eval.py:88", True, "", "")
-IN_REDUCE = Sighting(17, "reduce", "train.py:41", True, "", "")
-BETWEEN = Sighting(16, "gather", "eval.py:88", False, "train.py:5", "")
-IN_TORCH = Sighting(16, "gather", "eval.py:88", False, "train.py:5", "all_reduce")
-NOWHERE = Sighting(0, "", "", False, "train.py:2", "")
+IN_GATHER = RankStatus(17, "gather", "eval.py:88", True, "", "")
+IN_REDUCE = RankStatus(17, "reduce", "train.py:41", True, "", "")
+BETWEEN = RankStatus(16, "gather", "eval.py:88", False, "train.py:5", "")
+IN_TORCH = RankStatus(16, "gather", "eval.py:88", False, "train.py:5", "all_reduce")
+NOWHERE = RankStatus(0, "", "", False, "train.py:2", "")
 
 
-def told_now(seen: dict[int, Sighting], world_size: int) -> str:
-    """What is told of sightings that were made just now."""
-    return describe({rank: replace(sighting, time=time.time()) for rank, sighting in seen.items()}, world_size)
+def told_now(seen: dict[int, RankStatus], world_size: int) -> str:
+    """What is told of statuss that were made just now."""
+    return describe({rank: replace(status, time=time.time()) for rank, status in seen.items()}, world_size)
 
 
 def test_processes_in_one_place_are_told_together_and_the_odd_one_first() -> None:
@@ -38,12 +39,12 @@ def test_processes_in_one_place_are_told_together_and_the_odd_one_first() -> Non
 
 
 @pytest.mark.parametrize(
-    ("sighting", "words"),
+    ("status", "words"),
     [
         (BETWEEN, "rank 0 is at train.py:5, after gather() at eval.py:88 (call 16)"),
         (IN_TORCH, "rank 0 is in all_reduce() at train.py:5, after gather() at eval.py:88 (call 16)"),
         (NOWHERE, "rank 0 is at train.py:2, before any collective"),
-        (replace(BETWEEN, now_at=""), "rank 0 is after gather() at eval.py:88 (call 16)"),
+        (replace(BETWEEN, main_thread_at=""), "rank 0 is after gather() at eval.py:88 (call 16)"),
         (
             replace(BETWEEN, left="without an exception"),
             "rank 0 is no longer there: it has left the run without an exception, after gather() at eval.py:88",
@@ -58,8 +59,8 @@ def test_processes_in_one_place_are_told_together_and_the_odd_one_first() -> Non
         ),
     ],
 )
-def test_each_state_has_its_words(sighting: Sighting, words: str) -> None:
-    told = describe({0: sighting}, 1, {0: 60.0 if sighting.time == 1.0e9 else 0.0})
+def test_each_state_has_its_words(status: RankStatus, words: str) -> None:
+    told = describe({0: status}, 1, {0: 60.0 if status.time == 1.0e9 else 0.0})
     # Names of tests must be the same in every process that collects them.
     assert told.startswith(words.replace("{pid}", str(os.getpid())))
 
@@ -85,9 +86,9 @@ def test_a_process_that_is_stopped_is_named_so() -> None:
         sleeping.wait()
 
 
-def test_what_no_sighting_wrote_is_ignored() -> None:
+def test_text_that_no_status_wrote_is_ignored() -> None:
     for text in ("", "[]", '{"number": 1}', IN_GATHER.to_json().replace("17", '"17"'), "[" * 100_000):
-        assert Sighting.from_json(text) is None
+        assert RankStatus.from_json(text) is None
 
 
 def test_a_process_that_has_ended_is_gone_also_when_nobody_took_note() -> None:
@@ -119,33 +120,33 @@ def test_of_many_places_the_rest_is_counted() -> None:
     [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")],
 )
 def test_ranks_in_words(members: list[int], words: str) -> None:
-    assert ranks(members) == words
+    assert format_ranks(members) == words
 
 
-def test_a_sighting_survives_the_journey() -> None:
-    assert Sighting.from_json(IN_TORCH.to_json()) == IN_TORCH
+def test_a_status_survives_the_journey() -> None:
+    assert RankStatus.from_json(IN_TORCH.to_json()) == IN_TORCH
 
 
-def test_a_look_tells_the_call_that_is_going_on_and_then_the_last_one() -> None:
+def test_a_status_has_the_active_call_and_then_the_last_one() -> None:
     log = CallLog()
-    assert look(log).number == 0
+    assert capture(log).number == 0
     log.enter("gather")
     line = sys._getframe().f_lineno - 1
-    first = look(log, closely=True)
+    first = capture(log, stack=True)
     assert first.active
     assert first.called_at.endswith(f"test_reports.py:{line}")
-    assert first.now_at.endswith(f"test_reports.py:{line + 2}")
+    assert first.main_thread_at.endswith(f"test_reports.py:{line + 2}")
     log.leave()
-    second = look(log)
+    second = capture(log)
     assert not second.active
-    assert second.now_at == ""
+    assert second.main_thread_at == ""
     assert (second.number, second.operation) == (1, "gather")
     assert second.pid == os.getpid()
     assert first.since > 0
     assert second.since == 0
 
 
-def test_a_look_never_tells_a_call_that_was_left_as_going_on() -> None:
+def test_a_status_never_has_a_completed_call_as_active() -> None:
     log, ended = CallLog(), threading.Event()
 
     def call() -> None:
@@ -160,7 +161,7 @@ def test_a_look_never_tells_a_call_that_was_left_as_going_on() -> None:
     try:
         for _ in range(2000):
             completed = next((done.number for done in log.recent(1)), 0)
-            seen = look(log)
+            seen = capture(log)
             assert not seen.active or seen.number > completed
     finally:
         ended.set()

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.watch import MOST_READ_UNASKED, Watch
+from accel_state.hang_report.monitor import ALWAYS_READ_UP_TO, HangMonitor
 from accel_state.transport.control import ControlStore
 
 PATIENT = 60.0
@@ -50,13 +50,13 @@ def store() -> HashStore:
 
 
 @contextmanager
-def watched(controls: Iterable[Counting], world_size: int) -> Iterator[list[Watch]]:
-    watches = [Watch(CallLog(), control, rank, world_size) for rank, control in enumerate(controls)]
+def monitored(controls: Iterable[Counting], world_size: int) -> Iterator[list[HangMonitor]]:
+    monitors = [HangMonitor(CallLog(), control, rank, world_size) for rank, control in enumerate(controls)]
     try:
-        yield watches
+        yield monitors
     finally:
-        for watch in watches:
-            watch.stop()
+        for monitor in monitors:
+            monitor.stop()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -66,32 +66,32 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("world_size", [MOST_READ_UNASKED + 1, 1024])
+@pytest.mark.parametrize("world_size", [ALWAYS_READ_UP_TO + 1, 1024])
 def test_a_process_writes_once_a_second_and_reads_nothing_unasked(store: HashStore, world_size: int) -> None:
     control = Counting(store, 0)
     begun = time.monotonic()
-    with watched([control], world_size):
+    with monitored([control], world_size):
         control.looks(4)
         # A slower machine writes less often, never more.
         assert len(control.written) <= time.monotonic() - begun + 1
-        assert set(control.written) == {"hang_report/sighting/0"}
+        assert set(control.written) == {"hang_report/status/0"}
         assert control.read == []
 
 
 def test_one_that_asks_reads_and_the_others_do_not(store: HashStore) -> None:
     controls = [Counting(store, rank) for rank in range(3)]
-    with watched(controls, 1024) as watches:
+    with monitored(controls, 1024) as monitors:
         for control in controls:
             control.looks(1)
-        watches[2].ask()
-        wait_for(lambda: sum(seen.closely for seen in watches[2].picture().sightings.values()) == len(controls))
-        assert [key for key in controls[2].written if key == "hang_report/asked"] == ["hang_report/asked"]
+        monitors[2].request_stacks()
+        wait_for(lambda: sum(seen.has_stack for seen in monitors[2].snapshot().statuses.values()) == len(controls))
+        assert [key for key in controls[2].written if key == "hang_report/request"] == ["hang_report/request"]
         for control in controls[:2]:
-            assert set(control.read) <= {"hang_report/asked"}
+            assert set(control.read) <= {"hang_report/request"}
 
 
 def test_small_worlds_know_where_the_others_were_before_the_store_is_gone(store: HashStore) -> None:
     controls = [Counting(store, rank) for rank in range(2)]
-    with watched(controls, 2) as watches:
-        wait_for(lambda: len(watches[0].picture().sightings) == 2)
-        assert "hang_report/asked" not in controls[0].written
+    with monitored(controls, 2) as monitors:
+        wait_for(lambda: len(monitors[0].snapshot().statuses) == 2)
+        assert "hang_report/request" not in controls[0].written

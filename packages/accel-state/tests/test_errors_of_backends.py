@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accel_state import PartialState
 from accel_state.process import wait_for_everyone
 from accel_state.testing.processes import Processes, ReservedPort
-from accel_state.uncaught import explain_foreign
+from accel_state.uncaught import explain_backend_error
 
 HERE = Path(__file__).name
 TIMEOUT = 8.0
@@ -38,11 +38,11 @@ def one_reduces(folder: Path) -> str:
     try:
         with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.ones(1))
-        explain_foreign(caught.value)
+        explain_backend_error(caught.value)
     finally:
         (folder / "failed").touch()
     before = str(caught.value)
-    explain_foreign(caught.value)
+    explain_backend_error(caught.value)
     assert str(caught.value) == before
     return before
 
@@ -94,7 +94,7 @@ def other_errors() -> list[str]:
     found = []
     for error in (ValueError("gloo/ is not it"), RuntimeError("shapes differ"), KeyboardInterrupt()):
         before = str(error)
-        explain_foreign(error)
+        explain_backend_error(error)
         found.append(str(error).replace(before, "", 1))
     return found
 

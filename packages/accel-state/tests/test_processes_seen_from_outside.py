@@ -18,10 +18,14 @@ import pytest
 
 from accel_state import PartialState
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.hang_report.call_log import Location, locate
-from accel_state.hang_report.main_thread import Place, main_thread_place
-from accel_state.hang_report.progress import Progress
-from accel_state.hang_report.status import STATUS_FOLDER, Heard, ask_for_others, read_heard
+from accel_state.hang_report.call_log import Location, UserFrame, locate, main_thread_frame
+from accel_state.hang_report.rank_status import (
+    STATUS_FOLDER,
+    Progress,
+    WorldStatus,
+    read_world_status,
+    request_world_status,
+)
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
 from accel_state.run_status.find import PREFIX, announce_run, find_run, running_runs
@@ -192,10 +196,10 @@ Current thread 0x00007f406e404b80 [python] (most recent call first):
 def test_the_main_thread_is_found_in_a_stack_with_the_line_of_the_user() -> None:
     frames = frames_of_main_thread(DUMP)
     assert frames[3] == Frame("/runs/of me/train.py", 3, "<module>")
-    assert place_in(frames, "/runs/of me") == Place(Location("train.py", 3), "_find_and_load")
+    assert place_in(frames, "/runs/of me") == UserFrame(Location("train.py", 3), "_find_and_load")
     assert imports(frames)
     assert not imports(frames[3:])
-    assert place_in(frames[3:], "/runs") == Place(Location("of me/train.py", 3), "")
+    assert place_in(frames[3:], "/runs") == UserFrame(Location("of me/train.py", 3), "")
     assert place_in(frames[4:], "/runs") is None
     assert frames_of_main_thread("") == []
 
@@ -239,16 +243,16 @@ def test_an_activity_is_told_with_the_line_that_began_it() -> None:
     assert progress.activity() is None
 
 
-def tell_of_others(folder: Path) -> Heard | None:
+def tell_of_others(folder: Path) -> WorldStatus | None:
     state = PartialState(cpu=True)
     wait_for_everyone()
     heard = None
     if state.process_index == 0:
-        ask_for_others(str(folder), 0)
+        request_world_status(str(folder), 0)
         deadline = time.monotonic() + 60
-        while heard is None or not all(seen.closely for seen in heard.sightings.values()) or len(heard.sightings) < 2:
+        while heard is None or not all(seen.has_stack for seen in heard.statuses.values()) or len(heard.statuses) < 2:
             assert time.monotonic() < deadline, heard
-            heard = read_heard(str(folder))
+            heard = read_world_status(str(folder))
             time.sleep(0.05)
     wait_for_everyone()
     return heard
@@ -257,15 +261,15 @@ def tell_of_others(folder: Path) -> Heard | None:
 def test_one_process_writes_what_it_hears_of_the_others(two: Processes, tmp_path: Path) -> None:
     heard, _ = two.run(tell_of_others, tmp_path, environment={STATUS_FOLDER: str(tmp_path)})
     assert heard.store_answers
-    assert heard.sightings[1].operation == "wait_for_everyone"
-    assert heard.sightings[1].memory > 0
+    assert heard.statuses[1].operation == "wait_for_everyone"
+    assert heard.statuses[1].memory > 0
     assert heard.ages[1] < 60
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"time": 1}', '{"time": 1, "store_answers": 1, "ranks": {"a": 3}}'])
 def test_other_contents_tell_nothing_of_others(tmp_path: Path, content: str) -> None:
-    (tmp_path / "heard.json").write_text(content)
-    assert read_heard(str(tmp_path)) is None
+    (tmp_path / "world.json").write_text(content)
+    assert read_world_status(str(tmp_path)) is None
 
 
 def test_the_main_thread_is_where_the_users_code_calls_the_standard_library(tmp_path: Path) -> None:
@@ -274,7 +278,7 @@ def test_the_main_thread_is_where_the_users_code_calls_the_standard_library(tmp_
     def look() -> None:
         while not begun.exists():
             time.sleep(0.01)
-        seen.append(main_thread_place())
+        seen.append(main_thread_frame())
         looked.touch()
 
     looking = threading.Thread(target=look)
@@ -283,4 +287,4 @@ def test_the_main_thread_is_where_the_users_code_calls_the_standard_library(tmp_
     line = sys._getframe().f_lineno + 1
     subprocess.run([sys.executable, "-c", waits], check=True)
     looking.join()
-    assert seen == [Place(locate(__file__, line), "")]
+    assert seen == [UserFrame(locate(__file__, line), "")]

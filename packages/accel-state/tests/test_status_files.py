@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from accel_state import PartialState
-from accel_state.hang_report.sightings import describe
-from accel_state.hang_report.status import STATUS_FOLDER, ask_for_status, read_status
+from accel_state.hang_report.rank_status import STATUS_FOLDER, read_statuses, request_stacks
+from accel_state.hang_report.report import describe
 from accel_state.process import wait_for_everyone
 from accel_state.testing.processes import Processes
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).name
 def until(text: str, folder: Path) -> str:
     """What the files say, as soon as it contains a text."""
     deadline = time.monotonic() + 60
-    while text not in (said := describe(read_status(str(folder)), 2)):
+    while text not in (said := describe(read_statuses(str(folder)), 2)):
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
     return said
@@ -34,9 +34,9 @@ def one_waits(folder: Path) -> str:
     wait_for_everyone()
     said = ""
     if state.process_index == 0:
-        ask_for_status(str(folder))
+        request_stacks(str(folder))
         said = until("rank 1 is in wait_for_everyone() at ", folder)
-        seen = read_status(str(folder))[1]
+        seen = read_statuses(str(folder))[1]
         assert seen.active
         assert time.time() - 60 < seen.since <= time.time()
         said = until("rank 0 is at ", folder)
@@ -55,7 +55,7 @@ def one_is_stopped(folder: Path) -> str:
     said = ""
     if state.process_index == 0:
         until("ranks 0-1 are after", folder)
-        other = read_status(str(folder))[1].pid
+        other = read_statuses(str(folder))[1].pid
         os.kill(other, signal.SIGSTOP)
         try:
             said = until("rank 1 is stopped (process ", folder)
@@ -77,10 +77,10 @@ def test_files_with_other_contents_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{")
     (tmp_path / "rank1.json").write_text('{"number": "many"}')
     (tmp_path / "notes.txt").write_text("{}")
-    assert read_status(str(tmp_path)) == {}
-    assert read_status(str(tmp_path / "absent")) == {}
+    assert read_statuses(str(tmp_path)) == {}
+    assert read_statuses(str(tmp_path / "absent")) == {}
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, accel_state.hang_report.status; sys.exit('torch' in sys.modules)"
+    code = "import sys, accel_state.hang_report.rank_status; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

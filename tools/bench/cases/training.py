@@ -225,15 +225,15 @@ def replicas(every: int | None, scope: Scope) -> Call:
 def looked_at(scope: Scope) -> Call:
     """Steps of a process that says where it is, as those of `accel launch` do."""
     from accel_state.hang_report.call_log import CallLog
-    from accel_state.hang_report.status import STATUS_FOLDER
-    from accel_state.hang_report.watch import Watch
+    from accel_state.hang_report.monitor import HangMonitor
+    from accel_state.hang_report.rank_status import STATUS_FOLDER
 
     several = replicas(0, scope)
 
     def steps() -> None:
         with paused():
             os.environ[STATUS_FOLDER] = str(scope.folder)
-            watch = Watch(CallLog(), None, int(os.environ["RANK"]), 1)
+            watch = HangMonitor(CallLog(), None, int(os.environ["RANK"]), 1)
             del os.environ[STATUS_FOLDER]
         several()
         with paused():

@@ -28,8 +28,7 @@ from weakref import WeakKeyDictionary
 
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
-from accel_state.hang_report.failure import everyone
-from accel_state.hang_report.sightings import ranks
+from accel_state.hang_report.report import describe_all_ranks, format_ranks
 from accel_state.protocol import protocol_state
 
 if TYPE_CHECKING:
@@ -414,7 +413,7 @@ class StoreBarrier:
 
     def _everyone(self) -> str:
         """Where every process was."""
-        return everyone(protocol_state(self._process.transport).watch, self.rank, self._world_size)
+        return describe_all_ranks(protocol_state(self._process.transport).monitor, self.rank, self._world_size)
 
     @contextmanager
     def _store_named(self) -> Iterator[None]:
@@ -499,7 +498,7 @@ def all_agree(
         for rank, given in enumerate(values):
             owners.setdefault(given, []).append(rank)
         if len(owners) > 1:
-            shown = "; ".join(f"{given!r} on {ranks(members)}" for given, members in owners.items())
+            shown = "; ".join(f"{given!r} on {format_ranks(members)}" for given, members in owners.items())
             raise error(asked, f"The processes do not agree: {shown}.", "Give every process the same.")
         return values[0]
 

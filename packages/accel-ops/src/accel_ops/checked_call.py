@@ -28,7 +28,7 @@ from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
-from accel_state.hang_report.sightings import describe
+from accel_state.hang_report.report import describe
 from accel_state.protocol import CallDescription, HeaderCall, fingerprint_of, protocol_state
 from accel_state.transport.base import Transport
 
@@ -404,13 +404,13 @@ def where_is_everyone() -> str:
     nothing is read before somebody asks, so that the first call takes up to two seconds.
     """
     transport = current.process_or_start().transport
-    watch = protocol_state(transport).watch
-    asked = watch.ask()
-    picture = watch.picture()
-    while not watch.reads_unasked and picture.taken < asked and time.monotonic() < asked + _LONGEST_READ:
+    monitor = protocol_state(transport).monitor
+    asked = monitor.request_stacks()
+    snapshot = monitor.snapshot()
+    while not monitor.always_reads and snapshot.taken < asked and time.monotonic() < asked + _LONGEST_READ:
         time.sleep(0.02)
-        picture = watch.picture()
-    return describe(picture.sightings, transport.world_size, picture.ages)
+        snapshot = monitor.snapshot()
+    return describe(snapshot.statuses, transport.world_size, snapshot.ages)
 
 
 def recent_calls(count: int | None = None) -> tuple[Call, ...]:

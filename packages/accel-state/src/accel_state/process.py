@@ -15,7 +15,7 @@ from accel_state import current
 from accel_state.console import install_tracebacks
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
-from accel_state.hang_report.status import STATUS_FOLDER
+from accel_state.hang_report.rank_status import STATUS_FOLDER
 from accel_state.identity import Process
 from accel_state.labels import DistributedType
 from accel_state.protocol import barrier, protocol_state

@@ -32,9 +32,8 @@ import torch
 
 from accel_state.errors import AccelError, ShapeMismatch
 from accel_state.hang_report.call_log import CallLog, Location, caller, locate
-from accel_state.hang_report.failure import explain
-from accel_state.hang_report.sightings import ranks
-from accel_state.hang_report.watch import Watch
+from accel_state.hang_report.monitor import HangMonitor
+from accel_state.hang_report.report import collective_error, format_ranks
 from accel_state.transport.base import Transport, Work
 
 __all__ = (
@@ -238,7 +237,7 @@ def _refusal_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch | N
         return None
     rank, (failed, obstacle, remedy) = next(iter(refused.items()))
     return ShapeMismatch(
-        f"Cannot run {_call_text(descriptions[0])}: {ranks(list(refused))} could not take part.",
+        f"Cannot run {_call_text(descriptions[0])}: {format_ranks(list(refused))} could not take part.",
         f"On rank {rank}: {failed} {obstacle}".rstrip(),
         remedy,
     )
@@ -295,14 +294,14 @@ def _by_rank(values: Sequence[str]) -> str:
     members: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         members.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks(owners)}" for value, owners in members.items())
+    return ", ".join(f"{value} on {format_ranks(owners)}" for value, owners in members.items())
 
 
 # ---------------------------------------------------------------------- the state of a transport
 
 
 class ProtocolState:
-    """What the calls on one transport share: header buffers, call log, pending calls, and the watch.
+    """What the calls on one transport share: header buffers, call log, pending calls, and the hang monitor.
 
     Args:
         transport: between the processes; not kept.
@@ -313,7 +312,7 @@ class ProtocolState:
         pending: calls that were started and not waited for, in their order.
     """
 
-    __slots__ = ("__weakref__", "header", "header_only", "lock", "log", "pending", "plans", "watch")
+    __slots__ = ("__weakref__", "header", "header_only", "lock", "log", "monitor", "pending", "plans")
 
     def __init__(self, transport: Transport, like: ProtocolState | None = None) -> None:
         self.header = EagerHeader(transport.world_size)
@@ -322,12 +321,12 @@ class ProtocolState:
         self.lock: threading.RLock = like.lock if like else threading.RLock()
         self.log: CallLog = like.log if like else CallLog()
         self.pending: deque[PendingCall] = like.pending if like else deque()
-        self.watch: Watch = like.watch if like else self._begin_watch(transport)
+        self.monitor: HangMonitor = like.monitor if like else self._start_monitor(transport)
 
-    def _begin_watch(self, transport: Transport) -> Watch:
-        watch = Watch(self.log, transport.control(), transport.rank, transport.world_size)
-        weakref.finalize(self, watch.stop)
-        return watch
+    def _start_monitor(self, transport: Transport) -> HangMonitor:
+        monitor = HangMonitor(self.log, transport.control(), transport.rank, transport.world_size)
+        weakref.finalize(self, monitor.stop)
+        return monitor
 
 
 _states: weakref.WeakKeyDictionary[Transport, ProtocolState] = weakref.WeakKeyDictionary()
@@ -536,7 +535,7 @@ class HeaderCall:
     def _failure(self, error: BaseException) -> AccelError:
         state, transport = self._state, self._transport
         state.header.renew()
-        return explain(error, state.log.last(), transport.rank, transport.world_size, state.watch)
+        return collective_error(error, state.log.last(), transport.rank, transport.world_size, state.monitor)
 
 
 class PendingCall(HeaderCall):

@@ -12,9 +12,7 @@ from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import NotOffered, SettingError
 from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.progress import PROGRESS
-from accel_state.hang_report.sightings import look
-from accel_state.hang_report.status import StatusFile
+from accel_state.hang_report.rank_status import PROGRESS, StatusFile, capture
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
@@ -57,7 +55,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     with PROGRESS.during("waiting for others"):
         if (status := StatusFile.of_run(topology.rank)) is not None:
             # The thread that writes it later begins when the processes have met.
-            status.write(look(CallLog()))
+            status.write(capture(CallLog()))
         transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(
         topology=topology,

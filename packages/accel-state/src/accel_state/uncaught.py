@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from accel_state import current
 from accel_state.errors import AccelError
-from accel_state.hang_report.failure import amend
+from accel_state.hang_report.report import extend_error
 from accel_state.protocol import protocol_state
 from accel_state.transport.shutdown import record_exit_exception
 
-__all__ = ("explain_foreign", "install_hook")
+__all__ = ("explain_backend_error", "install_hook")
 
 _TEXTS: Final = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ms"
@@ -24,13 +24,13 @@ _TEXTS: Final = re.compile(
 """What messages of backends contain where they raise a plain RuntimeError."""
 
 
-def explain_foreign(error: BaseException) -> None:
+def explain_backend_error(error: BaseException) -> None:
     """Extend an error by where every process was, if a backend raised it and nobody has explained it."""
     process = current.process_or_none()
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _TEXTS.search(str(error))):
-        amend(error, process.rank, process.world_size, protocol_state(process.transport).watch)
+        extend_error(error, process.rank, process.world_size, protocol_state(process.transport).monitor)
 
 
 def install_hook() -> None:
@@ -53,5 +53,5 @@ class _Hook:
         """As the interpreter calls it."""
         if kind is not KeyboardInterrupt:
             record_exit_exception(error)
-            explain_foreign(error)
+            explain_backend_error(error)
         self._then(kind, error, trace)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from accel_cli.launch.report import ending
-from accel_state.hang_report.main_thread import IMPORT
-from accel_state.hang_report.sightings import Sighting, describe
-from accel_state.hang_report.status import STATUS_FOLDER, ask_for_status, read_status
+from accel_state.hang_report.call_log import IMPORT
+from accel_state.hang_report.rank_status import STATUS_FOLDER, RankStatus, read_statuses, request_stacks
+from accel_state.hang_report.report import describe
 from accel_state.proc import process_info, state_of
 from accel_state.run_status.find import announce_run
 
@@ -61,7 +61,7 @@ class HangWatch:
         self._next_report = report_after
         self._timeout = timeout
         self._codes = codes
-        self._seen: Mapping[int, Sighting] = {}
+        self._seen: Mapping[int, RankStatus] = {}
         self._text = ""
         self._hang: tuple[int, int] | None = None
         self._idle: dict[int, _Idle] = {}
@@ -82,7 +82,7 @@ class HangWatch:
 
     def look(self) -> bool:
         """Look at the processes and report what is due; whether the run has waited for longer than it may."""
-        self._seen = read_status(self._folder)
+        self._seen = read_statuses(self._folder)
         waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
         waiting |= self._waiting_in_torch()
         if self._hang not in waiting:
@@ -92,7 +92,7 @@ class HangWatch:
         if self.waited < _STUCK:
             return False
         self._text = self._described()
-        ask_for_status(self._folder)
+        request_stacks(self._folder)
         self.over = self._timeout is not None and self.waited >= self._timeout
         if self.over or (self._next_report and self.waited >= self._next_report):
             self.tell()
@@ -112,7 +112,7 @@ class HangWatch:
                 continue
             since = idle.since(seen)
             if since is not None and time.time() - since >= _STUCK:
-                ask_for_status(self._folder)
+                request_stacks(self._folder)
                 if idle.waits_in:
                     found[rank, seen.number] = since
         return found
@@ -150,18 +150,18 @@ class _Idle:
         """The process moves."""
         self._began, self._used, self.waits_in = now, used, ""
 
-    def since(self, seen: Sighting) -> float | None:
+    def since(self, seen: RankStatus) -> float | None:
         """Seconds since the epoch when it began to wait; None where its processor time cannot be read."""
         now, used = time.time(), _processor_seconds(seen.pid)
         if used is None:
             return None
-        place = (seen.now_at, seen.now_in, seen.number)
-        moved = seen.closely and self.waits_in != "" and place != self._place
+        place = (seen.main_thread_at, seen.main_thread_in, seen.number)
+        moved = seen.has_stack and self.waits_in != "" and place != self._place
         if not self._began or moved or used - self._used > _SPARE + _BUSY * (now - self._began):
             self.begin(now, used)
-        if seen.closely:
+        if seen.has_stack:
             self._place = place
-            self.waits_in = "" if seen.now_in in _OF_ITS_OWN else seen.now_in
+            self.waits_in = "" if seen.main_thread_in in _OF_ITS_OWN else seen.main_thread_in
         return self._began
 
 
@@ -171,10 +171,10 @@ def _processor_seconds(pid: int) -> float | None:
     return None if info is None else info.processor_seconds
 
 
-def _in_the_system(seen: Iterable[tuple[int, Sighting]]) -> list[str]:
+def _in_the_system(seen: Iterable[tuple[int, RankStatus]]) -> list[str]:
     """Sentences on processes that no signal reaches, since they are inside of a call of the system."""
     return [
-        f"Process {rank} (pid {sighting.pid}) is inside of a call of the system, as to a file system or a driver."
-        for rank, sighting in seen
-        if state_of(sighting.pid) == "uninterruptible"
+        f"Process {rank} (pid {status.pid}) is inside of a call of the system, as to a file system or a driver."
+        for rank, status in seen
+        if state_of(status.pid) == "uninterruptible"
     ]

@@ -30,7 +30,7 @@ _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _OUR_PACKAGES = frozenset(
     f"accel_{name}" for name in ("state", "ops", "data", "bigmodel", "tracking", "plugins", "cli", "torch")
 ) | {"accelerate"}
-# By `accel_state.hang_report.status` and `accel_state.run_status.stacks`, which look for these.
+# By `accel_state.hang_report.rank_status` and `accel_state.run_status.stacks`, which look for these.
 _STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -149,7 +149,7 @@ def _record(error: BaseException, shown: bool) -> bool:
     trace = folded(error)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "pid": os.getpid(), "shown": shown}
-    # Ranks that this process waited for, by `accel_state.hang_report.failure`: its error follows from theirs.
+    # Ranks that this process waited for, by `accel_state.hang_report.report`: its error follows from theirs.
     extra["missed"] = getattr(error, "_accel_missed", [])
     try:
         partial = f"{path}.{os.getpid()}"

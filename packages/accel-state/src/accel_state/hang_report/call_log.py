@@ -1,20 +1,35 @@
-"""Which collective this process called, with which number, from which line of the user's code.
+"""Where the code of this process is: the collective that it called, its main thread, and where it raised an error.
 
-The log is always on: a call costs about a microsecond, because nothing is turned into text before somebody asks.
+The log of calls is always on: a call costs about a microsecond, because nothing becomes text before somebody reads it.
+The main thread is captured only to explain a failure: on Python 3.11 a garbage collection can leave the frames of a
+running thread dangling while another thread walks them. So a capture is rare, and no collection may begin meanwhile.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Final
 
 from accel_state.settings.extension import is_library
 
-__all__ = ("Call", "CallLog", "Location", "caller", "locate")
+__all__ = (
+    "IMPORT",
+    "Call",
+    "CallLog",
+    "Location",
+    "UserFrame",
+    "caller",
+    "frame_of_error",
+    "locate",
+    "main_thread_frame",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Call:
         operation: name of the function.
         fingerprint: of the structure, shapes, dtypes and arguments; 0 before they were known.
         location: where the user's code called it.
-        seconds: how long it took, or takes by now.
+        seconds: how long it took, or has taken so far.
     """
 
     number: int
@@ -59,7 +74,7 @@ class CallLog:
 
     def __init__(self, length: int = 128) -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float]] = deque(maxlen=length)
-        # Replaced as a whole, because the thread that watches reads it at any moment.
+        # Replaced as a whole, because the thread of the monitor reads it at any moment.
         self._current: tuple[int, str, CodeType, int, float] | None = None
         self.number = 0
         self.fingerprint = 0
@@ -72,15 +87,15 @@ class CallLog:
         self._current = (self.number, operation, code, line, time.monotonic())
 
     def leave(self) -> None:
-        """End the call that was begun."""
+        """End the call that `enter` began."""
         assert self._current is not None
         number, operation, code, line, begun = self._current
-        # In this order no call is ever seen as going on that is in the ring.
+        # In this order, nobody ever sees a call as active that is in the ring.
         self._current = None
         self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun))
 
     def active(self) -> Call | None:
-        """The call that is going on."""
+        """The call that this process is in."""
         current = self._current
         if current is None:
             return None
@@ -89,7 +104,7 @@ class CallLog:
         return Call(number, operation, self.fingerprint, location, time.monotonic() - begun)
 
     def last(self) -> Call | None:
-        """The call that is going on, or else the last one."""
+        """The call that this process is in, or else the last one."""
         return self.active() or next(iter(self.recent(1)), None)
 
     def recent(self, count: int | None = None) -> tuple[Call, ...]:
@@ -102,7 +117,7 @@ class CallLog:
 
 
 def caller() -> tuple[CodeType, int]:
-    """The code of the user, and the line in it, that called what is running."""
+    """The code of the user, and the line in it, that led to this call."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -110,9 +125,69 @@ def caller() -> tuple[CodeType, int]:
 
 
 def locate(path: str, line: int, folder: str | None = None) -> Location:
-    """A line of a file, named as a person in a folder would; by default the working directory."""
+    """A line of a file, relative to a folder; by default the working directory."""
     try:
         here = folder or os.getcwd()
     except FileNotFoundError:
         return Location(path, line)
     return Location(path.removeprefix(here + os.sep), line)
+
+
+IMPORT: Final = "import"
+"""`UserFrame.inside` of a thread that imports a module."""
+
+_IMPORTING: Final = "<frozen importlib"
+
+_DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"})
+"""Wrappers around the function whose name is of use."""
+
+
+@dataclass(frozen=True)
+class UserFrame:
+    """The innermost frame of the user's code in a thread.
+
+    Args:
+        location: the innermost line of the user's code.
+        inside: the library function that was called there; empty when there is none.
+    """
+
+    location: Location
+    inside: str
+
+
+def main_thread_frame() -> UserFrame | None:
+    """Where the main thread is; None when it runs no code of the user."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        outwards = []
+        while frame is not None:
+            outwards.append((frame, frame.f_lineno))
+            frame = frame.f_back
+        return _innermost(outwards)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def frame_of_error(error: BaseException) -> UserFrame | None:
+    """Where an exception was raised; None where no code of the user was running."""
+    inwards, trace = [], error.__traceback__
+    while trace is not None:
+        inwards.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return _innermost(inwards[::-1])
+
+
+def _innermost(outwards: list[tuple[FrameType, int]]) -> UserFrame | None:
+    inside = ""
+    for frame, line in outwards:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if is_library(module):
+            inside = inside if code.co_name in _DECORATORS and inside else code.co_name
+        elif module.partition(".")[0] not in sys.stdlib_module_names:
+            return UserFrame(locate(code.co_filename, line), inside)
+        elif code.co_filename.startswith(_IMPORTING):
+            inside = IMPORT
+    return None

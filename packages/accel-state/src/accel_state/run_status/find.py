@@ -1,8 +1,8 @@
 """Which runs of `accel launch` there are on this machine, and which one a pid or a folder means.
 
 A launcher keeps a folder that only its user can read, in the folder for temporary files. The folder names the launcher,
-and its processes write their status there (`accel_state.hang_report.status`). A launcher removes its folder when it
-ends. The folder of a killed launcher stays; readers recognise it by the pid and the start time that it names.
+and its processes write their statuses there (`accel_state.hang_report.rank_status`). A launcher removes its folder when
+it ends. The folder of a killed launcher stays; readers recognise it by the pid and the start time that it names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from accel_state.errors import NoAccess, NotFound, SettingError
-from accel_state.hang_report.status import STATUS_FOLDER, read_status
+from accel_state.hang_report.rank_status import STATUS_FOLDER, read_statuses
 from accel_state.proc import environment_of, process_info, state_of
 from accel_state.untrusted import integer, number, read_json, record, text
 
@@ -49,7 +49,7 @@ class LaunchedRun(NamedTuple):
 
     def folder(self) -> str:
         """Where the run keeps its output, as its processes know it; else where it was started."""
-        seen = read_status(self.status_folder)
+        seen = read_statuses(self.status_folder)
         return next((one.folder for _, one in sorted(seen.items()) if one.folder), self.working_folder)
 
 

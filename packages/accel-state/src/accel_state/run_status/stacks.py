@@ -18,8 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from accel_state.hang_report.call_log import locate
-from accel_state.hang_report.main_thread import Place
+from accel_state.hang_report.call_log import UserFrame, locate
 
 __all__ = ("SUFFIX", "Frame", "frames_of_main_thread", "imports", "place_in", "py_spy_stack", "signalled_stacks")
 
@@ -150,7 +149,7 @@ def frames_of_main_thread(stack: str) -> list[Frame]:
     return [Frame(match["path"], int(match["line"]), match["function"]) for match in found]
 
 
-def place_in(frames: list[Frame], working_folder: str) -> Place | None:
+def place_in(frames: list[Frame], working_folder: str) -> UserFrame | None:
     """Where a thread is; None where it runs no code of the user.
 
     Args:
@@ -160,7 +159,7 @@ def place_in(frames: list[Frame], working_folder: str) -> Place | None:
     inside = ""
     for frame in _of_script(frames):
         if frame.of_user:
-            return Place(locate(frame.path, frame.line, working_folder), inside)
+            return UserFrame(locate(frame.path, frame.line, working_folder), inside)
         inside = frame.function
     return None
 

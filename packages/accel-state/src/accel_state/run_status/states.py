@@ -18,9 +18,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from accel_state.hang_report.main_thread import IMPORT
-from accel_state.hang_report.sightings import Sighting
-from accel_state.hang_report.status import STATUS_FOLDER, Heard, ask_for_others, ask_for_status, read_heard, read_status
+from accel_state.hang_report.call_log import IMPORT
+from accel_state.hang_report.rank_status import (
+    STATUS_FOLDER,
+    RankStatus,
+    WorldStatus,
+    read_statuses,
+    read_world_status,
+    request_stacks,
+    request_world_status,
+)
 from accel_state.proc import ProcessInfo, environment_of, process_info, state_of, system_call
 from accel_state.run_status.find import LaunchedRun
 from accel_state.run_status.stacks import (
@@ -128,17 +135,17 @@ def look_at(run: LaunchedRun, stacks: bool = False) -> RunStatus:
         stacks: bring the Python stacks of the processes of this machine; py-spy may take longer.
     """
     begun = time.time()
-    ask_for_status(run.status_folder)
+    request_stacks(run.status_folder)
     known = _processes(run.status_folder)
-    seen = _sightings(run.status_folder, known)
+    seen = _statuses(run.status_folder, known)
     size = _world_size(known)
     fresh = [rank for rank, one in seen.items() if known[rank].runs and _is_reporting(one)]
     elsewhere = size > len(known)
     if elsewhere and fresh:
-        ask_for_others(run.status_folder, min(fresh))
+        request_world_status(run.status_folder, min(fresh))
     heard = _wait_for_answers(run.status_folder, known, fresh, begun, elsewhere and bool(fresh))
     known = _processes(run.status_folder)
-    seen = _sightings(run.status_folder, known)
+    seen = _statuses(run.status_folder, known)
     answered = {rank for rank, one in seen.items() if _has_answered(one, begun)}
     looked_at = [one for rank, one in known.items() if one.runs and (stacks or rank not in answered)]
     written = signalled_stacks({one.pid: one.stack_file for one in looked_at})
@@ -179,9 +186,9 @@ def _written(path: str) -> float:
         return 0.0
 
 
-def _sightings(folder: str, known: Mapping[int, _Process]) -> dict[int, Sighting]:
+def _statuses(folder: str, known: Mapping[int, _Process]) -> dict[int, RankStatus]:
     """What the processes wrote of themselves; not what an earlier one of the same rank wrote."""
-    return {rank: one for rank, one in read_status(folder).items() if rank in known and known[rank].pid == one.pid}
+    return {rank: one for rank, one in read_statuses(folder).items() if rank in known and known[rank].pid == one.pid}
 
 
 def _world_size(known: Mapping[int, _Process]) -> int:
@@ -190,24 +197,24 @@ def _world_size(known: Mapping[int, _Process]) -> int:
     return max(size, max(known, default=-1) + 1)
 
 
-def _is_reporting(seen: Sighting) -> bool:
+def _is_reporting(seen: RankStatus) -> bool:
     """Whether the thread of a process that reports goes on."""
     return seen.activity != _WAITING and time.time() - seen.time < _SILENT
 
 
-def _has_answered(seen: Sighting, begun: float) -> bool:
-    return bool(seen.left) or seen.activity == _WAITING or (seen.closely and seen.time >= begun)
+def _has_answered(seen: RankStatus, begun: float) -> bool:
+    return bool(seen.left) or seen.activity == _WAITING or (seen.has_stack and seen.time >= begun)
 
 
 def _wait_for_answers(
     folder: str, known: Mapping[int, _Process], fresh: Iterable[int], begun: float, others: bool
-) -> Heard | None:
+) -> WorldStatus | None:
     """Wait until processes that can have said where they are, and one of them where those of other machines are."""
     missing = set(fresh)
     while True:
-        seen = _sightings(folder, known)
+        seen = _statuses(folder, known)
         missing = {rank for rank in missing if rank in seen and not _has_answered(seen[rank], begun)}
-        heard = read_heard(folder) if others else None
+        heard = read_world_status(folder) if others else None
         waited = time.time() - begun
         told = heard is not None and heard.time >= begun and _all_answered(heard, begun)
         if (not missing or waited > _ANSWER) and (not others or told or waited > _ANSWER_OF_OTHERS):
@@ -215,10 +222,10 @@ def _wait_for_answers(
         time.sleep(_GLANCE)
 
 
-def _all_answered(heard: Heard, begun: float) -> bool:
+def _all_answered(heard: WorldStatus, begun: float) -> bool:
     return not heard.store_answers or all(
-        seen.left or heard.ages[rank] > _SILENT or (seen.closely and heard.time - heard.ages[rank] >= begun)
-        for rank, seen in heard.sightings.items()
+        seen.left or heard.ages[rank] > _SILENT or (seen.has_stack and heard.time - heard.ages[rank] >= begun)
+        for rank, seen in heard.statuses.items()
     )
 
 
@@ -228,7 +235,7 @@ def _stack(process: _Process, written: Mapping[int, str]) -> str:
     return by_py_spy or written.get(process.pid, "")
 
 
-def _status(rank: int, process: _Process, seen: Sighting | None, stack: str, run: LaunchedRun) -> ProcessStatus:
+def _status(rank: int, process: _Process, seen: RankStatus | None, stack: str, run: LaunchedRun) -> ProcessStatus:
     """One process of this machine."""
     host = socket.gethostname()
     status = ProcessStatus(rank, host, process.pid, "running") if seen is None else _told(rank, seen, host)
@@ -246,7 +253,7 @@ def _status(rank: int, process: _Process, seen: Sighting | None, stack: str, run
 
 
 def _from_outside(
-    process: _Process, seen: Sighting | None, call: str, status: ProcessStatus
+    process: _Process, seen: RankStatus | None, call: str, status: ProcessStatus
 ) -> tuple[str, str, float | None]:
     """State, operation and seconds of a process, by what the system says and else by what it wrote."""
     if not process.is_there:
@@ -261,7 +268,7 @@ def _from_outside(
     return status.state, status.operation, status.seconds
 
 
-def _told(rank: int, seen: Sighting, host: str) -> ProcessStatus:
+def _told(rank: int, seen: RankStatus, host: str) -> ProcessStatus:
     """A process by what it wrote."""
     now = time.time()
     base = ProcessStatus(
@@ -269,8 +276,8 @@ def _told(rank: int, seen: Sighting, host: str) -> ProcessStatus:
         host=host,
         pid=seen.pid,
         state="running",
-        operation=seen.now_in,
-        at=seen.now_at,
+        operation=seen.main_thread_in,
+        at=seen.main_thread_at,
         steps=seen.steps,
         steps_per_second=seen.steps_per_second or None,
         memory=seen.memory or None,
@@ -288,9 +295,9 @@ def _told(rank: int, seen: Sighting, host: str) -> ProcessStatus:
     return replace(base, state="in step", seconds=now - seen.step_since) if seen.steps else base
 
 
-def _remote(rank: int, heard: Heard | None) -> ProcessStatus:
+def _remote(rank: int, heard: WorldStatus | None) -> ProcessStatus:
     """A process of another machine, as one of this machine heard of it."""
-    seen = None if heard is None else heard.sightings.get(rank)
+    seen = None if heard is None else heard.statuses.get(rank)
     if heard is None or seen is None:
         return ProcessStatus(rank, "", 0, "unknown")
     status, age = _told(rank, seen, seen.host.partition(" ")[0]), heard.ages[rank]

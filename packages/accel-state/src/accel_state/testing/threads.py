@@ -164,7 +164,7 @@ def _leave() -> None:
     """End what the rank of this thread has opened."""
     process = current.process_or_none()
     if process is not None:
-        protocol_state(process.transport).watch.stop()
+        protocol_state(process.transport).monitor.stop()
     current.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_plugins.manifest import Duty
 from accel_state.gradient import GradientAccumulationPlugin
-from accel_state.hang_report.progress import PROGRESS
+from accel_state.hang_report.rank_status import PROGRESS
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_torch import options

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_state.hang_report.progress import PROGRESS
+from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.parts import Parts
 from accel_torch.registry import add_hook
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from accel_state.uncaught import explain_foreign
+from accel_state.uncaught import explain_backend_error
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
 from accel_torch.options import generator_names
 from accel_torch.parts import Parts
@@ -178,7 +178,7 @@ class TrainingPage(Parts):
         try:
             self._engine.strategy.backward(self._accumulation.share(loss), **kwargs)
         except RuntimeError as error:
-            explain_foreign(error)
+            explain_backend_error(error)
             raise
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:

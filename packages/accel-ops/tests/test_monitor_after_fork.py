@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.watch import Watch
+from accel_state.hang_report.monitor import HangMonitor
 from accel_state.transport.control import ControlStore
 
 pytestmark = [
@@ -34,11 +34,11 @@ class Slow(ControlStore):
 
 def test_a_child_forked_while_the_thread_works_can_end() -> None:
     store = Slow()
-    watch = Watch(CallLog(), store, 0, 2)
+    monitor = HangMonitor(CallLog(), store, 0, 2)
     assert store.asked.wait(60)
     child = os.fork()
     if child == 0:
-        watch.stop()
+        monitor.stop()
         os._exit(0)
     ended = threading.Event()
     status: list[int] = []
@@ -51,6 +51,6 @@ def test_a_child_forked_while_the_thread_works_can_end() -> None:
     if not ended.wait(60):
         os.kill(child, 9)
     store.let.set()
-    watch.stop()
+    monitor.stop()
     assert ended.wait(60)
     assert status == [0]

@@ -1,0 +1,253 @@
+"""The hang monitor: the thread that publishes the status of this rank through the store, and reads those of others.
+
+It works twice a second, and never on the path of a call. Once a second it writes to the store, and checks whether some
+rank requests stacks. Only this thread waits for the store: a snapshot holds what the thread read last, because the
+process that hosts the store may be the one that is stopped, dead, or behind a broken link. In small worlds every rank
+reads the statuses of the others all the time, and so still has them when the store is gone. In large ones each rank
+would read as many values as there are ranks, so a rank reads them only after it has requested stacks. The monitor also
+writes the file that a launcher reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import Final, NamedTuple
+from weakref import WeakSet
+
+from accel_state.errors import StoreUnreachable
+from accel_state.hang_report.call_log import CallLog, UserFrame
+from accel_state.hang_report.rank_status import EXITED_NORMALLY, RankStatus, StatusFile, WorldStatus, capture
+from accel_state.transport.control import ControlStore
+from accel_state.transport.shutdown import exit_exception
+
+__all__ = ("ALWAYS_READ_UP_TO", "TICK", "HangMonitor", "Snapshot")
+
+TICK: Final = 0.5
+"""Seconds between two captures."""
+
+_PUBLISH_EVERY: Final = 1.0
+"""Seconds between two writes to the store."""
+
+ALWAYS_READ_UP_TO: Final = 16
+"""Largest world size in which each rank reads the statuses of the others all the time."""
+
+_REQUEST_TIMEOUT: Final = 2.0
+"""Seconds that one request to the store may take."""
+
+_LONGEST_PAUSE: Final = 8.0
+"""Seconds between two tries, at most, on a store that does not answer."""
+
+_STACKS_FOR: Final = 5.0
+"""Seconds for which a rank captures its stack after a request."""
+
+_JOIN_TIMEOUT: Final = 3.0
+"""Seconds that the thread may take to end."""
+
+_POLLS: Final = 5
+"""How often in a tick the thread checks for a request of this rank."""
+
+_REQUEST_KEY: Final = "hang_report/request"
+
+
+class Snapshot(NamedTuple):
+    """The statuses of all ranks, as far as this one knows them.
+
+    Args:
+        statuses: by rank; ranks that never published are missing.
+        ages: seconds since a new status of each of them arrived.
+        taken: when the store was read, seconds of the monotonic clock.
+        store_failed: when the store was found not to answer, if it has not answered since; else None.
+    """
+
+    statuses: dict[int, RankStatus]
+    ages: dict[int, float]
+    taken: float
+    store_failed: float | None
+
+
+class HangMonitor:
+    """Publishes the status of one rank and reads those of all.
+
+    Args:
+        log: the call log of this process.
+        control: a connection to the store of the run, for this monitor alone; None turns it off.
+        rank: index of this process.
+        world_size: number of processes.
+
+    Attributes:
+        pinned: where this process was when an error was raised, while that error is explained.
+        always_reads: whether it reads the statuses of the others before `request_stacks` is called.
+    """
+
+    def __init__(self, log: CallLog, control: ControlStore | None, rank: int, world_size: int) -> None:
+        self._log = log
+        self._rank = rank
+        self._pid = os.getpid()
+        self._keys = [f"hang_report/status/{other}" for other in range(world_size)]
+        self.always_reads = world_size <= ALWAYS_READ_UP_TO
+        self._failures = 0
+        self._try_again = 0.0
+        self._publish_at = 0.0
+        self._reads_until = 0.0
+        self._control = control if world_size > 1 else None
+        self._file = StatusFile.of_run(rank)
+        self._texts: dict[int, bytes] = {}
+        self._statuses: dict[int, RankStatus] = {}
+        self._arrived: dict[int, float] = {}
+        self._taken = time.monotonic()
+        self._failed: float | None = None
+        self._last_request = b""
+        self._stacks_until = 0.0
+        self._requests = False
+        self._end = threading.Event()
+        self.pinned: UserFrame | None = None
+        self._thread: threading.Thread | None = None
+        if self._control is not None or self._file is not None:
+            self._thread = threading.Thread(target=self._run, name="accel_state.monitor", daemon=True)
+            self._thread.start()
+            # Before the groups end, because the others notice their end first.
+            _monitors_of(self._pid).add(self)
+
+    def stop(self) -> None:
+        """End the thread; called when the transport goes, and before the interpreter does.
+
+        In a forked child there is no thread to end, and its lock may stay locked for ever.
+        """
+        if os.getpid() != self._pid or self._thread is None or self._end.is_set():
+            return
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=_JOIN_TIMEOUT)
+        last = replace(capture(self._log), left=f"with {error}" if (error := exit_exception()) else EXITED_NORMALLY)
+        if self._file is not None:
+            self._file.write(last)
+        if self._control is not None and self._failed is None and not self._thread.is_alive():
+            self._publish(last)
+            self._control.close()
+
+    def request_stacks(self) -> float:
+        """Request that all ranks capture their stacks, and return the time; they have answered two ticks later.
+
+        Does not wait, and takes no lock: handlers of signals call this too.
+        """
+        now = time.monotonic()
+        self._stacks_until = self._reads_until = now + _STACKS_FOR
+        self._requests = True
+        return now
+
+    def snapshot(self) -> Snapshot:
+        """The statuses of all ranks, with a new one of this rank. Does not wait."""
+        now = time.monotonic()
+        statuses = {**self._statuses, self._rank: capture(self._log, True, self.pinned)}
+        arrived = {**self._arrived, self._rank: now}
+        return Snapshot(statuses, {rank: now - at for rank, at in arrived.items()}, self._taken, self._failed)
+
+    def _run(self) -> None:
+        while True:
+            requests, self._requests = self._requests, False
+            now = time.monotonic()
+            stack = now < self._stacks_until
+            writes_world = self._file is not None and self._file.world_requested()
+            if writes_world:
+                self._reads_until = now + _STACKS_FOR
+            if writes_world and not stack:
+                requests = stack = True
+                self._stacks_until = now + _STACKS_FOR
+            if self._file is not None:
+                stack = self._file.stack_requested() or stack
+                self._file.write(capture(self._log, stack, self.pinned))
+            if self._control is not None and (requests or now >= self._try_again):
+                self._use_store(now, stack, requests)
+            if self._file is not None and writes_world:
+                self._file.write_world(self._world_status())
+            # `request_stacks` takes no lock, so nothing wakes this thread.
+            for _ in range(_POLLS):
+                if self._end.wait(TICK / _POLLS):
+                    return
+                if self._requests:
+                    break
+
+    def _use_store(self, now: float, stack: bool, requests: bool) -> None:
+        reads = now < self._reads_until
+        if self._exchange(now, stack, requests) and (reads or self.always_reads):
+            self._read()
+        self._failures = 0 if self._failed is None else self._failures + 1
+        pause = TICK if reads else _PUBLISH_EVERY
+        if self._failures:
+            pause = min(TICK * 2**self._failures, _LONGEST_PAUSE)
+        # A little less, because the thread checks the time in ticks.
+        self._try_again = now + pause - TICK / 2
+
+    def _world_status(self) -> WorldStatus:
+        statuses, ages, _, failed = self.snapshot()
+        return WorldStatus(time.time(), failed is None, statuses, ages)
+
+    def _exchange(self, now: float, stack: bool, requests: bool) -> bool:
+        """Publish a status, and read whether some rank requests stacks; whether the store answered."""
+        control = self._control
+        assert control is not None
+        try:
+            if requests:
+                control.set(_REQUEST_KEY, b"%d %d" % (self._rank, time.time_ns()), _REQUEST_TIMEOUT)
+            request = control.get_many([_REQUEST_KEY], _REQUEST_TIMEOUT).get(_REQUEST_KEY, b"")
+        except StoreUnreachable:
+            self._failed = time.monotonic()
+            return False
+        if request != self._last_request:
+            self._last_request = request
+            self._stacks_until = time.monotonic() + _STACKS_FOR
+            stack = True
+        if now < self._publish_at:
+            self._failed = None
+            return True
+        self._publish_at = now + _PUBLISH_EVERY
+        return self._publish(capture(self._log, stack, self.pinned))
+
+    def _publish(self, status: RankStatus) -> bool:
+        assert self._control is not None
+        try:
+            self._control.set(self._keys[self._rank], status.to_json().encode(), _REQUEST_TIMEOUT)
+        except StoreUnreachable:
+            self._failed = time.monotonic()
+            return False
+        self._failed = None
+        return True
+
+    def _read(self) -> None:
+        assert self._control is not None
+        try:
+            found = self._control.get_many(self._keys, _REQUEST_TIMEOUT)
+        except StoreUnreachable:
+            self._failed = time.monotonic()
+            return
+        now = time.monotonic()
+        statuses, arrived = dict(self._statuses), dict(self._arrived)
+        for rank, key in enumerate(self._keys):
+            text = found.get(key)
+            if text is None or text == self._texts.get(rank):
+                continue
+            status = RankStatus.from_json(text)
+            if status is not None:
+                self._texts[rank] = text
+                statuses[rank], arrived[rank] = status, now
+        # Others read these while this thread goes on, so it replaces them as a whole.
+        self._arrived, self._statuses = arrived, statuses
+        self._taken = now
+
+
+@functools.cache
+def _monitors_of(_pid: int) -> WeakSet[HangMonitor]:
+    """The monitors of this process, which stop when the interpreter ends, before the groups that exist by now."""
+    monitors: WeakSet[HangMonitor] = WeakSet()
+
+    def stop() -> None:
+        for monitor in list(monitors):
+            monitor.stop()
+
+    atexit.register(stop)
+    return monitors

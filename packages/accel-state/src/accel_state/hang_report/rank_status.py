@@ -1,0 +1,399 @@
+"""What one rank publishes of itself: its last collective, its main thread, its step, what it saves or loads.
+
+    os.environ[STATUS_FOLDER] = folder      # the launcher, before it starts the processes
+    request_stacks(folder)                  # let them capture their main threads for some seconds
+    statuses = read_statuses(folder)        # by rank; what a process wrote last, about half a second ago
+
+A status travels as JSON, through the store of the run and through files, which a launcher reads without the store and
+without torch. Each process writes its file twice a second from the thread of its monitor. A process that cannot
+(stopped, or in native code that holds the interpreter) leaves its last file, whose `time` gets old. One process of a
+machine, which the reader chooses, also writes the statuses of the ranks on other machines.
+
+The training code stores its progress in plain attributes, which costs a step less than a microsecond. The thread of the
+monitor reads them twice a second and computes the steps per second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from types import CodeType
+from typing import Any, Final, NamedTuple
+
+from accel_state.hang_report.call_log import CallLog, Location, UserFrame, caller, locate, main_thread_frame
+from accel_state.proc import process_info
+
+__all__ = (
+    "EXITED_NORMALLY",
+    "PROGRESS",
+    "STATUS_FOLDER",
+    "Activity",
+    "Pace",
+    "Progress",
+    "RankStatus",
+    "StatusFile",
+    "WorldStatus",
+    "capture",
+    "host_with_namespaces",
+    "read_statuses",
+    "read_world_status",
+    "request_stacks",
+    "request_world_status",
+)
+
+EXITED_NORMALLY: Final = "without an exception"
+"""`RankStatus.left` of a process whose script has ended."""
+
+# ---------------------------------------------------------------------- progress
+
+_MOST_MOMENTS: Final = 32
+"""Moments at which a new step was seen, from which the pace follows: 16 seconds, or as many steps."""
+
+
+class Activity(NamedTuple):
+    """What a process does instead of training.
+
+    Args:
+        name: such as "saving".
+        location: line of the user's code that began it.
+        seconds: how long it has taken so far.
+    """
+
+    name: str
+    location: Location
+    seconds: float
+
+
+class Pace(NamedTuple):
+    """How quickly a process trains.
+
+    Args:
+        steps: steps that its optimizer has made.
+        per_second: recent steps per second; 0 before two steps were seen.
+        seconds: since the last step was seen; 0 before the first one.
+    """
+
+    steps: int
+    per_second: float
+    seconds: float
+
+
+class Progress:
+    """The progress of one process.
+
+    Attributes:
+        steps: steps of the optimizer that has made most, since the process was started.
+        folder: where the run keeps its output, or empty.
+    """
+
+    __slots__ = ("_activity", "_moments", "folder", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.folder = ""
+        # Replaced as a whole, because the thread of the monitor reads it at any moment.
+        self._activity: tuple[str, CodeType, int, float] | None = None
+        self._moments: deque[tuple[float, int]] = deque(maxlen=_MOST_MOMENTS)
+
+    def writes_to(self, folder: str | os.PathLike[str]) -> None:
+        """Record the folder of the run; the first one counts."""
+        self.folder = self.folder or os.path.abspath(folder)
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Record for the length of a block what this process does."""
+        before = self._activity
+        code, line = caller()
+        self._activity = (name, code, line, time.monotonic())
+        try:
+            yield
+        finally:
+            self._activity = before
+
+    def activity(self) -> Activity | None:
+        """What the process does instead of training."""
+        activity = self._activity
+        if activity is None:
+            return None
+        name, code, line, begun = activity
+        return Activity(name, locate(code.co_filename, line), time.monotonic() - begun)
+
+    def pace(self) -> Pace:
+        """How quickly the process trains, by the steps that earlier calls have seen."""
+        now, steps = time.monotonic(), self.steps
+        if not steps:
+            return Pace(0, 0.0, 0.0)
+        if not self._moments or self._moments[-1][1] != steps:
+            self._moments.append((now, steps))
+        (first, fewer), (last, more) = self._moments[0], self._moments[-1]
+        return Pace(steps, (more - fewer) / (last - first) if last > first else 0.0, now - last)
+
+
+PROGRESS: Final = Progress()
+"""That of this process."""
+
+# ---------------------------------------------------------------------- the status of a rank
+
+_KINDS: Final[Mapping[str, Any]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank does, captured by itself.
+
+    Args:
+        number: of its last collective; 0 when it made none.
+        operation: name of that collective.
+        called_at: line of the user's code that called it.
+        active: whether it is still in that collective.
+        main_thread_at: line of the user's code where the main thread is; empty when the stack was not captured.
+        main_thread_in: the library function that was called there; empty when there is none.
+        has_stack: whether the stack of the main thread was captured.
+        left: how it has left the run, such as "without an exception"; empty while it takes part.
+        since: when that collective began, where it is still in it, seconds since the epoch; else 0.
+        steps: how many steps its optimizer has made.
+        steps_per_second: of late; 0 where that is not known.
+        step_since: when the last step was made, seconds since the epoch; 0 where there was none.
+        activity: what it does instead of training, such as "saving"; or empty.
+        activity_at: line of the user's code that began it.
+        activity_since: when that was, seconds since the epoch.
+        folder: where the run keeps its output, or empty.
+        memory: bytes of memory that it uses, captured with the stack; else 0.
+        pid: its process id.
+        host: its machine, with the namespaces of process ids and of the network.
+        time: when it was captured, seconds since the epoch.
+    """
+
+    number: int
+    operation: str
+    called_at: str
+    active: bool
+    main_thread_at: str
+    main_thread_in: str
+    has_stack: bool = False
+    left: str = ""
+    since: float = 0.0
+    steps: int = 0
+    steps_per_second: float = 0.0
+    step_since: float = 0.0
+    activity: str = ""
+    activity_at: str = ""
+    activity_since: float = 0.0
+    folder: str = ""
+    memory: int = 0
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=lambda: host_with_namespaces())
+    time: float = field(default_factory=time.time)
+
+    def to_json(self) -> str:
+        """The status as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankStatus | None:
+        """The status that `to_json` wrote; None where it did not write the text."""
+        try:
+            status = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        fits = all(isinstance(getattr(status, one.name), _KINDS[str(one.type)]) for one in fields(cls))
+        return status if fits else None
+
+    def position(self) -> str:
+        """Where the process is, to follow "rank 3 is"."""
+        if self.active:
+            return f"in {self.operation}() at {self.called_at} (call {self.number})"
+        before = f"after {self.operation}() at {self.called_at} (call {self.number})"
+        before = before if self.number else "before any collective"
+        at = self.main_thread_at
+        inside = f"in {self.main_thread_in}() at {at}" if self.main_thread_in else f"at {at}"
+        return f"{inside}, {before}" if at else before
+
+
+def capture(log: CallLog, stack: bool = False, pinned: UserFrame | None = None) -> RankStatus:
+    """The status of this process.
+
+    Args:
+        log: its calls.
+        stack: capture the line of the main thread as well.
+        pinned: that line, where it is known.
+    """
+    active = log.active()
+    call = active or next(iter(log.recent(1)), None)
+    frame = pinned or (main_thread_frame() if stack else None)
+    clock, pace, activity = time.time(), PROGRESS.pace(), PROGRESS.activity()
+    info = process_info(os.getpid()) if stack else None
+    return RankStatus(
+        number=call.number if call else 0,
+        operation=call.operation if call else "",
+        called_at=str(call.location) if call else "",
+        active=active is not None,
+        main_thread_at=str(frame.location) if frame else "",
+        main_thread_in=frame.inside if frame else "",
+        has_stack=stack,
+        since=clock - active.seconds if active else 0.0,
+        steps=pace.steps,
+        steps_per_second=pace.per_second,
+        step_since=clock - pace.seconds if pace.steps else 0.0,
+        activity=activity.name if activity else "",
+        activity_at=str(activity.location) if activity else "",
+        activity_since=clock - activity.seconds if activity else 0.0,
+        folder=PROGRESS.folder,
+        memory=info.memory if info else 0,
+    )
+
+
+def host_with_namespaces() -> str:
+    """Name of this machine, with its namespaces of process ids and of the network, which a container may change."""
+    names = [socket.gethostname()]
+    for kind in ("pid", "net"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return " ".join(names)
+
+
+# ---------------------------------------------------------------------- files
+
+STATUS_FOLDER: Final = "ACCEL_STATUS_FOLDER"
+"""Variable that names the folder of the files; without it, processes write none."""
+
+_STACK_REQUEST: Final = "request-stacks"
+_WORLD_REQUEST: Final = "request-world"
+_WORLD: Final = "world.json"
+_REQUEST_LASTS: Final = 5.0
+"""Seconds for which processes answer a request."""
+
+_MOST_BYTES: Final = 64 * 1024
+_MOST_BYTES_OF_WORLD: Final = 64 * 2**20
+
+
+class WorldStatus(NamedTuple):
+    """The statuses of all ranks, as one process read them from the store of the run.
+
+    Args:
+        time: when it wrote this, seconds since the epoch.
+        store_answers: whether the store answered.
+        statuses: by rank; ranks that never published are missing.
+        ages: seconds since a new status of each of them arrived.
+    """
+
+    time: float
+    store_answers: bool
+    statuses: Mapping[int, RankStatus]
+    ages: Mapping[int, float]
+
+
+class StatusFile:
+    """The file of one process.
+
+    Args:
+        folder: where it is.
+        rank: index of the process.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder = folder
+        self._rank = str(rank)
+        self._stack_request = os.path.join(folder, _STACK_REQUEST)
+        self._path = os.path.join(folder, f"rank{rank}.json")
+
+    @classmethod
+    def of_run(cls, rank: int) -> StatusFile | None:
+        """That of this process, where the launcher wants one."""
+        folder = os.environ.get(STATUS_FOLDER)
+        return cls(folder, rank) if folder else None
+
+    def write(self, status: RankStatus) -> None:
+        """Replace the content of the file; a missing folder does not disturb the run."""
+        _replace(self._path, status.to_json())
+
+    def write_world(self, world: WorldStatus) -> None:
+        """Replace what this machine knows of all ranks."""
+        ranks = {rank: [world.ages[rank], status.to_json()] for rank, status in world.statuses.items()}
+        text = json.dumps({"time": world.time, "store_answers": world.store_answers, "ranks": ranks})
+        _replace(os.path.join(self._folder, _WORLD), text)
+
+    def stack_requested(self) -> bool:
+        """Whether a reader wants the line of the main thread."""
+        return _is_recent(self._stack_request)
+
+    def world_requested(self) -> bool:
+        """Whether a reader wants this process to write the statuses of all ranks."""
+        path = os.path.join(self._folder, _WORLD_REQUEST)
+        if not _is_recent(path):
+            return False
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read(16) == self._rank
+        except OSError:
+            return False
+
+
+def _is_recent(path: str) -> bool:
+    try:
+        return time.time() - os.stat(path).st_mtime < _REQUEST_LASTS
+    except OSError:
+        return False
+
+
+def _replace(path: str, text: str) -> None:
+    partial = f"{path}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+
+
+def request_stacks(folder: str) -> None:
+    """Let the processes capture the stacks of their main threads; they have written them within a second."""
+    with open(os.path.join(folder, _STACK_REQUEST), "w", encoding="utf-8"):
+        pass
+
+
+def request_world_status(folder: str, rank: int) -> None:
+    """Let one process, named by its rank, write the statuses of all ranks; it takes some seconds."""
+    _replace(os.path.join(folder, _WORLD_REQUEST), str(rank))
+
+
+def read_world_status(folder: str) -> WorldStatus | None:
+    """What a process wrote last of all ranks; None where none did."""
+    try:
+        with open(os.path.join(folder, _WORLD), encoding="utf-8", errors="replace") as file:
+            content = json.loads(file.read(_MOST_BYTES_OF_WORLD))
+        statuses, ages = {}, {}
+        for rank, (age, text) in content["ranks"].items():
+            status = RankStatus.from_json(text)
+            if status is not None:
+                statuses[int(rank)], ages[int(rank)] = status, float(age)
+        return WorldStatus(float(content["time"]), bool(content["store_answers"]), statuses, ages)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def read_statuses(folder: str) -> dict[int, RankStatus]:
+    """What each process wrote last, by rank; those that wrote nothing are missing."""
+    found: dict[int, RankStatus] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return found
+    for name in names:
+        match = re.fullmatch(r"rank(\d{1,7})\.json", name)
+        if match is None:
+            continue
+        try:
+            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+                status = RankStatus.from_json(file.read(_MOST_BYTES))
+        except OSError:
+            continue
+        if status is not None:
+            found[int(match[1])] = status
+    return found
