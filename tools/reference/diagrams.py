@@ -81,7 +81,7 @@ _OF_THE_SCRIPT = (
 
 
 class Unsupported(ValueError):
-    """Met when the picture shows a step that no import stands behind."""
+    """Raised when the picture shows a step that no import stands behind."""
 
 
 def diagrams() -> dict[str, str]:

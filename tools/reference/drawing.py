@@ -69,7 +69,7 @@ class Arrow(NamedTuple):
 
 
 class Blocked(ValueError):
-    """Met when an arrow cannot be drawn: no column is shared, it does not lead down, or a box is in its way."""
+    """Raised when an arrow cannot be drawn: no column is shared, it does not lead down, or a box is in its way."""
 
 
 def drawn(title: str, about: str, boxes: Sequence[Box], arrows: Sequence[Arrow]) -> str:

@@ -18,7 +18,7 @@ __all__ = ("error_pages", "errors_of")
 
 _BASE = "accel_state.errors.AccelError"
 _ABOUT = """Every error that is raised on purpose is a child of `AccelError` and of the builtin that fits it, so
-`except ValueError` keeps working. A message has three parts: what was asked, what stands in the way, and what to do.
+`except ValueError` keeps working. A message has three parts: what failed, what stands in the way, and what to do.
 The page of each class has every message, so that the site's search finds the text of one; ‹...› stands for what is
 filled in."""
 

@@ -94,7 +94,7 @@ def refusals() -> list[str]:
         try:
             call()
         except AccelError as error:
-            messages.append(f"{type(error).__name__}: {error.asked} {error.obstacle}")
+            messages.append(f"{type(error).__name__}: {error.failure} {error.obstacle}")
 
     refused(lambda: prepare_pippy(built(), ["nowhere"], example_args=(ids,)))
     refused(lambda: prepare_pippy(built(), [], example_args=(ids,)))

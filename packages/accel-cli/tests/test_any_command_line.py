@@ -41,7 +41,7 @@ def attempt(words, environ):
 def understood_or_refused(answer, given=True):
     """Whether a launch is understood; an error has its parts, and there is none where nothing was given."""
     understood = isinstance(answer, LaunchPlan)
-    assert understood or (given and answer.asked and answer.remedy)
+    assert understood or (given and answer.failure and answer.remedy)
     return understood
 
 

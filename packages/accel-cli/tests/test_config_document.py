@@ -115,7 +115,7 @@ def test_any_text_gives_entries_or_an_error_that_names_the_file(tmp_path_factory
     else:
         refused = None
         assert all(isinstance(entry.key, str) and entry.line >= 1 for entry in entries)
-    assert refused is None or str(path) in refused.obstacle + refused.asked
+    assert refused is None or str(path) in refused.obstacle + refused.failure
 
 
 @settings(deadline=None)

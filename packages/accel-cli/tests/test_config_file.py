@@ -180,7 +180,7 @@ def test_unknown_keys_are_refused_with_the_closest(config, text, obstacle, remed
 def test_values_of_the_wrong_kind_are_refused_with_their_line(config, tmp_path, text, asked):
     with pytest.raises(SettingError) as caught:
         config(text)
-    assert caught.value.asked.startswith(asked.replace("FILE", f"{tmp_path}/run.yaml"))
+    assert caught.value.failure.startswith(asked.replace("FILE", f"{tmp_path}/run.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_hostfiles_that_are_none(tmp_path, text, said):
     with pytest.raises(SettingError) as caught:
         read_hostfile(str(path), "--deepspeed_hostfile")
     assert said in caught.value.obstacle
-    assert "--deepspeed_hostfile" in caught.value.asked
+    assert "--deepspeed_hostfile" in caught.value.failure
 
 
 def test_read_hostfile_of_a_missing_file(tmp_path):

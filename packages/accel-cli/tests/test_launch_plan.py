@@ -216,7 +216,7 @@ def test_contradictions_name_both_sides(values, kind, named):
     with pytest.raises(kind) as caught:
         plan(**values)
     assert all(part in str(caught.value) for part in named)
-    assert caught.value.asked
+    assert caught.value.failure
     assert caught.value.obstacle
     assert caught.value.remedy
 
@@ -224,7 +224,7 @@ def test_contradictions_name_both_sides(values, kind, named):
 def test_a_kind_of_run_that_no_backend_carries():
     with pytest.raises(Missing) as caught:
         backend_for("NOBODYS", "run.yaml:4")
-    assert "run.yaml:4" in caught.value.asked
+    assert "run.yaml:4" in caught.value.failure
 
 
 def test_backends_by_name():

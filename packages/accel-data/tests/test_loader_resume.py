@@ -377,7 +377,7 @@ def test_a_stream_that_cannot_be_continued_is_refused_by_prepare(make: Any, obst
     options: Any = {wish: True}
     with pytest.raises(Conflict, match=obstacle) as refused:
         prepare_data_loader(DataLoader(make(), batch_size=2), **options)
-    assert f"{wish}=True" in refused.value.asked
+    assert f"{wish}=True" in refused.value.failure
     assert "set_epoch" in refused.value.remedy
     plain: Any = prepare_data_loader(DataLoader(make(), batch_size=2))
     assert len(list(plain)) == 5

@@ -101,7 +101,7 @@ def differ(name: str, known: bool) -> str:
         (other if state.is_last_process else usual)()
     assert gather(torch.tensor(state.process_index)).tolist() == list(range(state.num_processes))
     assert isinstance(caught.value, ValueError)
-    assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+    assert all((caught.value.failure, caught.value.obstacle, caught.value.remedy))
     return str(caught.value)
 
 

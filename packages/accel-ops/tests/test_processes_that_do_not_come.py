@@ -73,7 +73,7 @@ def failed(call: object) -> tuple[str, float]:
     with pytest.raises(CollectiveError) as caught:
         call()  # type: ignore[operator]
     assert isinstance(caught.value, RuntimeError)
-    assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+    assert all((caught.value.failure, caught.value.obstacle, caught.value.remedy))
     return str(caught.value), time.monotonic() - start
 
 

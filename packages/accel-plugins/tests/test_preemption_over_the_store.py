@@ -142,6 +142,6 @@ def test_a_request_while_the_store_is_gone_ends_in_a_typed_error(monkeypatch: py
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(CheckpointError) as caught:
             ends_after(watching, PATIENT)
-        assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+        assert all((caught.value.failure, caught.value.obstacle, caught.value.remedy))
     finally:
         watching.leave()

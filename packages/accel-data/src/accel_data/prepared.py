@@ -243,7 +243,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 "Check that the data set's __len__ and the sampler agree with what __getitem__ can give.",
             ) from error
         except (CollectiveError, DataError) as error:
-            raise type(error)(f"{self._name()}: {error.asked}", error.obstacle, error.remedy) from error
+            raise type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy) from error
         except RuntimeError as error:
             if not str(error).startswith(_LOADING):
                 raise

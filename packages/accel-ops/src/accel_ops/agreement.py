@@ -507,7 +507,7 @@ def all_agree(
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """An error in the form in which the other ranks receive it."""
-    parts = [error.asked, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
+    parts = [error.failure, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
     return {"type": type(error).__name__, "text": str(error), "parts": parts}
 
 

@@ -73,7 +73,7 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 class CannotPickle(AccelError, pickle.PicklingError):
-    """Met when an object is pickled that only makes sense in the process that made it."""
+    """Raised when an object is pickled that only makes sense in the process that made it."""
 
 
 def convert_to_fp32(tensor: Any) -> Any:

@@ -510,7 +510,7 @@ class HeaderCall:
     def _refuse(self, error: Exception) -> None:
         """Send a refusal, so that the other processes raise as well."""
         if isinstance(error, AccelError):
-            reason = (error.asked, error.obstacle, error.remedy)
+            reason = (error.failure, error.obstacle, error.remedy)
         else:
             reason = (f"{type(error).__name__}: {error}", "", "See the traceback of that process.")
         try:

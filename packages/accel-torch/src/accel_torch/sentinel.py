@@ -37,7 +37,7 @@ _PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 class ReplicasDiffer(AccelError, RuntimeError):
-    """Met on every process when processes that should hold the same weights, or stand at the same place, do not."""
+    """Raised on every process when processes that should hold the same weights, or stand at the same place, do not."""
 
 
 class Witness(NamedTuple):

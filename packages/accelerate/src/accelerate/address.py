@@ -19,7 +19,7 @@ __all__ = ("OldModule", "UnknownName", "serve", "why_not")
 
 
 class UnknownName(AccelError, AttributeError):
-    """Met when an attribute is asked for that a module at an old address does not have."""
+    """Raised when an attribute is asked for that a module at an old address does not have."""
 
 
 _NO_NAME: Final = "This module has no such name."
@@ -90,7 +90,7 @@ def why_not(address: str) -> tuple[str, str, str] | None:
         try:
             getattr(sys.modules[package], name)
         except UnknownName as error:
-            return error.asked, error.obstacle, error.remedy
+            return error.failure, error.obstacle, error.remedy
         return None
     advice = None if name.startswith("__") else _advice(package, name)
     return advice and (_asked(package, name), *advice)

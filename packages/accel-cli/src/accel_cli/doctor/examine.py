@@ -89,7 +89,7 @@ def examine_launch(request: Request) -> Iterator[Finding]:
 
 
 def _told(error: AccelError) -> str:
-    return f"{error.asked} {error.obstacle}"
+    return f"{error.failure} {error.obstacle}"
 
 
 def _config(request: Request) -> Iterator[Finding]:

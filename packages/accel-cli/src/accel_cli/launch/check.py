@@ -98,7 +98,7 @@ def check_axes(effective: Effective, processes: int) -> None:
     except AccelError as error:
         number = effective["num_processes"]
         asked = [shown(effect) for effect in (*sizes, *((number,) if number.given else ()))]
-        obstacle = f"{error.asked} {error.obstacle}"
+        obstacle = f"{error.failure} {error.obstacle}"
         raise Conflict(f"{' and '.join(asked)} {_were(asked)} asked for.", obstacle, error.remedy) from error
 
 

@@ -86,7 +86,7 @@ class Outcome:
 
 
 class ProcessesFailed(AssertionError):
-    """Met when a rank raised, died or hung; the message shows what every rank printed."""
+    """Raised when a rank raised, died or hung; the message shows what every rank printed."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         super().__init__("\n".join(str(outcome) for outcome in outcomes))

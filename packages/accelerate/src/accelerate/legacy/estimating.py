@@ -43,7 +43,7 @@ _TRAINED: Final = {
 
 
 class NoSuchModel(SettingError, RuntimeError):
-    """Met when a repository of the Hub has no model of the library that was to load it."""
+    """Raised when a repository of the Hub has no model of the library that was to load it."""
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:

@@ -102,7 +102,7 @@ def chained_operation(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except ShapeMismatch as error:
-            raise ShapeMismatch(f"{name}(): {error.asked}", error.obstacle, error.remedy) from error
+            raise ShapeMismatch(f"{name}(): {error.failure}", error.obstacle, error.remedy) from error
 
     wrapped: Any = named
     return wrapped  # type: ignore[no-any-return]
