@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_tracking.values import flatten, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, plain, scalars_as_numbers
 
 torch = pytest.importorskip("torch", reason="accel-tracking needs neither torch nor numpy")
 np = pytest.importorskip("numpy")
@@ -60,4 +60,4 @@ def test_scalars_become_numbers_and_other_values_are_unchanged() -> None:
 
 
 def test_nested_names_are_joined() -> None:
-    assert flatten({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "empty": {}}) == {"a": 1, "b/c": 2, "b/d/e": 3}
+    assert flatten_keys({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "empty": {}}) == {"a": 1, "b/c": 2, "b/d/e": 3}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-__all__ = ("flatten", "is_number", "plain", "scalars_as_numbers")
+__all__ = ("flatten_keys", "is_number", "plain", "scalars_as_numbers")
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -58,17 +58,17 @@ def _number(value: Any) -> Any:
     return value.item() if count == 1 else value
 
 
-def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+def flatten_keys(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     """Nested mappings as one mapping, with joined keys.
 
     Example:
-        >>> flatten({"loss": 1, "eval": {"loss": 2, "accuracy": {"top1": 3}}})
+        >>> flatten_keys({"loss": 1, "eval": {"loss": 2, "accuracy": {"top1": 3}}})
         {'loss': 1, 'eval/loss': 2, 'eval/accuracy/top1': 3}
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            result.update({f"{name}{separator}{inner}": leaf for inner, leaf in flatten(value, separator).items()})
+            result.update({f"{name}{separator}{inner}": leaf for inner, leaf in flatten_keys(value, separator).items()})
         else:
             result[str(name)] = value
     return result

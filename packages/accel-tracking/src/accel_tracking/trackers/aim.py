@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("AimTracker",)
 
@@ -50,7 +50,7 @@ class AimTracker(LibraryTracker):
         """Track each value, text as `aim.Text`; `kwargs` are those of `Run.track`, such as `context`."""
         import aim
 
-        for name, value in flatten(scalars_as_numbers(values)).items():
+        for name, value in flatten_keys(scalars_as_numbers(values)).items():
             tracked = aim.Text(value) if isinstance(value, str) else value
             self.writer.track(tracked, name=name, step=step, **kwargs)
 

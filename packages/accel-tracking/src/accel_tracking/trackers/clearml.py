@@ -10,7 +10,7 @@ from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, setting
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
 
 __all__ = ("ClearMLSettings", "ClearMLTracker")
 
@@ -67,7 +67,7 @@ class ClearMLTracker(LibraryTracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report numbers as scalars (without a step as single values), everything else as text."""
         logger = self.task.get_logger()
-        for name, value in flatten(scalars_as_numbers(values)).items():
+        for name, value in flatten_keys(scalars_as_numbers(values)).items():
             if not is_number(value):
                 logger.report_text(f"{name}: {plain(value)}", **kwargs)
             elif step is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
 
 __all__ = ("CometMLTracker",)
 
@@ -34,14 +34,14 @@ class CometMLTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Store the hyperparameters as the experiment's parameters."""
-        self.writer.log_parameters(flatten(plain(values)))
+        self.writer.log_parameters(flatten_keys(plain(values)))
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and mappings of numbers as metrics, everything else under "Other"."""
         if step is not None:
             self.writer.set_step(step)
-        for name, value in flatten(scalars_as_numbers(values)).items():
+        for name, value in flatten_keys(scalars_as_numbers(values)).items():
             if is_number(value):
                 self.writer.log_metric(name, value, step=step, **kwargs)
             else:

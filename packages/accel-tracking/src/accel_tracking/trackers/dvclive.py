@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
 
 __all__ = ("DVCLiveTracker",)
 
@@ -46,7 +46,7 @@ class DVCLiveTracker(LibraryTracker):
         """Log numbers and text as metrics of a step, and advance to the next step."""
         if step is not None:
             self.live.step = step
-        for name, value in flatten(scalars_as_numbers(values)).items():
+        for name, value in flatten_keys(scalars_as_numbers(values)).items():
             self.live.log_metric(name, value if is_number(value) else str(plain(value)), **kwargs)
         self.live.next_step()
 

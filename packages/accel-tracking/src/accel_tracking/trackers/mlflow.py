@@ -12,7 +12,7 @@ from accel_state.settings.environ import from_environment
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, JSON, TEXT, setting
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
 
 __all__ = ("MLflowSettings", "MLflowTracker")
 
@@ -98,7 +98,7 @@ class MLflowTracker(LibraryTracker):
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        texts = {name: str(value) for name, value in flatten(plain(values), ".").items()}
+        texts = {name: str(value) for name, value in flatten_keys(plain(values), ".").items()}
         for name in [name for name, text in texts.items() if len(text) > MAX_PARAM_VAL_LENGTH]:
             _log.warning(
                 "Cannot store the parameter %r in MLflow: it has %d characters, and MLflow accepts %d.",
@@ -115,7 +115,7 @@ class MLflowTracker(LibraryTracker):
         """Log numbers as metrics in one call, and text as tags, because MLflow's metrics are numbers."""
         import mlflow
 
-        flat = flatten(scalars_as_numbers(values))
+        flat = flatten_keys(scalars_as_numbers(values))
         numbers = {name: value for name, value in flat.items() if is_number(value)}
         others = {name: str(plain(value)) for name, value in flat.items() if not is_number(value)}
         mlflow.log_metrics(numbers, step=step, run_id=self._id, **kwargs)

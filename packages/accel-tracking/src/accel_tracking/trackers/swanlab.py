@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, plain, scalars_as_numbers
 
 __all__ = ("SwanLabTracker",)
 
@@ -42,7 +42,7 @@ class SwanLabTracker(LibraryTracker):
         """Log to the run: text as `swanlab.Text`, objects of SwanLab unchanged."""
         import swanlab
 
-        flat = flatten(scalars_as_numbers(values))
+        flat = flatten_keys(scalars_as_numbers(values))
         self.run.log(
             {name: swanlab.Text(value) if isinstance(value, str) else value for name, value in flat.items()},
             step=step,

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_state.settings.installed import Requirement
 from accel_tracking.base import LibraryTracker, on_main_process
-from accel_tracking.values import flatten, is_number, plain, scalars_as_numbers
+from accel_tracking.values import flatten_keys, is_number, plain, scalars_as_numbers
 
 __all__ = ("TensorBoardTracker",)
 
@@ -56,7 +56,7 @@ class TensorBoardTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Store the hyperparameters for the HPARAMS tab, and as `<time>/hparams.yml` beside the event files."""
-        flat = flatten(plain(values))
+        flat = flatten_keys(plain(values))
         self.writer.add_hparams(
             {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flat.items()},
             metric_dict={},
@@ -74,7 +74,7 @@ class TensorBoardTracker(LibraryTracker):
             if isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, flatten(value), global_step=step, **kwargs)
+                self.writer.add_scalars(name, flatten_keys(value), global_step=step, **kwargs)
             elif is_number(value):
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
             else:

@@ -1,0 +1,287 @@
+"""One word for one thing: no name with two meanings, no retired identifiers, and no retired phrases.
+
+`docs/contributing.md` has the glossary. When a package replaces a retired identifier or phrase, remove the package from
+the entry's `pending`, or add it to `REWORDED`, so that the old word cannot return.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+AREAS = (*sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir()), "tests-integration", "tools")
+
+
+# ---------------------------------------------------------------- one public definition of a name
+
+SHARED = {
+    "COMMAND": "The entry point of each command module of the group `accel.commands`.",
+    "GROUP": "The group of arguments in the help of each command that has one.",
+    "MANIFEST": "The entry point of each backend of the group `accel.backends`.",
+    "REQUIREMENT": "The package that a module needs, beside the module that imports it.",
+    "main": "The entry function of each module that runs as a program.",
+    "present": "The function of each manifest that says whether its engine runs already.",
+}
+"""Names that several modules define because a protocol prescribes them, each with the reason."""
+
+TO_SEPARATE = {
+    "Backend",
+    "Budget",
+    "Call",
+    "Checkpoint",
+    "Entry",
+    "Job",
+    "Kind",
+    "Launch",
+    "Outcome",
+    "Part",
+    "Place",
+    "Progress",
+    "Stage",
+    "Started",
+    "Stepping",
+    "Surroundings",
+    "backend_for",
+    "build_model",
+    "check",
+    "cpu_offload",
+    "describe",
+    "fill",
+    "inside",
+    "kind_of",
+    "load",
+    "name_of",
+    "place_of",
+    "read",
+    "read_document",
+    "register",
+    "run",
+    "shown",
+    "source_of",
+    "table",
+    "table_of",
+    "whole",
+}
+"""Names with two definitions that one of the two gives up; the set only shrinks."""
+
+# The interface of the original library prescribes the names of the drop-in.
+PRESCRIBED = "accelerate"
+
+
+def homonyms(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The modules that define each public name with two definitions: classes, and functions of different packages.
+
+    A name is public if `__all__` of its module has it. An import is not a definition.
+
+    Args:
+        sources: path and text of each module.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    classes: set[str] = set()
+    for module, text in sources:
+        exported: set[str] = set()
+        defined: set[str] = set()
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                defined.add(node.name)
+                classes |= {node.name} if isinstance(node, ast.ClassDef) else set()
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = {target.id for target in targets if isinstance(target, ast.Name)}
+                defined |= names
+                if "__all__" in names and isinstance(node.value, (ast.Tuple, ast.List)):
+                    exported = {ast.literal_eval(element) for element in node.value.elts}
+        for name in exported & defined:
+            found[name].append(module)
+    return {
+        name: modules
+        for name, modules in found.items()
+        if len(modules) > 1 and (name in classes or len({module.split("/")[0] for module in modules}) > 1)
+    }
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        module = path.relative_to(ROOT / "packages").as_posix().split("/src/")[1]
+        if not module.startswith(f"{PRESCRIBED}/"):
+            yield module, path.read_text(encoding="utf-8")
+
+
+def test_a_public_name_has_one_definition() -> None:
+    found = homonyms(modules())
+    assert {name: places for name, places in found.items() if name not in SHARED and name not in TO_SEPARATE} == {}
+
+
+def test_homonyms_are_found_and_imports_and_private_names_are_not() -> None:
+    sources = {
+        "one/first.py": '__all__ = ("Packing", "pack", "read")\nclass Packing: ...\ndef pack(): ...\ndef read(): ...',
+        "one/second.py": '__all__ = ["Packing", "read"]\nPacking = int\ndef read(): ...',
+        "two/third.py": '__all__ = ("pack",)\nfrom one.first import pack',
+        "two/fourth.py": "class Packing: ...\ndef pack(): ...",
+    }
+    assert homonyms(sources.items()) == {"Packing": ["one/first.py", "one/second.py"]}
+    assert set(homonyms([*sources.items(), ("three/fifth.py", '__all__ = ("pack",)\npack = None')])) == {
+        "Packing",
+        "pack",
+    }
+
+
+# ---------------------------------------------------------------- retired identifiers
+
+
+class Retired(NamedTuple):
+    """What replaces an identifier, and the areas (packages, tests-integration, tools) where it is still in use."""
+
+    say: str
+    pending: str = ""
+
+
+IDENTIFIERS: Mapping[str, Retired] = {
+    # accel-state and accel-ops
+    "Sighting": Retired("RankStatus", "accel-cli accel-ops accel-state"),
+    "swap_bytes": Retired("all_gather_bytes"),
+    "withdraw_tracker_class": Retired("unregister_tracker_class"),
+    "write_whole": Retired("full_tensor"),
+    # accel-data
+    "Arrival": Retired("ReceivedBatch", "accel-data"),
+    "ByContents": Retired("ContentHashIds", "accel-data"),
+    "LastOfStep": Retired("PaddingMarker", "accel-data"),
+    "MarkingCollate": Retired("PaddingCollate", "accel-data"),
+    "OneByOne": Retired("UnbatchedSampler", "accel-data"),
+    "Outlook": Retired("EpochInfo", "accel-data"),
+    "Parcel": Retired("PackedBatch", "accel-data"),
+    "_Inbox": Retired("post_recv", "accel-data"),
+    "put_together": Retired("unpack", "accel-data"),
+    "take_apart": Retired("pack", "accel-data"),
+    # accel-bigmodel
+    "is_away": Retired("is_offloaded", "accel-bigmodel"),
+    "told_of_model": Retired("fetch_model_info", "accel-bigmodel accelerate"),
+    # accel-plugins and accel-torch
+    "DividedSequence": Retired("sequence sharding", "accel-plugins accel-torch"),
+    "Sealer": Retired("CheckpointFinalizer", "accel-plugins accel-torch"),
+    "Surroundings": Retired("ClusterEnvironment", "accel-cli accel-plugins"),
+    "TrackingPage": Retired("TrackingMixin", "accel-torch"),
+    "TrainingPage": Retired("TrainingMixin", "accel-torch"),
+    "Weighting": Retired("TokenWeighting", "accel-torch"),
+    "Witness": Retired("ReplicaState", "accel-torch"),
+    "before_gradients_are_read": Retired("finalize_gradients", "accel-plugins accel-torch tests-integration"),
+    "decided_by_main": Retired("raise_on_any_rank"),
+    "divided_sequence": Retired("sequence sharding", "accel-plugins accel-torch"),
+    "exchanges_layers": Retired("swaps_modules", "accel-plugins"),
+    "gathers_each_parameter": Retired("per_parameter_sharding", "accel-plugins"),
+    "gives_partial_gradients": Retired("can_checkpoint_partial_grads", "accel-plugins accel-torch"),
+    "hold_back": Retired("no_sync depth", "accel-plugins accel-torch tests-integration"),
+    "loss_is": Retired("loss_reduction", "accel-torch"),
+    "part_held": Retired("shard_key", "accel-plugins accel-torch"),
+    "saves_behind": Retired("supports_async_save", "accel-plugins accel-torch"),
+    "saves_together": Retired("collective_save", "accel-plugins accel-torch tests-integration"),
+    "stand_ins": Retired("placeholders", "accel-plugins accelerate tests-integration"),
+    "stands_for": Retired("placeholders", "accel-plugins accel-torch"),
+    "steady_tensors": Retired("CopyGuard", "accel-plugins accel-torch tools"),
+    "waive": Retired("allow_missing", "accel-plugins accel-torch tests-integration"),
+}
+"""Identifiers that are unusual enough to find by themselves."""
+
+
+def retired_identifiers(text: str, area: str) -> list[str]:
+    """The retired identifiers of a text that its area no longer uses, each with its replacement."""
+    words = set(re.findall(r"\w+", text))
+    return [
+        f"{name}: say {retired.say}"
+        for name, retired in IDENTIFIERS.items()
+        if name in words and area not in retired.pending.split()
+    ]
+
+
+def files_of(area: str) -> list[Path]:
+    base = ROOT / "packages" / area
+    folders = [base / "src", base / "tests"] if base.is_dir() else [ROOT / area]
+    return sorted(path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__))
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_no_retired_identifier_is_in_use(area: str) -> None:
+    found = {str(path.relative_to(ROOT)): retired_identifiers(path.read_text("utf-8"), area) for path in files_of(area)}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_retired_identifier_is_found_as_a_whole_word_and_outside_pending_areas() -> None:
+    assert retired_identifiers("class Sighting(NamedTuple): ...", "accel-tracking") == ["Sighting: say RankStatus"]
+    assert retired_identifiers("mySighting = Sightings", "accel-tracking") == []
+    assert retired_identifiers("loader = Parcel()", "accel-tracking") == ["Parcel: say PackedBatch"]
+    planted = next(name for name, retired in IDENTIFIERS.items() if not retired.pending)
+    assert all(retired_identifiers(planted, area) for area in AREAS)
+    assert {area for retired in IDENTIFIERS.values() for area in retired.pending.split()} <= set(AREAS)
+
+
+# ---------------------------------------------------------------- retired phrases
+
+PHRASES: Mapping[str, tuple[str, str]] = {
+    r"\b(is|are|was|were|been|be) asked for\b": ("TP was asked for.", 'say what failed: "Cannot use TP: ..."'),
+    r"\b(is|are|was|were|been|be) told\b": ("Each rank is told of it.", '"receives", "reports to"'),
+    r"(?<!there\s)(?<!here\s)\b(is|are) no (?!longer\b|more\b)": ("A list is no tensor.", '"is not a tensor"'),
+    r"\bstands? in for\b": ("A CPU stands in for it.", '"replaces", "simulates"'),
+    r"\b(come|comes|came|bring|brings) along\b": ("It comes along with torch.", '"includes", "is part of"'),
+    r"\b(but|save) for (the|a|an|its|their|one|what|those)\b": ("All but for the last.", '"except"'),
+    r"\blies?\b(?! to\b)": ("The folder lies in runs.", '"is in"'),
+    r"\bloading process(es)?\b": ("Each loading process.", '"DataLoader worker"'),
+    r"\btruth values?\b": ("A truth value.", '"bool"'),
+    r"\bwhole numbers?\b": ("A whole number.", '"int", "integer"'),
+    r"\b(come|comes|came) to (the same|an|its|their) end\b": ("All come to the same end.", '"finish", "agree"'),
+    r"\bwhat (it|he|one) is called\b": ("It says what it is called.", '"its name"'),
+}
+"""Retired phrases as patterns (a space also matches a line break), each with a planted example and what to say."""
+
+REWORDED = (
+    "packages/accel-tracking/README.md",
+    "packages/accel-tracking/src/**/*.py",
+)
+"""Files whose docstrings, comments, messages and prose are free of retired phrases, as patterns from the root."""
+
+BETWEEN_WORDS = r'(?: | ?"?\n *#* *f?"?)'
+"""A space, or a line break with the quotes or the comment sign around it."""
+
+GLOSSARY = re.compile(r"^## Glossary$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def retired_phrases(text: str) -> list[str]:
+    """Line number and phrase of each retired phrase; the glossary may quote the words that it replaces."""
+    text = GLOSSARY.sub(lambda section: "\n" * section[0].count("\n"), text)
+    found = []
+    for pattern, (_, say) in PHRASES.items():
+        matches = re.finditer(pattern.replace(" ", BETWEEN_WORDS), text, re.IGNORECASE)
+        found += [
+            f"line {text[: m.start()].count(chr(10)) + 1}: {' '.join(m[0].split())!r}: say {say}" for m in matches
+        ]
+    return found
+
+
+@pytest.mark.parametrize("pattern", REWORDED)
+def test_no_retired_phrase_is_in_use(pattern: str) -> None:
+    paths = sorted(ROOT.glob(pattern))
+    assert paths, f"{pattern} matches no file"
+    found = {str(path.relative_to(ROOT)): retired_phrases(path.read_text(encoding="utf-8")) for path in paths}
+    assert {path: phrases for path, phrases in found.items() if phrases} == {}
+
+
+@pytest.mark.parametrize(("pattern", "planted"), [(pattern, planted) for pattern, (planted, _) in PHRASES.items()])
+def test_each_retired_phrase_is_found(pattern: str, planted: str) -> None:
+    assert len(retired_phrases(f"First line.\n{planted}\n")) == 1
+    assert retired_phrases(f"First line.\n{planted}\n")[0].startswith("line 2: ")
+    assert re.search(pattern, planted, re.IGNORECASE)
+
+
+def test_phrases_are_found_across_lines_and_ordinary_words_are_not() -> None:
+    assert retired_phrases('raise X(\n    "Tensor parallelism was asked "\n    f"for."\n)')
+    assert retired_phrases("# Each loading\n    # process reads.")
+    for plain in ("There is no folder.", "It is no longer used.", "It asked for a file.", "The number lies to nobody."):
+        assert retired_phrases(plain) == []
+    assert retired_phrases("## Glossary\n\nnot: loading process\n\n## Next\n") == []
+    assert retired_phrases("## Glossary\n\n## Next\n\nA truth value\n") != []
