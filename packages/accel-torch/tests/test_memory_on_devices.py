@@ -10,8 +10,8 @@ from torch import nn
 
 from accel_bigmodel import dispatch_model, get_max_memory, infer_auto_device_map
 from accel_bigmodel.estimate import estimate_memory
+from accel_ops import find_executable_batch_size
 from accel_state.devices.select import family_of
-from accel_state.memory import find_executable_batch_size
 from accel_state.testing.plugin import on_devices, room_for
 from accel_torch import Accelerator
 

@@ -1,6 +1,7 @@
 from accel_ops.agreement import StoreBarrier as StoreBarrier
 from accel_ops.agreement import all_agree as all_agree
 from accel_ops.agreement import raise_on_any_rank as raise_on_any_rank
+from accel_ops.batch_size import find_executable_batch_size as find_executable_batch_size
 from accel_ops.checked_call import recent_calls as recent_calls
 from accel_ops.checked_call import where_is_everyone as where_is_everyone
 from accel_ops.collectives import all_to_all as all_to_all

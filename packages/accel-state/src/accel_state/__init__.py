@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_state.logging import get_logger as get_logger
     from accel_state.memory import clear_device_cache as clear_device_cache
-    from accel_state.memory import find_executable_batch_size as find_executable_batch_size
     from accel_state.memory import release_memory as release_memory
     from accel_state.mesh import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from accel_state.mesh import ParallelismConfig as ParallelismConfig
@@ -55,7 +54,6 @@ __all__ = (
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
     "clear_device_cache",
-    "find_executable_batch_size",
     "get_logger",
     "release_memory",
     "tqdm",
@@ -81,7 +79,7 @@ __getattr__, __dir__ = lazy_names(
             "SageMakerDistributedType",
         ),
         "accel_state.logging": ("MultiProcessAdapter", "get_logger"),
-        "accel_state.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+        "accel_state.memory": ("clear_device_cache", "release_memory"),
         "accel_state.mesh": (
             "DeepSpeedSequenceParallelConfig",
             "ParallelismConfig",

@@ -1,27 +1,19 @@
-"""Running within the memory there is: smaller batches when it is too little, and giving back what is not needed."""
+"""Running within the memory there is: telling when it was too little, and giving back what is not needed."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from accel_state import current
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import best_family, families
-from accel_state.errors import OutOfMemory, SettingError, UnknownKind
 
 __all__ = (
     "clear_device_cache",
-    "find_executable_batch_size",
     "release_memory",
     "should_reduce_batch_size",
 )
-
-_SHRINK: Final = 0.9
-"""Each batch that did not fit is followed by one of this part of its size."""
 
 
 def _family() -> DeviceFamily:
@@ -58,112 +50,3 @@ def release_memory(*objects: Any) -> list[None]:
 def should_reduce_batch_size(exception: Exception) -> bool:
     """Whether an error says that a device ran out of memory, so that a smaller batch may fit."""
     return any(family.out_of_memory(exception) for family in families())
-
-
-def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Any:
-    """Decorator: call a function with a batch size, and again with smaller ones while the device runs out of memory.
-
-    The size that fitted is where the next call starts.
-
-    Args:
-        function: takes the batch size as its first argument; the caller leaves it out.
-        starting_batch_size: what to try first.
-        reduce_batch_size_fn: tells the next size; by default each is nine tenths of the one before.
-
-    Raises:
-        UnknownKind: the function takes no batch size, or the caller passed one.
-        OutOfMemory: not even one sample fitted.
-        SettingError: `reduce_batch_size_fn` told a size that is not smaller.
-
-    Example:
-        >>> @find_executable_batch_size(starting_batch_size=64)
-        ... def train(batch_size):
-        ...     return batch_size
-        >>> train()
-        64
-    """
-    if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
-    return _Retrying(function, starting_batch_size, reduce_batch_size_fn).decorated()
-
-
-class _Retrying:
-    """A function and the batch size that is tried next."""
-
-    def __init__(self, function: Callable[..., Any], size: int, reduce: Callable[[], int] | None) -> None:
-        self.function = function
-        self.size = size
-        self.reduce = reduce or self._shrink
-        self.signature = inspect.signature(function)
-
-    def decorated(self) -> Callable[..., Any]:
-        @functools.wraps(self.function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
-
-        return call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check(args, kwargs)
-        clear_device_cache(garbage_collection=True)
-        error: Exception | None = None
-        while self.size >= 1:
-            fitted, result, error = self._try(args, kwargs)
-            if fitted:
-                return result
-            # The traceback holds the frames, and with them the tensors that did not fit.
-            error = error.with_traceback(None) if error else None
-            clear_device_cache(garbage_collection=True)
-            self.size = self._smaller()
-        raise OutOfMemory(
-            "No executable batch size found, reached zero.",
-            f"The device ran out of memory in {self.function.__qualname__}() with a single sample.",
-            "Take a smaller model or shorter samples, or a device with more memory.",
-        ) from error
-
-    def _try(self, args: Any, kwargs: Any) -> tuple[bool, Any, Exception | None]:
-        try:
-            return True, self.function(self.size, *args, **kwargs), None
-        except Exception as error:
-            if not should_reduce_batch_size(error):
-                raise
-            return False, None, error
-
-    def _shrink(self) -> int:
-        return int(self.size * _SHRINK)
-
-    def _smaller(self) -> int:
-        size = self.reduce()
-        if size >= self.size:
-            raise SettingError(
-                f"After a batch of {self.size} did not fit, reduce_batch_size_fn asked for one of {size}.",
-                "That is not smaller, and would not end.",
-                "Let it return less each time.",
-            )
-        return size
-
-    def _check(self, args: Any, kwargs: Any) -> None:
-        try:
-            self.signature.bind(self.size, *args, **kwargs)
-        except TypeError as error:
-            name = self.function.__name__
-            known = list(self.signature.parameters)[1:]
-            shorter = ", ".join(f"{parameter}={value}" for parameter, value in zip(known, args[1:], strict=False))
-            failed = f"Call {name}() with a batch size of find_executable_batch_size."
-            if len(args) >= len(self.signature.parameters):
-                failed = (
-                    f"Batch size was passed into `{name}` as the first argument when called: `{name}({shorter})` does."
-                )
-            raise UnknownKind(
-                failed,
-                f"It is given the batch size as its first argument, before those of the caller: {error}.",
-                "Let the function take it first, and leave it out of the call.",
-            ) from None

@@ -358,9 +358,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.memory": {
-        "accel_state.memory": """
-            clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size
-        """,
+        "accel_ops.batch_size": "find_executable_batch_size",
+        "accel_state.memory": "clear_device_cache release_memory should_reduce_batch_size",
     },
     "accelerate.utils.modeling": {
         "accel_bigmodel.align": "align_module_device has_offloaded_params",
