@@ -21,12 +21,12 @@ html_theme = "furo"
 html_title = "accel"
 html_copy_source = False
 
-# A document outside of this folder is no page; tools/check_links.py sees that it is there.
+# A document outside of this folder is not a page; tools/check_links.py checks that it exists.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
 
 
 def name_documents_outside(app: Sphinx, name: str, source: list[str]) -> None:
-    """Gives the place in the repository where a link leads to a document that is no page."""
+    """Gives the place in the repository where a link leads to a document that is not a page."""
     source[0] = OUTSIDE.sub(r"\1 (`\2`)", source[0])
 
 

@@ -240,7 +240,11 @@ PHRASES: Mapping[str, tuple[str, str]] = {
 """Retired phrases as patterns (a space also matches a line break), each with a planted example and what to say."""
 
 REWORDED = (
-    "packages/accel-tracking/README.md",
+    "README.md",
+    "docs/*/*.md",
+    "docs/contributing.md",
+    "docs/index.md",
+    "packages/*/README.md",
     "packages/accel-tracking/src/**/*.py",
 )
 """Files whose docstrings, comments, messages and prose are free of retired phrases, as patterns from the root."""
