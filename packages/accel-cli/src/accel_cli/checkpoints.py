@@ -1,7 +1,10 @@
-"""Checkpoints in a folder as rows and lines, without torch."""
+"""Checkpoints in a folder or on a store as rows and lines, without torch."""
 
 from __future__ import annotations
 
+import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,13 +12,25 @@ from typing import Any
 
 from accel_cli.table import columns
 from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
-from accel_plugins.checkpoint.manifest import Verdict, read_manifest, verify
+from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, read_manifest, verify
 from accel_plugins.checkpoint.recovery import is_left_behind, located, missing, recover, unfinished
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
 from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
-from accel_state.errors import SettingError
+from accel_plugins.checkpoint.store import is_url
+from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import integer, list_of, printable, record
 
-__all__ = ("as_lines", "describe", "described_lines", "prune", "table")
+__all__ = (
+    "as_lines",
+    "copy",
+    "describe",
+    "describe_remote",
+    "described_lines",
+    "prune",
+    "remote_prune",
+    "remote_table",
+    "table",
+)
 
 _POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -97,10 +112,133 @@ def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
     cells = [
-        [row["name"], row["position"] or "-", shown_size(row["size"]), shown_age(row["written"]), row["state"]]
+        [
+            row["name"],
+            row["position"] or "-",
+            shown_size(row["size"]),
+            "-" if row["written"] is None else shown_age(row["written"]),
+            row["state"],
+        ]
         for row in rows
     ]
     return columns(["checkpoint", "position", "size", "age", "state"], cells)
+
+
+def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
+    """One row for each checkpoint of a store, oldest first, and for each that was not completed.
+
+    Args:
+        url: of a store, or of a checkpoint in it.
+        hashes: read every byte; sizes alone are compared otherwise.
+
+    Raises:
+        CheckpointError: the store does not answer or refuses.
+    """
+    remote, committed, halves = _on_store(url)
+    rows = []
+    for one in committed:
+        verdict = remote.verify(one, hashes=hashes)
+        row = {
+            "name": one.name,
+            "position": _position(one.manifest.facts),
+            "processes": one.manifest.facts.get("world_size"),
+            "size": one.manifest.size,
+            "written": one.manifest.written,
+            "state": _state(verdict, hashes),
+            "damage": list(verdict.damage),
+        }
+        rows.append(row)
+    for name, size in sorted(halves.items()):
+        row = {"name": name, "position": "", "processes": None, "size": size, "written": None, "damage": []}
+        rows.append({**row, "state": "incomplete: it was not committed"})
+    return rows
+
+
+def _on_store(url: str) -> tuple[RemoteCheckpoints, list[RemoteCheckpoint], dict[str, int]]:
+    """The checkpoints below a URL, or the one that it names."""
+    remote = RemoteCheckpoints.at(url)
+    committed, halves = remote.scan()
+    if committed or halves or url.rstrip("/").count("/") < 3:
+        return remote, committed, halves
+    store, name = split_url(url)
+    above = RemoteCheckpoints.at(store)
+    return above, *above.scan(name)
+
+
+def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
+    """The complete checkpoint at a URL.
+
+    Raises:
+        CheckpointError: there is none, or the store does not answer.
+    """
+    store, name = split_url(url)
+    remote = RemoteCheckpoints.at(store)
+    found = remote.committed(name)
+    if not found:
+        raise CheckpointError(
+            f"Cannot read the checkpoint {url}.",
+            f"{store} has no complete checkpoint of that name.",
+            f"See which there are: accel checkpoint list {store}",
+        )
+    return remote, found[0]
+
+
+def remote_prune(url: str, keep: int, *, dry_run: bool = False) -> list[str]:
+    """Remove the oldest checkpoints of a store until `keep` are left; the names of what goes.
+
+    What nobody committed stays: another process may be writing it.
+    """
+    remote = RemoteCheckpoints.at(url)
+    gone = remote.surplus(keep)
+    if not dry_run:
+        remote.remove(gone)
+    return gone
+
+
+def copy(source: str, target: str) -> str:
+    """Copy a checkpoint between folders and stores, and say where it is then.
+
+    Args:
+        source: a folder, or the URL of a checkpoint.
+        target: the new folder, or the URL of the new checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, the store or the disk refuses, or the target is there already.
+    """
+    if is_url(target):
+        store, name = split_url(target)
+        destination = RemoteCheckpoints.at(store)
+        taken = bool(destination.committed(name))
+    else:
+        taken = Path(target).exists()
+    if taken:
+        obstacle = "Something of that name is there already."
+        raise CheckpointError(f"Cannot copy {source} to {target}.", obstacle, "Choose another name.")
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(source)
+        if is_url(source):
+            remote, found = remote_checkpoint(source)
+            local = Path(folder) / found.name if is_url(target) else Path(target)
+            remote.download(found, local)
+        if is_url(target):
+            destination.upload(_complete(local), name, secrets.token_hex(16))
+        elif not is_url(source):
+            shutil.copytree(_complete(local), target)
+    return target
+
+
+def _complete(folder: Path) -> Path:
+    verdict = verify(folder, hashes=True)
+    if not verdict.good:
+        obstacle = " ".join(verdict.damage) or f"It has no {MANIFEST_NAME}, so nobody can tell whether it is complete."
+        raise CheckpointError(f"Cannot copy the checkpoint {folder}.", obstacle, "Copy another one.")
+    return folder
+
+
+def describe_remote(url: str) -> dict[str, Any]:
+    """What `describe` says of a folder, of a checkpoint on a store."""
+    remote, found = remote_checkpoint(url)
+    return _described(url, found.manifest, remote.verify(found))
 
 
 def shown_size(size: float) -> str:
@@ -150,9 +288,12 @@ def describe(folder: Path) -> dict[str, Any]:
             f"It has no {MANIFEST_NAME}, so it is no checkpoint of ours, or it is a folder of several.",
             "Name one checkpoint; `accel checkpoint list` shows which there are.",
         )
-    verdict = verify(folder)
+    return _described(str(folder), manifest, verify(folder))
+
+
+def _described(place: str, manifest: CheckpointManifest, verdict: Verdict) -> dict[str, Any]:
     return {
-        "path": str(folder),
+        "path": place,
         "state": _state(verdict, hashes=False),
         "written": manifest.written,
         "facts": dict(manifest.facts),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +14,7 @@ from accel_plugins.checkpoint.contents import Contents
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
+from accel_plugins.checkpoint.store import is_url
 from accel_plugins.checkpoint.verification import damage_in
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from accel_state.current import Process
     from accel_torch.parts import Parts
 
-__all__ = ("automatic_folder", "chosen", "contents", "next_folder", "unwrapped")
+__all__ = ("Chosen", "automatic_folder", "chosen", "contents", "next_folder", "unwrapped")
 
 _TOLD: Final = 10
 """How many damaged ranges each process tells the others of."""
@@ -90,18 +93,48 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
     return target
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint to load.
+
+    Args:
+        folder: where its files are on this node.
+        place: the folder or URL that it was saved to.
+    """
+
+    folder: Path
+    place: str
+
+
 def chosen(
-    parts: Parts, barrier: StoreBarrier, input_dir: str | os.PathLike[str] | None, missing_ok: bool
-) -> Path | None:
+    parts: Parts,
+    barrier: StoreBarrier,
+    input_dir: str | os.PathLike[str] | None,
+    missing_ok: bool,
+    stack: ExitStack,
+) -> Chosen | None:
     """The checkpoint to load, verified; None when there is none and that is right. Called on every process.
+
+    Args:
+        parts: the Accelerator.
+        barrier: of the load.
+        input_dir: a folder, the URL of a checkpoint, or None for the newest one of the project.
+        missing_ok: whether there may be none.
+        stack: removes local copies of a checkpoint on a store when it is closed.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: it cannot be trusted, or there is none.
     """
     if input_dir is None and parts._options.project.automatic_checkpoint_naming:
-        return _newest_good(parts, barrier, missing_ok)
-    folder = Path(_named(input_dir, "load_state"))
+        return _newest_good(parts, barrier, missing_ok, stack)
+    named = _named(input_dir, "load_state")
+    if is_url(named):
+        from accel_torch.remote import fetch
+
+        copy = fetch(parts, barrier, named, "fetch", stack, missing_ok)
+        return None if copy is None else Chosen(copy, named)
+    folder = Path(named)
     mains = Path(barrier.wait("name", str(folder)))
     if folder.is_dir() and not any(folder.iterdir()):
         # Saving to folders of different names has put everything into that of the main process.
@@ -114,7 +147,7 @@ def chosen(
         raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
     if damage := _damage(parts, barrier, found, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
-    return found
+    return Chosen(found, str(found))
 
 
 def _found(parts: Parts, barrier: StoreBarrier, folder: Path) -> Path | None:
@@ -144,20 +177,25 @@ def _found(parts: Parts, barrier: StoreBarrier, folder: Path) -> Path | None:
     return found
 
 
-def _newest_good(parts: Parts, barrier: StoreBarrier, missing_ok: bool) -> Path | None:
-    """The newest checkpoint of the project that no process finds damaged."""
+def _newest_good(parts: Parts, barrier: StoreBarrier, missing_ok: bool, stack: ExitStack) -> Chosen | None:
+    """The newest checkpoint of the project that no process finds damaged, from the store where that has a newer one."""
     project = parts._options.project
     damaged: dict[Path, str] = {}
     while True:
         turn = len(damaged)
-        told = _decided_by_main(parts, barrier, f"choose {turn}", lambda: _newest(project, damaged, missing_ok))
+        told = _decided_by_main(parts, barrier, f"choose {turn}", lambda: _newest(parts, damaged, missing_ok))
         project.iteration = max(project.iteration, told["following"])
+        if told["url"] is not None:
+            from accel_torch.remote import fetch
+
+            copy = fetch(parts, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
+            return None if copy is None else Chosen(copy, told["url"])
         if told["folder"] is None:
             return None
         folder = Path(told["folder"])
         damage = _damage(parts, barrier, folder, f"contents {turn}")
         if not damage:
-            return folder
+            return Chosen(folder, str(folder))
         damaged[folder] = damage
 
 
@@ -179,14 +217,29 @@ def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:
     return damage_in(folder, verdict.manifest, process)
 
 
-def _newest(project: ProjectConfiguration, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
+def _newest(parts: Parts, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
     """The newest checkpoint whose files have the right sizes, and a number that is free for the next."""
-    folder = automatic_folder(project)
+    folder = automatic_folder(parts._options.project)
     known = available(folder)
     following = known[-1].number + 1 if known else 0
-    if missing_ok and not known:
-        return {"folder": None, "following": following}
-    return {"folder": str(find_newest(folder, damaged=damaged)), "following": following}
+    found, failure = None, None
+    try:
+        found = find_newest(folder, damaged=damaged)
+    except CheckpointError as error:
+        failure = error
+    stored = None
+    if parts._uploader is not None:
+        from accel_torch.remote import newest_on_store
+
+        stored = newest_on_store(parts, local=found is not None)
+    if stored is not None:
+        following = max(following, stored.number + 1)
+        numbers = {checkpoint.path: checkpoint.number for checkpoint in known}
+        if found is None or stored.number > numbers[found]:
+            return {"folder": None, "url": stored.path, "following": following}
+    if failure is not None and not (missing_ok and not known):
+        raise failure
+    return {"folder": None if found is None else str(found), "url": None, "following": following}
 
 
 def _named(given: str | os.PathLike[str] | None, method: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ __all__ = ("load_state",)
 def load_state(
     parts: Parts, input_dir: str | os.PathLike[str] | None, options: dict[str, Any], missing_ok: bool = False
 ) -> str | None:
-    """Read a checkpoint and return its folder; called on every process.
+    """Read a checkpoint and return its folder, or its URL; called on every process.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
@@ -31,13 +32,14 @@ def load_state(
     project, process = parts._options.project, parts.state._process
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
     barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
-    with barrier.reporting():
-        wait(parts)
-        folder = chosen(parts, barrier, input_dir, missing_ok)
-        if folder is not None:
-            _load(parts, folder, dict(options))
-    barrier.wait("read", last=True)
-    return None if folder is None else str(folder)
+    with ExitStack() as stack:
+        with barrier.reporting():
+            wait(parts)
+            found = chosen(parts, barrier, input_dir, missing_ok, stack)
+            if found is not None:
+                _load(parts, found.folder, dict(options))
+        barrier.wait("read", last=True)
+    return None if found is None else found.place
 
 
 def _load(parts: Parts, folder: Path, options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
     from accel_plugins.checkpoint.preemption import Preemption
+    from accel_plugins.checkpoint.upload import Uploader
     from accel_plugins.transform import Transform
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
@@ -38,3 +39,4 @@ class Parts:
     _tracking: TrackerGroup | None
     _saver: BackgroundSaver | None
     _preemption: Preemption | None = None
+    _uploader: Uploader | None = None

@@ -71,7 +71,7 @@ def save_state(
                 written=sealer.begin,
                 model_options=options,
             )
-        _retain(parts, target)
+        _after_commit(parts, target)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
@@ -201,7 +201,7 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
                 boundaries.agree(barrier)
                 raise
             snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
-        _retain(parts, request.target)
+        _after_commit(parts, request.target)
 
     with ExitStack() as stack:
         # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
@@ -235,7 +235,7 @@ def _save_again(parts: Parts, request: _Request) -> None:
             StepBoundaries().agree(barrier)
             raise
         taken.write(folder, parts._engine.strategy, safe_serialization=request.safe_serialization)
-    _retain(parts, request.target)
+    _after_commit(parts, request.target)
 
 
 def _barrier(parts: Parts, request: _Request) -> StoreBarrier:
@@ -295,12 +295,20 @@ def _saver(parts: Parts) -> BackgroundSaver:
     return parts._saver
 
 
-def _retain(parts: Parts, target: Path) -> None:
-    """Remove the oldest checkpoints beyond what the project keeps."""
+def _after_commit(parts: Parts, target: Path) -> None:
+    """Copy a new checkpoint to the store, and remove the oldest beyond what the project keeps."""
     project = parts._options.project
+    if parts._uploader is not None:
+        from accel_torch.remote import upload
+
+        upload(parts, target)
     limited = project.automatic_checkpoint_naming and project.total_limit is not None
     if limited and parts.state.process_index == 0:
-        remove_oldest(target.parent, project.total_limit or 1)
+        remove_oldest(target.parent, project.total_limit or 1, _in_use(parts))
+
+
+def _in_use(parts: Parts) -> frozenset[Path]:
+    return frozenset() if parts._uploader is None else parts._uploader.in_use
 
 
 def wait(parts: Parts) -> None:

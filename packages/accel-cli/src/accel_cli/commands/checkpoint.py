@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,40 +18,46 @@ __all__ = ("COMMAND", "Checkpoint")
 class Checkpoint:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "list, verify, prune and describe checkpoints"
+    help = "list, verify, prune, describe and copy checkpoints, in folders and on stores"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """What to do, where, and how it is shown."""
         parser.add_argument(
             "action",
-            choices=("list", "verify", "prune", "info"),
+            choices=("list", "verify", "prune", "info", "copy"),
             help="list: a table by sizes alone, which tell what is complete; verify: read every byte to tell what is "
             "good, exit code 1 when one is damaged; prune: remove the oldest, and what dead processes left; info: the "
-            "files of one checkpoint and who wrote it.",
+            "files of one checkpoint and who wrote it; copy: to another folder or URL.",
         )
-        parser.add_argument("path", metavar="PATH", help="A checkpoint, a folder of them, or the project above it.")
+        parser.add_argument(
+            "path",
+            metavar="PATH",
+            help="A checkpoint, a folder of them, or the project above it; or a URL such as s3://bucket/run.",
+        )
+        parser.add_argument("target", metavar="TARGET", nargs="?", help="The new folder, or its URL (copy).")
         parser.add_argument("--keep", type=int, metavar="N", help="How many to keep (prune).")
         parser.add_argument(*spelled("--dry_run"), action="store_true", help="Only tell what would go (prune).")
         parser.add_argument("--json", action="store_true", help="Print JSON.")
 
     def run(self, arguments: Namespace) -> int:
-        """Do one of the four."""
+        """Do what the action says."""
         from accel_cli import checkpoints
-        from accel_plugins.checkpoint.recovery import located
+        from accel_plugins.checkpoint.store import is_url
 
-        folder = located(Path(arguments.path))
-        if folder is None or not folder.is_dir():
+        if (arguments.target is None) is (arguments.action == "copy"):
             raise SettingError(
-                f"`accel checkpoint {arguments.action} {arguments.path}` was asked for.",
-                "There is no such folder.",
-                "Name a checkpoint, a folder of them, or the project above it.",
+                f"Cannot run `accel checkpoint {arguments.action}`.",
+                "It needs two places." if arguments.target is None else "It takes one place.",
+                "Give the source and the target of a copy, and one place to all other actions.",
             )
-        actions = {"list": _list, "verify": _verify, "prune": _prune, "info": _info}
+        on_store = is_url(arguments.path) or arguments.action == "copy"
+        actions: Mapping[str, Callable[..., Answer]] = _ACTIONS_ON_STORES if on_store else _ACTIONS
+        place = arguments.path if on_store else self._folder(arguments)
         try:
-            code, rows, lines = actions[arguments.action](checkpoints, folder, arguments)
+            code, rows, lines = actions[arguments.action](checkpoints, place, arguments)
         except OSError as error:
             raise CheckpointError(
-                f"Run `accel checkpoint {arguments.action} {folder}`.",
+                f"Run `accel checkpoint {arguments.action} {place}`.",
                 f"A file or folder cannot be read: {error}.",
                 "Check that this user may read it, and that nobody removes it meanwhile.",
             ) from error
@@ -62,29 +69,64 @@ class Checkpoint:
             print("\n".join(lines))
         return code
 
+    @staticmethod
+    def _folder(arguments: Namespace) -> Path:
+        from accel_plugins.checkpoint.recovery import located
+
+        folder = located(Path(arguments.path))
+        if folder is None or not folder.is_dir():
+            raise SettingError(
+                f"`accel checkpoint {arguments.action} {arguments.path}` was asked for.",
+                "There is no such folder.",
+                "Name a checkpoint, a folder of them, or the project above it.",
+            )
+        return folder
+
 
 Answer = tuple[int, Any, list[str]]
 
 
 def _list(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
-    rows = checkpoints.table(folder)
-    return 0, rows, checkpoints.as_lines(rows) or [f"There is no checkpoint in {folder}."]
+    return _listed(checkpoints, folder, checkpoints.table(folder))
+
+
+def _list_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
+    return _listed(checkpoints, url, checkpoints.remote_table(url))
+
+
+def _listed(checkpoints: Any, place: Path | str, rows: Any) -> Answer:
+    return 0, rows, checkpoints.as_lines(rows) or [f"There is no checkpoint in {place}."]
 
 
 def _verify(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
-    rows = checkpoints.table(folder, hashes=True)
-    lines = checkpoints.as_lines(rows) or [f"There is no checkpoint in {folder}."]
+    return _verified(checkpoints, folder, checkpoints.table(folder, hashes=True))
+
+
+def _verify_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
+    return _verified(checkpoints, url, checkpoints.remote_table(url, hashes=True))
+
+
+def _verified(checkpoints: Any, place: Path | str, rows: Any) -> Answer:
+    _, _, lines = _listed(checkpoints, place, rows)
     return (0 if rows and all(row["state"] == "good" for row in rows) else 1), rows, lines
 
 
 def _prune(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
+    return _pruned(checkpoints.prune, folder, arguments)
+
+
+def _prune_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
+    return _pruned(checkpoints.remote_prune, url, arguments)
+
+
+def _pruned(prune: Any, place: Path | str, arguments: Namespace) -> Answer:
     if arguments.keep is None or arguments.keep < 1:
         raise SettingError(
-            f"`accel checkpoint prune {folder}` was asked for.",
-            "It was not told how many checkpoints to keep." if arguments.keep is None else "One has to be kept.",
+            f"Cannot prune the checkpoints in {place}.",
+            "The number of checkpoints to keep is missing." if arguments.keep is None else "One has to be kept.",
             "Give --keep N, with N from 1 on.",
         )
-    gone = checkpoints.prune(folder, arguments.keep, dry_run=arguments.dry_run)
+    gone = prune(place, arguments.keep, dry_run=arguments.dry_run)
     said = "Would remove" if arguments.dry_run else "Removed"
     return 0, gone, [f"{said} {name}" for name in gone] or ["Nothing to remove."]
 
@@ -93,5 +135,24 @@ def _info(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
     found = checkpoints.describe(folder)
     return 0, found, checkpoints.described_lines(found)
 
+
+def _info_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
+    found = checkpoints.describe_remote(url)
+    return 0, found, checkpoints.described_lines(found)
+
+
+def _copy(checkpoints: Any, source: str, arguments: Namespace) -> Answer:
+    target = checkpoints.copy(source, arguments.target)
+    return 0, {"path": target}, [f"Copied {source} to {target}."]
+
+
+_ACTIONS: Final = {"list": _list, "verify": _verify, "prune": _prune, "info": _info}
+_ACTIONS_ON_STORES: Final = {
+    "list": _list_store,
+    "verify": _verify_store,
+    "prune": _prune_store,
+    "info": _info_store,
+    "copy": _copy,
+}
 
 COMMAND: Final = Checkpoint()

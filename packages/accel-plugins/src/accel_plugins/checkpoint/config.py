@@ -26,6 +26,9 @@ class ProjectConfiguration:
         verify: what is compared with the manifest before anything is loaded: "hashes", or "sizes" alone, which does
             not see a byte that was flipped.
         deadline: seconds that processes wait for each other while saving.
+        remote: URL of a place that each checkpoint is copied to after it was saved, in the background: `s3://bucket/run`,
+            `gs://`, `az://` (extra `accel-plugins[remote]`) or `file://`. One run writes to one URL. `load_state()`
+            takes the newest checkpoint of both places.
         save_on_signal: on SIGTERM or SIGUSR1 to any process, save between two batches of a prepared loader and end with
             exit code 75 (`accel_state.exit_codes.RESUME`), which `accel launch` passes on; needs automatic naming.
 
@@ -45,6 +48,7 @@ class ProjectConfiguration:
     verify: str = "hashes"
     deadline: float = 600.0
     save_on_signal: bool = False
+    remote: str | None = None
 
     def __post_init__(self, iteration_checkpoints: bool) -> None:
         self.automatic_checkpoint_naming |= iteration_checkpoints
@@ -54,6 +58,10 @@ class ProjectConfiguration:
             "iteration": (self.iteration >= 0, "at least 0"),
             "verify": (self.verify in ("sizes", "hashes"), "'sizes' or 'hashes'"),
             "deadline": (self.deadline > 0, "a positive number of seconds"),
+            "remote": (
+                self.remote is None or (isinstance(self.remote, str) and "://" in self.remote),
+                "a URL, such as 's3://bucket/run'",
+            ),
             "save_on_signal": (
                 self.automatic_checkpoint_naming or not self.save_on_signal,
                 "given together with automatic_checkpoint_naming=True, which says what the checkpoint is called",

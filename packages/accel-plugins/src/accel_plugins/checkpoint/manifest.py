@@ -24,8 +24,9 @@ from accel_state.untrusted import (
     integer,
     number,
     open_regular,
+    parse_json,
     printable,
-    read_json,
+    read_limited,
     record,
     table_of,
     text,
@@ -36,6 +37,7 @@ __all__ = (
     "FileRecord",
     "Verdict",
     "hash_of_file",
+    "parse_manifest",
     "read_manifest",
     "record_of",
     "verify",
@@ -136,28 +138,41 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
     Raises:
         CheckpointError: there is one that cannot be read.
     """
-    path = folder / MANIFEST_NAME
-    asked = f"Read the checkpoint {printable(folder)}."
+    failed = f"Read the checkpoint {printable(folder)}."
     try:
-        found = read_json(path, _VERSIONED)
-        if found["format"] > FORMAT:
-            raise CheckpointError(
-                asked,
-                f"Its manifest has format {found['format']}; this release knows formats up to {FORMAT}.",
-                "Update accel-plugins.",
-            )
-        if fault := _SHAPE(found):
-            raise ValueError(f"It{fault}.")
-        files = {name: _file_record(name, entry) for name, entry in found["files"].items()}
-        return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
+        return parse_manifest(read_limited(folder / MANIFEST_NAME), failed)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            asked,
+            failed,
             f"{MANIFEST_NAME} is damaged. {error}",
             "Load an older checkpoint, or remove that file to load the folder unverified.",
         ) from error
+
+
+def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
+    """The manifest that a text holds.
+
+    Args:
+        data: what `CheckpointManifest.text` gave.
+        failed: first part of the error.
+
+    Raises:
+        ValueError: it is damaged.
+        CheckpointError: a newer release wrote it.
+    """
+    found = parse_json(data, _VERSIONED)
+    if found["format"] > FORMAT:
+        raise CheckpointError(
+            failed,
+            f"Its manifest has format {found['format']}; this release knows formats up to {FORMAT}.",
+            "Update accel-plugins.",
+        )
+    if fault := _SHAPE(found):
+        raise ValueError(f"It{fault}.")
+    files = {name: _file_record(name, entry) for name, entry in found["files"].items()}
+    return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
 
 
 def _file_record(name: str, entry: Mapping[str, Any]) -> FileRecord:

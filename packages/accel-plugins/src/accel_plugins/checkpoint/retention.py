@@ -6,7 +6,7 @@ import errno
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,22 +97,28 @@ def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, st
     )
 
 
-def surplus(folder: Path, limit: int) -> list[Path]:
+def surplus(folder: Path, limit: int, in_use: Collection[Path] = ()) -> list[Path]:
     """What `remove_oldest` would remove."""
     known = checkpoints(folder)
     newest_good = next((c for c in reversed(known) if c.verdict().good), None)
-    return [checkpoint.path for checkpoint in known[: max(0, len(known) - limit)] if checkpoint != newest_good]
+    oldest = (checkpoint for checkpoint in known[: max(0, len(known) - limit)] if checkpoint != newest_good)
+    return [checkpoint.path for checkpoint in oldest if checkpoint.path not in in_use]
 
 
-def remove_oldest(folder: Path, limit: int) -> list[Path]:
+def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = ()) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left, and return what was removed.
 
     Called after a commit. The newest good checkpoint is never removed: what is damaged or without a manifest does not
     take its place.
+
+    Args:
+        folder: holds the checkpoints.
+        limit: how many to leave.
+        in_use: checkpoints that are still to be copied elsewhere, which stay until the next call.
     """
     removed = []
     seen = dict(_fingerprints(folder))
-    for path in surplus(folder, limit):
+    for path in surplus(folder, limit, in_use):
         try:
             with ExitStack() as claimed:
                 if path in seen and _is_removed(path, _aside(path, claimed), seen[path]):

@@ -168,6 +168,10 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
                 straggler_report=straggler_report,
             )
         )
+        if self._options.project.remote is not None:
+            from accel_torch.remote import probe
+
+            probe(self)
 
     def _begin(self, options: Options) -> None:
         """Take part in the run of this process."""

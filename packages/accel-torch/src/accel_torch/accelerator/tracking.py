@@ -109,7 +109,7 @@ class TrackingPage(Parts):
         return self._tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish all trackers and the checkpoint that is being saved; called once, at the end of the script."""
+        """Finish all trackers, and the checkpoint that is being saved or copied; called once, when the script ends."""
         if self._report is not None:
             self._report.tell(self.log, self.state.is_main_process)
         if self._tracking is not None:
@@ -117,3 +117,5 @@ class TrackingPage(Parts):
         self.state.wait_for_everyone()
         if self._saver is not None:
             self._saver.wait()
+        if self._uploader is not None:
+            self._uploader.close()

@@ -1,0 +1,455 @@
+"""Checkpoints on a store: how they are committed there, found, read and removed.
+
+    <url>/writers/00000002.json                          the second run that writes here
+    <url>/checkpoint_7/<id>/model.safetensors            files of one save; no other save ever writes to that id
+    <url>/checkpoint_7/manifest-00000002-00000000.json   written last: the save by writer 2 is complete
+
+A checkpoint is there when its manifest is. The manifest is created on the condition that none has its name, and its
+name grows with each run that writes (its *epoch*) and with each save of one name: readers take the greatest. A run
+that wants to write first takes the next epoch, by creating `writers/<epoch>.json`; a run that finds a later writer
+stops, so of two runs with one URL the older is told about the newer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, parse_manifest, read_manifest
+from accel_plugins.checkpoint.sealing import fsync_path
+from accel_plugins.checkpoint.store import CheckpointStore, open_store, store_errors
+from accel_state.errors import CheckpointError, SettingError
+from accel_state.untrusted import inside, parse_json, printable, record, text
+
+__all__ = ("RemoteCheckpoint", "RemoteCheckpoints", "split_url")
+
+_MANIFEST: Final = re.compile(r"(?P<name>[^/]+)/manifest-(?P<epoch>\d{8})-(?P<generation>\d{8})\.json")
+_FILE: Final = re.compile(r"(?P<name>[^/]+)/(?P<data>[0-9a-f]{32})/(?P<file>.+)")
+_SHARE: Final = re.compile(r"[^/]+/(?P<data>[0-9a-f]{32})\.share-(?P<rank>\d+)\.json")
+_WRITER: Final = re.compile(r"writers/(?P<epoch>\d{8})\.json")
+_NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+
+_COMMIT: Final = record({"data": text("[0-9a-f]{32}"), "manifest": text()})
+_OWNER: Final = record({"host": text(), "started": text()}, {"pid": text()})
+
+_RANGE: Final = 8 << 20
+"""Bytes of one request of a download."""
+_REQUESTS_AT_ONCE: Final = 8
+_LONGEST_MANIFEST: Final = 1 << 28
+_POLL: Final = 0.5
+"""Seconds between two looks for the shares of other nodes."""
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoint:
+    """A checkpoint that was committed on a store.
+
+    Args:
+        url: of the store.
+        name: such as "checkpoint_7".
+        epoch: of the run that wrote it.
+        generation: of the save, among those of this run under this name.
+        data: the folder of its files below the name.
+        manifest: what it holds.
+        present: files of that folder, by name relative to it, with their sizes.
+    """
+
+    url: str
+    name: str
+    epoch: int
+    generation: int
+    data: str
+    manifest: CheckpointManifest
+    present: Mapping[str, int]
+
+    @property
+    def number(self) -> int:
+        """N of a name `checkpoint_N`; -1 of another name."""
+        found = _NUMBERED.fullmatch(self.name)
+        return int(found[1]) if found else -1
+
+    @property
+    def path(self) -> str:
+        """Its own URL."""
+        return f"{self.url}/{self.name}"
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """What sorts checkpoints of a store from the oldest to the newest."""
+        return self.number, self.manifest.written
+
+
+class RemoteCheckpoints:
+    """The checkpoints below one URL.
+
+    Args:
+        store: where they are.
+        deadline: seconds to wait for the shares of other nodes.
+    """
+
+    def __init__(self, store: CheckpointStore, deadline: float = 600.0) -> None:
+        self.store, self.deadline = store, deadline
+        self._epoch: int | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def at(cls, url: str, deadline: float = 600.0) -> RemoteCheckpoints:
+        """Those of a URL; see `open_store` for what it raises."""
+        return cls(open_store(url, deadline), deadline)
+
+    # ------------------------------------------------------------------ reading
+
+    def committed(self, name: str | None = None) -> list[RemoteCheckpoint]:
+        """All committed checkpoints, or the one of a name; the oldest comes first.
+
+        Raises:
+            CheckpointError: the store does not answer, or a manifest there cannot be read.
+        """
+        return self.scan(name)[0]
+
+    def scan(self, name: str | None = None) -> tuple[list[RemoteCheckpoint], dict[str, int]]:
+        """The committed checkpoints, and the bytes of those that nobody committed, by name."""
+        with store_errors(f"Cannot list the checkpoints in {self.store.url}."):
+            files = list(self.store.files("" if name is None else f"{name}/"))
+            newest: dict[str, tuple[int, int]] = {}
+            for commit in filter(None, (_MANIFEST.fullmatch(file.name) for file in files)):
+                key = int(commit["epoch"]), int(commit["generation"])
+                newest[commit["name"]] = max(key, newest.get(commit["name"], key))
+            present: dict[tuple[str, str], dict[str, int]] = {}
+            for file in files:
+                if found := _FILE.fullmatch(file.name):
+                    present.setdefault((found["name"], found["data"]), {})[found["file"]] = file.size
+            sizes = {file.name: file.size for file in files}
+            complete = [self._read(one, *key, sizes, present) for one, key in newest.items()]
+        known = {(one.name, one.data) for one in complete}
+        halves = {
+            one: sum(sizes.values())
+            for (one, data), sizes in present.items()
+            if (one, data) not in known and one not in newest
+        }
+        return sorted(complete, key=lambda one: one.order), halves
+
+    def _read(
+        self,
+        name: str,
+        epoch: int,
+        generation: int,
+        sizes: Mapping[str, int],
+        present: Mapping[tuple[str, str], Mapping[str, int]],
+    ) -> RemoteCheckpoint:
+        file = _manifest_name(name, epoch, generation)
+        failed = f"Cannot read the checkpoint {printable(name)} in {self.store.url}."
+        try:
+            if sizes[file] > _LONGEST_MANIFEST:
+                raise ValueError(f"It has {sizes[file]} bytes.")
+            commit = parse_json(self.store.read(file, 0, sizes[file]), _COMMIT)
+            manifest = parse_manifest(commit["manifest"].encode(), failed)
+        except ValueError as error:
+            remedy = "Load another checkpoint; `accel checkpoint list` shows which there are."
+            raise CheckpointError(failed, f"{file} is damaged. {error}", remedy) from error
+        data = commit["data"]
+        return RemoteCheckpoint(self.store.url, name, epoch, generation, data, manifest, present.get((name, data), {}))
+
+    def verify(self, checkpoint: RemoteCheckpoint, *, hashes: bool = False) -> Verdict:
+        """Compare the files on the store with the manifest: sizes always, contents with `hashes`, which reads all.
+
+        Raises:
+            CheckpointError: the store does not answer.
+        """
+        damage = list(_missing(checkpoint))
+        if hashes:
+            for name, expected in sorted(checkpoint.manifest.files.items()):
+                if checkpoint.present.get(name) == expected.size:
+                    digest = xxhash.xxh3_128()
+                    self._transfer(checkpoint, name, expected.size, digest.update)
+                    if digest.hexdigest() != expected.xxh3_128:
+                        damage.append(f"{printable(name)} has another content than was written.")
+        listed = checkpoint.manifest.files
+        return Verdict(checkpoint.manifest, tuple(damage), tuple(sorted(checkpoint.present.keys() - listed.keys())))
+
+    def download(self, checkpoint: RemoteCheckpoint, target: Path) -> None:
+        """Copy a checkpoint into a folder, which appears when all of it is there and is what was saved.
+
+        Args:
+            checkpoint: what to copy.
+            target: the folder; it must not be there.
+
+        Raises:
+            CheckpointError: the store does not answer, holds something else than was saved, or the disk refuses.
+        """
+        failed = f"Cannot copy the checkpoint {checkpoint.path} to {target}."
+        if damage := list(_missing(checkpoint)):
+            raise CheckpointError(failed, " ".join(damage[:3]), "Load an older checkpoint.")
+        staged = target.with_name(f"{target.name}.download-{secrets.token_hex(8)}")
+        try:
+            with store_errors(failed, "Check the store and the disk, and try again."):
+                if target.exists():
+                    raise FileExistsError(f"{target} is there already")
+                staged.mkdir(parents=True)
+                for name, expected in checkpoint.manifest.files.items():
+                    path = Path(inside(staged, name))
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    digest = xxhash.xxh3_128()
+                    with open(path, "xb") as file:
+                        self._transfer(checkpoint, name, expected.size, digest.update, file.write)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    if digest.hexdigest() != expected.xxh3_128:
+                        obstacle = f"{printable(name)} has another content than was written."
+                        raise CheckpointError(failed, obstacle, "Load an older checkpoint.")
+                (staged / MANIFEST_NAME).write_text(checkpoint.manifest.text(), encoding="utf-8")
+                fsync_path(staged / MANIFEST_NAME)
+                fsync_path(staged)
+                staged.rename(target)
+                fsync_path(target.parent)
+        except ValueError as error:
+            raise CheckpointError(
+                failed, f"Its manifest names a file that cannot be: {error}.", "Load another."
+            ) from error
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _transfer(self, checkpoint: RemoteCheckpoint, name: str, size: int, *sinks: Callable[[bytes], object]) -> None:
+        """Read a file range by range, several at once, and give the ranges to the sinks in their order."""
+        place = f"{checkpoint.name}/{checkpoint.data}/{name}"
+        starts = range(0, size, _RANGE)
+        with (
+            store_errors(f"Cannot read {printable(name)} of the checkpoint {checkpoint.path}."),
+            ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="accel-download") as threads,
+        ):
+            for first in range(0, len(starts), _REQUESTS_AT_ONCE):
+                some = starts[first : first + _REQUESTS_AT_ONCE]
+                for content in threads.map(lambda at: self.store.read(place, at, min(at + _RANGE, size)), some):
+                    for sink in sinks:
+                        sink(content)
+
+    # ------------------------------------------------------------------ writing
+
+    def probe(self) -> None:
+        """Find out whether this run can write to the store, and whether the store can create without replacing.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
+        failed = f"Cannot keep checkpoints in {self.store.url}."
+        name = f"probe-{secrets.token_hex(16)}.json"
+        with store_errors(failed, "Name a place that is there and answers, or leave `remote` out."):
+            self.store.create(name, b"{}")
+            try:
+                self.store.create(name, b"{}")
+            except FileExistsError:
+                return
+            finally:
+                self.store.remove([name])
+        raise CheckpointError(
+            failed,
+            "The store ignores the condition of a conditional write (If-None-Match) and replaces what is there, so two "
+            "runs could destroy each other's checkpoints.",
+            "Use a store that knows conditional writes, as S3, GCS and Azure do.",
+        )
+
+    def upload(self, folder: Path, name: str, data: str, rank: int = 0, ranks: Sequence[int] = (0,)) -> None:
+        """Copy a complete local checkpoint to the store and commit it there.
+
+        Nodes that share no file system hold a share of the files each: every one calls this for its own, and the first
+        commits when the shares of all are there.
+
+        Args:
+            folder: with a manifest.
+            name: what the checkpoint is called on the store.
+            data: 32 hexadecimal digits that no other save has.
+            rank: the process that calls this.
+            ranks: those that hold shares; the first of them commits.
+
+        Raises:
+            CheckpointError: the store does not answer or refuses, the local folder changed, a share did not come, or
+                another run has begun to write there.
+        """
+        failed = f"Cannot copy the checkpoint {folder} to {self.store.url}/{name}."
+        with store_errors(failed):
+            if rank == ranks[0]:
+                self._refuse_later_writer(failed)
+            own = read_manifest(folder)
+            if own is None:
+                raise CheckpointError(failed, "It is gone, or has no manifest.", "Keep more checkpoints locally.")
+            self._upload_files(folder, own, f"{name}/{data}")
+            if rank != ranks[0]:
+                self.store.create(f"{name}/{data}.share-{rank}.json", own.text().encode())
+                return
+            shares = self._shares(name, data, ranks[1:], failed)
+            files = {file: entry for share in reversed([own, *shares]) for file, entry in share.files.items()}
+            self._commit(name, data, CheckpointManifest(files, own.facts, own.versions, own.written), failed)
+
+    def _upload_files(self, folder: Path, manifest: CheckpointManifest, place: str) -> None:
+        """Those that an earlier attempt has brought are not sent again."""
+        there = {file.name: file.size for file in self.store.files(f"{place}/")}
+        for name, entry in sorted(manifest.files.items()):
+            if there.get(f"{place}/{name}") != entry.size:
+                self.store.write(f"{place}/{name}", Path(inside(folder, name)))
+
+    def _shares(self, name: str, data: str, ranks: Sequence[int], failed: str) -> list[CheckpointManifest]:
+        waiting, found, until = set(ranks), [], time.monotonic() + self.deadline
+        while waiting:
+            for file in self.store.files(f"{name}/"):
+                share = _SHARE.fullmatch(file.name)
+                if share and share["data"] == data and int(share["rank"]) in waiting:
+                    found.append(parse_manifest(self.store.read(file.name, 0, file.size), failed))
+                    waiting.remove(int(share["rank"]))
+            if waiting and time.monotonic() > until:
+                named = ", ".join(map(str, sorted(waiting)))
+                remedy = "Look for errors of uploads in the output of these processes."
+                raise CheckpointError(failed, f"The files of process {named} did not come in time.", remedy)
+            if waiting:
+                time.sleep(_POLL)
+        return found
+
+    def _commit(self, name: str, data: str, manifest: CheckpointManifest, failed: str) -> None:
+        epoch = self._claim()
+        content = json.dumps({"data": data, "manifest": manifest.text()}).encode()
+        while True:
+            earlier = [
+                (int(found["epoch"]), int(found["generation"]))
+                for file in self.store.files(f"{name}/")
+                if (found := _MANIFEST.fullmatch(file.name))
+            ]
+            generation = 1 + max((count for writer, count in earlier if writer == epoch), default=-1)
+            try:
+                self.store.create(_manifest_name(name, epoch, generation), content)
+            except FileExistsError:
+                if self._is_ours(name, epoch, generation, content):
+                    break
+            else:
+                break
+        self._refuse_later_writer(failed)
+        self._remove_others(name, data, _manifest_name(name, epoch, generation))
+
+    def _is_ours(self, name: str, epoch: int, generation: int, content: bytes) -> bool:
+        """Whether the manifest that is there came from a request of this run whose answer was lost."""
+        file = _manifest_name(name, epoch, generation)
+        return any(
+            self.store.read(file, 0, found.size) == content
+            for found in self.store.files(f"{name}/")
+            if found.name == file
+        )
+
+    def _remove_others(self, name: str, data: str, manifest: str) -> None:
+        """Remove what earlier saves of the same name left, their manifests first."""
+        files = [file.name for file in self.store.files(f"{name}/")]
+        kept = f"{name}/{data}/"
+        self.store.remove([file for file in files if _MANIFEST.fullmatch(file) and file != manifest])
+        self.store.remove([file for file in files if not _MANIFEST.fullmatch(file) and not file.startswith(kept)])
+
+    # ------------------------------------------------------------------ who writes
+
+    def _claim(self) -> int:
+        """The epoch of this run; taken when it first commits.
+
+        Records of earlier runs stay: without them a run that looked before could take an epoch a second time.
+        """
+        with self._lock:
+            while self._epoch is None:
+                epoch = 1 + max(self._writers(), default=0)
+                owner = {"host": socket.gethostname(), "pid": str(os.getpid()), "started": _now()}
+                try:
+                    self.store.create(f"writers/{epoch:08d}.json", json.dumps(owner).encode())
+                except FileExistsError:
+                    continue
+                self._epoch = epoch
+            return self._epoch
+
+    def _writers(self) -> list[int]:
+        return [int(found["epoch"]) for file in self.store.files("writers/") if (found := _WRITER.fullmatch(file.name))]
+
+    def _refuse_later_writer(self, failed: str) -> None:
+        own, later = self._claim(), max(self._writers(), default=0)
+        if later > own:
+            raise CheckpointError(
+                failed,
+                f"Another run has begun to write there: {self._described(later)}.",
+                "Give each run a URL of its own in ProjectConfiguration(remote=...). Local checkpoints are untouched.",
+            )
+
+    def _described(self, epoch: int) -> str:
+        name = f"writers/{epoch:08d}.json"
+        try:
+            (size,) = [file.size for file in self.store.files("writers/") if file.name == name]
+            owner = parse_json(self.store.read(name, 0, size), _OWNER)
+        except (OSError, ValueError):
+            return "its record cannot be read"
+        return printable(f"process {owner.get('pid', '?')} on {owner['host']}, since {owner['started']}")
+
+    # ------------------------------------------------------------------ removing
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove checkpoints, their manifests first: readers see all of one or none of it.
+
+        Raises:
+            CheckpointError: the store does not answer or refuses.
+        """
+        with store_errors(f"Cannot remove checkpoints from {self.store.url}."):
+            for name in names:
+                files = [file.name for file in self.store.files(f"{name}/")]
+                self.store.remove([file for file in files if _MANIFEST.fullmatch(file)])
+                self.store.remove([file for file in files if not _MANIFEST.fullmatch(file)])
+
+    def surplus(self, keep: int) -> list[str]:
+        """The oldest numbered checkpoints beyond those to keep; the newest complete one is never among them."""
+        known = [one for one in self.committed() if one.number >= 0]
+        newest_good = next((one for one in reversed(known) if not list(_missing(one))), None)
+        return [one.name for one in known[: max(0, len(known) - keep)] if one is not newest_good]
+
+    def newest(self) -> RemoteCheckpoint | None:
+        """The newest numbered checkpoint whose files are all there."""
+        known = [one for one in self.committed() if one.number >= 0]
+        return next((one for one in reversed(known) if not list(_missing(one))), None)
+
+
+def _missing(checkpoint: RemoteCheckpoint) -> Iterator[str]:
+    for name, expected in sorted(checkpoint.manifest.files.items()):
+        size = checkpoint.present.get(name)
+        if size is None:
+            yield f"{printable(name)} is missing."
+        elif size != expected.size:
+            yield f"{printable(name)} has {size} bytes, and {expected.size} were written."
+
+
+def _manifest_name(name: str, epoch: int, generation: int) -> str:
+    return f"{name}/manifest-{epoch:08d}-{generation:08d}.json"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The URL of a store, and the name of a checkpoint in it.
+
+    Raises:
+        SettingError: there is no name in it.
+
+    Example:
+        >>> split_url("s3://bucket/run/checkpoint_3")
+        ('s3://bucket/run', 'checkpoint_3')
+    """
+    store, _, name = url.rstrip("/").rpartition("/")
+    if not name or store.endswith(":/") or "://" not in store:
+        raise SettingError(
+            f"Cannot find a checkpoint at {url!r}.",
+            "The URL names a store and no checkpoint in it.",
+            "Give the URL of a checkpoint, such as s3://bucket/run/checkpoint_3.",
+        )
+    return store, name

@@ -1,0 +1,344 @@
+"""Checkpoints on a store that is a folder: what is committed, found, read back, refused and removed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_plugins.checkpoint.commit import staging
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.remote import RemoteCheckpoints, split_url
+from accel_plugins.checkpoint.store import CheckpointStore, FileStore, StoredFile, is_url, open_store
+from accel_plugins.checkpoint.upload import Uploader
+from accel_state.errors import CheckpointError, SettingError
+
+pytestmark = pytest.mark.usefixtures("cpu_state")
+
+IDS = [character * 32 for character in "0123456789abcdef"]
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteCheckpoints:
+    return RemoteCheckpoints.at((tmp_path / "store").as_uri(), deadline=5.0)
+
+
+def checkpoint(folder: Path, content: str = "weights") -> Path:
+    with staging(folder, fsync=False) as staged:
+        (staged / "model.safetensors").write_text(content)
+        (staged / "shards").mkdir()
+        (staged / "shards" / "0.bin").write_bytes(b"")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_checkpoint_comes_back_as_it_was(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint_3")
+    remote.upload(folder, folder.name, IDS[0])
+    (found,) = remote.committed()
+    assert (found.name, found.number, found.epoch, found.generation) == ("checkpoint_3", 3, 1, 0)
+    assert remote.verify(found, hashes=True).good
+    remote.download(found, tmp_path / "back" / "checkpoint_3")
+    assert contents(tmp_path / "back" / "checkpoint_3") == contents(folder)
+    assert verify(tmp_path / "back" / "checkpoint_3", hashes=True).good
+
+
+def test_files_without_a_manifest_are_no_checkpoint(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    remote.store.write(f"checkpoint_1/{IDS[0]}/model.safetensors", checkpoint(tmp_path / "one") / "model.safetensors")
+    assert remote.committed() == []
+    assert remote.scan()[1] == {"checkpoint_1": 7}
+    assert remote.newest() is None
+
+
+def test_a_second_save_of_a_name_replaces_the_first_when_it_is_complete(
+    remote: RemoteCheckpoints, tmp_path: Path
+) -> None:
+    folder = tmp_path / "latest"
+    remote.upload(checkpoint(folder, "first"), "latest", IDS[0])
+    checkpoint(folder, "second")
+    reader = RemoteCheckpoints.at(remote.store.url)
+    remote.store.write(f"latest/{IDS[1]}/model.safetensors", folder / "model.safetensors")
+    assert reader.committed()[0].data == IDS[0]
+    remote.upload(folder, "latest", IDS[1])
+    (found,) = reader.committed()
+    assert (found.data, found.epoch, found.generation) == (IDS[1], 1, 1)
+    assert {file.name.split("/")[1][:32] for file in remote.store.files("latest/")} == {
+        IDS[1],
+        "manifest-00000001-00000001.json"[:32],
+    }
+
+
+def test_a_later_run_takes_the_next_epoch_and_the_earlier_one_is_told(
+    remote: RemoteCheckpoints, tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path / "checkpoint_0")
+    remote.upload(folder, folder.name, IDS[0])
+    later = RemoteCheckpoints.at(remote.store.url)
+    later.upload(folder, "checkpoint_0", IDS[1])
+    with pytest.raises(CheckpointError, match=r"Another run has begun to write there: process \d+ on "):
+        remote.upload(folder, "checkpoint_1", IDS[2])
+    (found,) = remote.committed()
+    assert (found.data, found.epoch) == (IDS[1], 2)
+
+
+def test_runs_that_begin_at_once_get_different_epochs(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint_0")
+    runs = [RemoteCheckpoints.at(remote.store.url) for _ in range(8)]
+    failed: list[CheckpointError] = []
+
+    def upload(index: int) -> None:
+        try:
+            runs[index].upload(folder, f"checkpoint_{index}", IDS[index])
+        except CheckpointError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=upload, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    epochs = [run._epoch for run in runs]
+    assert sorted(epoch for epoch in epochs if epoch is not None) == list(range(1, 9))
+    assert len(failed) < 8
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other", "missing"])
+def test_damage_on_the_store_is_found(remote: RemoteCheckpoints, tmp_path: Path, damage: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint_3")
+    remote.upload(folder, folder.name, IDS[0])
+    assert isinstance(remote.store, FileStore)
+    stored = remote.store.folder / "checkpoint_3" / IDS[0] / "model.safetensors"
+    {
+        "shorter": lambda: stored.write_text("wei"),
+        "other": lambda: stored.write_text("weighty"),
+        "missing": stored.unlink,
+    }[damage]()
+    (found,) = remote.committed()
+    assert not remote.verify(found, hashes=True).good
+    assert remote.verify(found).good is (damage == "other")
+    with pytest.raises(CheckpointError, match="Load an older checkpoint"):
+        remote.download(found, tmp_path / "back")
+    assert list(tmp_path.glob("back*")) == []
+
+
+def test_a_damaged_or_newer_manifest_is_named(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint_3")
+    remote.upload(folder, folder.name, IDS[0])
+    assert isinstance(remote.store, FileStore)
+    (path,) = (remote.store.folder / "checkpoint_3").glob("manifest-*")
+    commit = json.loads(path.read_text())
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=r"manifest-00000001-00000000\.json is damaged"):
+        remote.committed()
+    path.write_text(json.dumps({**commit, "manifest": json.dumps({**json.loads(commit["manifest"]), "format": 99})}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        remote.committed()
+
+
+def test_a_manifest_cannot_make_a_download_write_elsewhere(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint_3")
+    remote.upload(folder, folder.name, IDS[0])
+    assert isinstance(remote.store, FileStore)
+    (path,) = (remote.store.folder / "checkpoint_3").glob("manifest-*")
+    text = path.read_text().replace("model.safetensors", "../../model.safetensors")
+    path.write_text(text)
+    with pytest.raises(CheckpointError):
+        remote.download(remote.committed()[0], tmp_path / "back" / "checkpoint_3")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_shares_of_nodes_become_one_checkpoint(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    first, second = tmp_path / "first" / "checkpoint_1", tmp_path / "second" / "checkpoint_1"
+    checkpoint(first)
+    with staging(second, fsync=False) as staged:
+        (staged / "random_states_4.pkl").write_text("states")
+    other = RemoteCheckpoints.at(remote.store.url)
+    thread = threading.Thread(target=remote.upload, args=(first, first.name, IDS[0], 0, (0, 4)))
+    thread.start()
+    other.upload(second, second.name, IDS[0], 4, (0, 4))
+    thread.join()
+    (found,) = remote.committed()
+    assert set(found.manifest.files) == {"model.safetensors", "shards/0.bin", "random_states_4.pkl"}
+    assert remote.verify(found, hashes=True).good
+
+
+def test_a_share_that_does_not_come_is_named(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    remote.deadline = 0.1
+    with pytest.raises(CheckpointError, match="files of process 4 did not come in time"):
+        remote.upload(checkpoint(tmp_path / "checkpoint_1"), "checkpoint_1", IDS[0], 0, (0, 4))
+    assert remote.committed() == []
+
+
+def test_the_oldest_are_removed_and_never_the_newest_good_one(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    for index in range(4):
+        remote.upload(checkpoint(tmp_path / f"checkpoint_{index}"), f"checkpoint_{index}", IDS[index])
+    assert isinstance(remote.store, FileStore)
+    for index in (2, 3):
+        (remote.store.folder / f"checkpoint_{index}" / IDS[index] / "model.safetensors").unlink()
+    newest = remote.newest()
+    assert newest is not None
+    assert newest.name == "checkpoint_1"
+    assert remote.surplus(1) == ["checkpoint_0", "checkpoint_2"]
+    remote.remove(["checkpoint_0"])
+    assert [one.name for one in remote.committed()] == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+
+
+class Careless(FileStore):
+    """A store that ignores the condition of a conditional write."""
+
+    def create(self, name: str, content: bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def test_a_store_without_conditional_writes_is_refused_and_left_clean(tmp_path: Path) -> None:
+    store = Careless(tmp_path.as_uri())
+    with pytest.raises(CheckpointError, match="conditional writes"):
+        RemoteCheckpoints(store).probe()
+    assert list(store.files()) == []
+
+
+def test_a_probe_leaves_nothing(remote: RemoteCheckpoints) -> None:
+    remote.probe()
+    assert list(remote.store.files()) == []
+
+
+class Failing(FileStore):
+    """A store that fails some writes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.failures: Iterator[BaseException] = iter(())
+        self.written: list[str] = []
+
+    def write(self, name: str, source: Path) -> None:
+        failure = next(self.failures, None)
+        if failure is not None:
+            raise failure
+        self.written.append(name)
+        super().write(name, source)
+
+
+def test_a_failed_copy_is_logged_and_made_with_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Failing((tmp_path / "store").as_uri())
+    store.failures = iter([OSError("the cable is out")])
+    uploader = Uploader(RemoteCheckpoints(store))
+    first, second = (checkpoint(tmp_path / f"checkpoint_{index}") for index in range(2))
+    uploader.add(first, IDS[0])
+    assert uploader.wait() == [first]
+    assert "the cable is out" in caplog.text
+    assert "tried again after the next" in caplog.text
+    uploader.add(second, IDS[1])
+    assert uploader.wait() == []
+    assert [one.name for one in uploader.remote.committed()] == ["checkpoint_0", "checkpoint_1"]
+    uploader.close()
+
+
+def test_what_an_attempt_has_brought_is_not_sent_again(tmp_path: Path) -> None:
+    store = Failing((tmp_path / "store").as_uri())
+    folder = checkpoint(tmp_path / "checkpoint_0")
+    remote = RemoteCheckpoints(store)
+    store.failures = iter([None, OSError("late")])  # type: ignore[list-item]
+    with pytest.raises(CheckpointError, match="late"):
+        remote.upload(folder, folder.name, IDS[0])
+    remote.upload(folder, folder.name, IDS[0])
+    assert sorted(store.written) == [f"checkpoint_0/{IDS[0]}/{name}" for name in ("model.safetensors", "shards/0.bin")]
+
+
+def test_the_end_names_what_is_not_on_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Failing((tmp_path / "store").as_uri())
+    store.failures = iter(lambda: PermissionError("expired"), None)  # type: ignore[arg-type]
+    uploader = Uploader(RemoteCheckpoints(store, deadline=5.0))
+    uploader.add(checkpoint(tmp_path / "checkpoint_0"), IDS[0])
+    uploader.close()
+    assert f"These checkpoints are not in {store.url}: {tmp_path / 'checkpoint_0'}" in caplog.text
+    assert "credentials" in caplog.text
+
+
+def test_folders_are_in_use_until_they_are_copied(tmp_path: Path) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    class Slow(FileStore):
+        def write(self, name: str, source: Path) -> None:
+            reached.set()
+            assert go.wait(30)
+            super().write(name, source)
+
+    uploader = Uploader(RemoteCheckpoints(Slow((tmp_path / "store").as_uri())))
+    folder = checkpoint(tmp_path / "checkpoint_0")
+    uploader.add(folder, IDS[0])
+    assert reached.wait(30)
+    assert uploader.in_use == {folder}
+    go.set()
+    assert uploader.wait() == []
+    assert uploader.in_use == frozenset()
+
+
+def test_copies_beyond_the_limit_are_removed(tmp_path: Path) -> None:
+    uploader = Uploader(RemoteCheckpoints.at((tmp_path / "store").as_uri()), keep=2)
+    for index in range(3):
+        uploader.add(checkpoint(tmp_path / f"checkpoint_{index}"), IDS[index])
+    assert uploader.wait() == []
+    assert [one.name for one in uploader.remote.committed()] == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_readers_never_see_half_of_a_checkpoint(tmp_path: Path) -> None:
+    """After each write of an upload, a reader finds the old checkpoint whole or the new one whole."""
+    seen: list[str] = []
+
+    class Observed(FileStore):
+        def write(self, name: str, source: Path) -> None:
+            super().write(name, source)
+            self.look()
+
+        def create(self, name: str, content: bytes) -> None:
+            super().create(name, content)
+            self.look()
+
+        def remove(self, names: object) -> None:
+            for name in list(names):  # type: ignore[call-overload]
+                super().remove([name])
+                self.look()
+
+        def look(self) -> None:
+            reader = RemoteCheckpoints(FileStore(self.url))
+            found = reader.committed("latest")
+            if found:
+                assert reader.verify(found[0], hashes=True).good
+                seen.append(found[0].data)
+
+    remote = RemoteCheckpoints(Observed((tmp_path / "store").as_uri()))
+    for index, text in enumerate(("first", "second")):
+        remote.upload(checkpoint(tmp_path / "latest", text), "latest", IDS[index])
+    assert sorted(set(seen)) == IDS[:2]
+    assert seen == sorted(seen)
+
+
+def test_a_url_finds_its_store() -> None:
+    assert isinstance(open_store("file:///nowhere"), CheckpointStore)
+    with pytest.raises(SettingError, match=r"az://, file://, gs://, s3://"):
+        open_store("ftp://somewhere/run")
+    assert [is_url(place) for place in ("s3://a/b", "a/b", None, Path("a"))] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "folder/name", "name"])
+def test_a_url_of_a_store_alone_names_no_checkpoint(url: str) -> None:
+    with pytest.raises(SettingError, match="names a store and no checkpoint"):
+        split_url(url)
+
+
+def test_names_of_partial_files_are_not_listed(tmp_path: Path) -> None:
+    (tmp_path / ".partial-0").touch()
+    (tmp_path / "name").write_text("text")
+    (found,) = FileStore(tmp_path.as_uri()).files()
+    assert isinstance(found, StoredFile)
+    assert (found.name, found.size) == ("name", 4)

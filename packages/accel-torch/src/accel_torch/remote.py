@@ -1,0 +1,135 @@
+"""Checkpoints of an Accelerator on a store: copied there after each save, fetched from there before a load."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from accel_ops.agreement import StoreBarrier, raise_on_any_rank
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
+from accel_plugins.checkpoint.upload import Uploader
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_torch.parts import Parts
+
+__all__ = ("fetch", "newest_on_store", "probe", "upload")
+
+logger = logging.getLogger(__name__)
+
+
+def probe(parts: Parts) -> None:
+    """Refuse a store that checkpoints cannot be kept in, before anything is trained; called on every process.
+
+    Raises:
+        CheckpointError: on every process; it cannot be reached, refuses, or does not know conditional writes.
+    """
+    project, process = parts._options.project, parts.state._process
+    remote = RemoteCheckpoints.at(str(project.remote), project.deadline)
+
+    def work() -> None:
+        if process.rank == 0:
+            remote.probe()
+
+    failed = f"Cannot keep checkpoints in {project.remote}."
+    raise_on_any_rank(process, "remote", work, failed, project.deadline, CheckpointError)
+    parts._uploader = Uploader(remote, project.total_limit if project.automatic_checkpoint_naming else None)
+
+
+def upload(parts: Parts, folder: Path) -> None:
+    """Begin to copy a checkpoint that was committed; called on every process.
+
+    One process of each group of nodes that share the folder copies it. What goes wrong is logged.
+    """
+    uploader, process = parts._uploader, parts.state._process
+    if uploader is None:
+        return
+    failed = f"Cannot copy the checkpoint {folder} to {uploader.remote.store.url}."
+    barrier = StoreBarrier(process, "upload", failed, parts._options.project.deadline, CheckpointError)
+    own = _identity(folder) if process.topology.is_local_main else ""
+    main = barrier.wait("manifest", own)
+    # A node that sees the folder of the main process has the same manifest, and nothing of its own to copy.
+    holds = process.rank == 0 or own not in ("", main)
+    ranks: list[int] = json.loads(barrier.wait("holders", "yes" if holds else "", _holders, last=True))
+    if holds and main:
+        uploader.add(folder, main, process.rank, ranks)
+
+
+def _identity(folder: Path) -> str:
+    """32 digits that no other save has: the manifest says what was saved and when."""
+    try:
+        return xxhash.xxh3_128_hexdigest((folder / MANIFEST_NAME).read_bytes())
+    except OSError as error:
+        logger.error("Cannot copy the checkpoint %s to the store: %s", folder, error)
+        return ""
+
+
+def _holders(answers: Sequence[str]) -> str:
+    return json.dumps([rank for rank, answer in enumerate(answers) if answer])
+
+
+def newest_on_store(parts: Parts, local: bool) -> RemoteCheckpoint | None:
+    """The newest complete checkpoint of the project on its store; called on the main process.
+
+    Args:
+        local: whether there is a local one to go on with, so that a store that does not answer is no failure.
+
+    Raises:
+        CheckpointError: the store does not answer.
+    """
+    if parts._uploader is None:
+        return None
+    try:
+        return parts._uploader.remote.newest()
+    except CheckpointError as error:
+        if not local:
+            raise
+        logger.warning("%s The newest local checkpoint is taken.", error)
+        return None
+
+
+def fetch(parts: Parts, barrier: StoreBarrier, url: str, phase: str, stack: ExitStack, missing_ok: bool) -> Path | None:
+    """A local copy of a checkpoint, one on each node; called on every process.
+
+    Args:
+        parts: the Accelerator.
+        barrier: of the load.
+        url: of a checkpoint.
+        phase: of the barrier; no other phase begins with it.
+        stack: removes the copy when it is closed.
+        missing_ok: return None where the store has no such checkpoint.
+
+    Raises:
+        CheckpointError: the store does not answer, there is no such checkpoint, or it is damaged.
+    """
+    process, project = parts.state._process, parts._options.project
+    store, name = split_url(url)
+    token = barrier.wait(f"{phase} token", secrets.token_hex(8))
+    folder = Path(tempfile.gettempdir()) / f"accel-{token}-{process.topology.node_rank}"
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    with barrier.reporting():
+        there = True
+        if process.topology.is_local_main:
+            remote = RemoteCheckpoints.at(store, project.deadline)
+            found = next(iter(remote.committed(name)), None)
+            there = found is not None
+            if found is not None:
+                remote.download(found, folder / name)
+            elif not missing_ok:
+                raise CheckpointError(
+                    f"Cannot load the checkpoint {url}.",
+                    f"{store} has no complete checkpoint of that name.",
+                    f"See which there are: accel checkpoint list {store}",
+                )
+    there = bool(barrier.wait(f"{phase} done", "yes" if there else ""))
+    return folder / name if there else None
