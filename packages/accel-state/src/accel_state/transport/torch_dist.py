@@ -66,7 +66,8 @@ class TorchDistTransport(Transport):
         # Each transport has its own keys, so that nobody reads messages from before a state was made anew.
         self._scope = f"transport{self._data.group_name}"
         self._store = None
-        if host != dist.Backend.FAKE:
+        # Torch has `Backend.FAKE` once the fake backend is registered, and torch 2.9 has it not before.
+        if host != "fake":
             # A fake group has no other processes, and its store may be empty.
             shared = self._host_store() if store is None else store
             self._store = dist.distributed_c10d.PrefixStore(self._scope, shared)
