@@ -93,6 +93,13 @@ def slow(session: nox.Session) -> None:
     pytest(session, "-m", "slow")
 
 
+@nox.session(default=False)
+def remote(session: nox.Session) -> None:
+    """Keep checkpoints in object stores: real servers of the S3 protocol on this machine, and faults before them."""
+    stores = ("packages/accel-plugins/tests/test_remote_checkpoints.py", "tests-integration/test_object_stores.py")
+    pytest(session, *stores, "packages/accel-torch/tests/test_checkpoints_on_a_store.py")
+
+
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run the tests that need several packages."""
