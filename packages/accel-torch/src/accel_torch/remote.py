@@ -12,11 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
-from accel_plugins.checkpoint.files import MANIFEST_NAME
-from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, identity_of, split_url
 from accel_plugins.checkpoint.upload import Uploader
 from accel_state.errors import CheckpointError
 
@@ -66,9 +63,8 @@ def upload(parts: Parts, folder: Path) -> None:
 
 
 def _identity(folder: Path) -> str:
-    """32 digits that no other save has: the manifest says what was saved and when."""
     try:
-        return xxhash.xxh3_128_hexdigest((folder / MANIFEST_NAME).read_bytes())
+        return identity_of(folder)
     except OSError as error:
         logger.error("Cannot copy the checkpoint %s to the store: %s", folder, error)
         return ""

@@ -35,7 +35,7 @@ from accel_plugins.checkpoint.store import CheckpointStore, open_store, store_er
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import inside, parse_json, printable, record, text
 
-__all__ = ("RemoteCheckpoint", "RemoteCheckpoints", "split_url")
+__all__ = ("RemoteCheckpoint", "RemoteCheckpoints", "identity_of", "split_url")
 
 _MANIFEST: Final = re.compile(r"(?P<name>[^/]+)/manifest-(?P<epoch>\d{8})-(?P<generation>\d{8})\.json")
 _FILE: Final = re.compile(r"(?P<name>[^/]+)/(?P<data>[0-9a-f]{32})/(?P<file>.+)")
@@ -433,6 +433,15 @@ def _manifest_name(name: str, epoch: int, generation: int) -> str:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def identity_of(folder: Path) -> str:
+    """32 hexadecimal digits that no other save has: the manifest of a folder says what was saved and when.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return xxhash.xxh3_128_hexdigest((folder / MANIFEST_NAME).read_bytes())
 
 
 def split_url(url: str) -> tuple[str, str]:
