@@ -52,12 +52,12 @@ _slot = _Slot()
 
 
 class _SlotOfThread(_Slot, threading.local):
-    """A slot for each thread that looks into it."""
+    """A slot for each thread."""
 
 
 @contextmanager
 def slot_per_thread() -> Iterator[None]:
-    """Give each thread a slot of its own for a while; `accel_state.testing.threads` runs ranks as threads in it."""
+    """Give each thread a slot of its own inside the block, for `accel_state.testing.threads`."""
     global _slot
     before, _slot = _slot, _SlotOfThread()
     try:
@@ -70,27 +70,27 @@ def process() -> Process:
     """The process.
 
     Raises:
-        NoState: no state was made yet.
+        NoState: there is no state yet.
     """
     if _slot.process is None:
         raise NoState(
-            "The state of this process was read.",
-            "None was made yet, or it was reset.",
+            "Cannot read the state of this process.",
+            "It was not created yet, or it was reset.",
             "Create a PartialState() or an Accelerator() first.",
         )
     return _checked(_slot.process)
 
 
 def process_or_none() -> Process | None:
-    """The process, or None when no state was made yet."""
+    """The process, or None when there is no state yet."""
     return None if _slot.process is None else _checked(_slot.process)
 
 
 def process_or_start() -> Process:
-    """The process; made from the environment when no state was made yet.
+    """The process; made from the environment when there is no state yet.
 
     Raises:
-        NotReady: what is known was made before this process was forked and given another place.
+        NotReady: the state was made before this process was forked, and a launcher has assigned it another rank.
     """
     if _slot.process is None:
         from accel_state.start import start_process
@@ -100,13 +100,13 @@ def process_or_start() -> Process:
 
 
 def _checked(process: Process) -> Process:
-    """The process, unless it is that of a parent and a launcher gave this one another place since the fork."""
-    told = read_topology() if process.inherited else Topology()
-    if told.distributed and told.variables() != process.topology.variables():
+    """The process, unless it describes the parent and a launcher has assigned another rank since the fork."""
+    launched = read_topology() if process.inherited else Topology()
+    if launched.distributed and launched.variables() != process.topology.variables():
         raise NotReady(
-            "The state of this process was asked for.",
-            f"It was made before the process was forked, by process {process.rank} of {process.world_size}; the "
-            "launcher has given this one another place since.",
+            "Cannot use the state of this process.",
+            f"Rank {process.rank} of {process.world_size} made it before this process was forked; since then the "
+            f"launcher has made this process rank {launched.rank} of {launched.world_size}.",
             "Restart the notebook or script, and create the first state or Accelerator in the function that is "
             "launched.",
         )
@@ -117,7 +117,7 @@ _parents: list[Process | None] = []
 
 
 def _after_fork() -> None:
-    """Mark in a forked child that what is known describes its parent, and take the parent's connections away."""
+    """Mark the process of a forked child as inherited, and replace the connections of the parent."""
     _parents.append(_slot.process)
     if _slot.process is not None:
         transport = _slot.process.transport.in_child()
@@ -135,7 +135,7 @@ def set_process(process: Process | None) -> None:
 
 @contextmanager
 def replace_process(process: Process) -> Iterator[Process]:
-    """Put another process into the slot for a while, for example one whose transport records what it is asked."""
+    """Put another process into the slot inside the block, for example one whose transport records its calls."""
     before, _slot.process = _slot.process, process
     try:
         yield process
@@ -147,17 +147,19 @@ def run() -> Run:
     """The run.
 
     Raises:
-        NoState: no Accelerator was made yet.
+        NoState: there is no Accelerator yet.
     """
     if _slot.run is None:
         raise NoState(
-            "The state of the run was read.", "None was made yet, or it was reset.", "Create an Accelerator() first."
+            "Cannot read the state of the run.",
+            "It was not created yet, or it was reset.",
+            "Create an Accelerator() first.",
         )
     return _slot.run
 
 
 def run_or_none() -> Run | None:
-    """The run, or None when no Accelerator was made yet."""
+    """The run, or None when there is no Accelerator yet."""
     return _slot.run
 
 
@@ -167,24 +169,24 @@ def set_run(run: Run | None) -> None:
 
 
 def gradient() -> Any:
-    """The `GradientState` made last, or None; opaque here, because that class stands above the slot."""
+    """The newest `GradientState`, or None; opaque here, because its module imports this one."""
     return _slot.gradient
 
 
 def on_run_end(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the run ends; for what gives back what the run opened."""
+    """Call `callback` once, when the run ends; for releasing what the run opened."""
     _slot.ending.append(callback)
 
 
 def publish_for_run(variables: Mapping[str, str]) -> None:
-    """Write variables into the environment for libraries that look there; they are as before when the run ends."""
+    """Write variables into the environment for libraries that read them there, until the run ends."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     publish(variables)
     on_run_end(lambda: publish(before, remove=variables))
 
 
 def end_run() -> None:
-    """Take the run out of the slot, and let what it opened be given back."""
+    """Call the callbacks of `on_run_end`, and take the run out of the slot."""
     callbacks, _slot.ending = _slot.ending, []
     for callback in callbacks:
         callback()
@@ -197,12 +199,12 @@ def set_gradient(gradient: Any) -> None:
 
 
 def on_clear(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the slot is cleared; for what other layers keep for the life of a process."""
+    """Call `callback` once, when the slot is cleared; for what other layers keep as long as the process."""
     _slot.clearing.append(callback)
 
 
 def clear() -> None:
-    """Empty the slot: the next state is made from the environment again. The process group stays as it is."""
+    """Empty the slot; the next state is made from the environment again. The process group stays."""
     end_run()
     callbacks, _slot.clearing = _slot.clearing, []
     for callback in callbacks:

@@ -1,4 +1,4 @@
-"""What a process knows of itself, and what it knows of the run it takes part in; both immutable."""
+"""`Process` and `Run`: the immutable records behind the states."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Process(NamedTuple):
     """Who this process is; made once, when the first state or Accelerator is created.
 
     Args:
-        topology: its place among the processes.
-        device: where it works.
+        topology: its ranks and world sizes.
+        device: its device.
         family: the family of that device.
-        transport: how it reaches the other processes.
+        transport: moves tensors between this process and the others.
         distributed_type: the label of the device family when there are several processes, else NO.
-        backend: name of the torch.distributed backend, or None when it runs alone.
-        debug: whether more is told about collectives.
+        backend: name of the torch.distributed backend; None in a single process.
+        debug: whether collectives report more.
         fork_launched: whether a notebook forked it.
-        options: what was asked for by argument when it was made.
-        inherited: whether it describes the process that this one was forked from.
+        options: the arguments that it was made with.
+        inherited: whether it describes the parent that this process was forked from.
     """
 
     topology: Topology
@@ -58,16 +58,16 @@ class Process(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the processes do together: precision, strategy, mesh; made by the first Accelerator and shared by the next.
+    """What the processes do together: precision, strategy, mesh. The first Accelerator makes it, later ones share it.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        distributed_type: what users read; the strategy's label, else that of the process.
+        distributed_type: the label of the strategy, else that of the process.
         strategy: the object that owns the run; opaque to this layer.
-        given: options that were given by argument, by name; a second Accelerator must not contradict them.
+        given: options that were given as arguments, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
         parallelism_config: the sizes of the axes of the mesh, or None.
-        selected: name of the engine configuration in use, where several were given; None for the first.
+        selected: name of the engine configuration in use where several were given; None for the first one.
     """
 
     mixed_precision: str

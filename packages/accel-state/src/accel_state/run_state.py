@@ -31,14 +31,14 @@ __all__ = (
 
 
 PLUGINS: Final = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
-"""Parameters of `AcceleratorState` under which a run keeps configurations."""
+"""Parameters of `AcceleratorState` with configurations of engines."""
 
 _ONLY: Final = "default"
-"""Name of a DeepSpeed configuration that was given without one."""
+"""Name of a DeepSpeed configuration that was given without a name."""
 
 
 def precision_name(mixed_precision: PrecisionType | str | None) -> str:
-    """The precision mode that was asked for, else that of the environment, else "no".
+    """The given precision mode, else that of the environment, else "no".
 
     Raises:
         SettingError: there is no such mode.
@@ -59,26 +59,26 @@ def parallelism_config_from_environment() -> ParallelismConfig | None:
 
 
 def is_initialized() -> bool:
-    """Whether a run was made, by an Accelerator or an AcceleratorState; a PartialState alone makes none."""
+    """Whether an Accelerator or an AcceleratorState has made a run; a PartialState makes none."""
     return current.run_or_none() is not None
 
 
-def check_given(asked: dict[str, Any]) -> None:
-    """Compare options given by argument with those that the run was made with.
+def check_given(given: dict[str, Any]) -> None:
+    """Compare given options with those that the run was made with; options that are None were not given.
 
     Raises:
-        Conflict: one of them differs; options that are None were not given.
-        NotOffered: settings of an engine differ.
+        Conflict: one of them differs.
+        NotOffered: configurations of an engine differ.
     """
     run = current.run_or_none()
-    for name, value in asked.items():
+    for name, value in given.items():
         if run is None or value is None:
             continue
         before = getattr(run, name) if hasattr(run, name) else run.given.get(name)
         if before != value:
-            kind = NotOffered if name in PLUGINS else Conflict
-            raise kind(
-                f"{name}={value!r} was asked for.",
+            error = NotOffered if name in PLUGINS else Conflict
+            raise error(
+                f"Cannot use {name}={value!r} in this run.",
                 f"The run of this process was made with {name}={before!r}, and all Accelerators share the run.",
                 f"Give the same {name} to every Accelerator, or give it to the first one only.",
             )
@@ -109,15 +109,15 @@ def _show(name: str, plugin: Any) -> None:
 
 
 def _given(name: str) -> Any:
-    """What was given or assigned under a name.
+    """The configuration that was given or assigned under a name.
 
     Raises:
-        NoState: nothing was; other libraries ask by `hasattr` whether a run has such a configuration.
+        NoState: there is none. Other libraries use `hasattr` to find out whether a run has such a configuration.
     """
     given = current.run().given
     if name not in given:
         raise NoState(
-            f"AcceleratorState.{name} was read.",
+            f"Cannot read AcceleratorState.{name}.",
             f"The run was made without a {name}.",
             f"Give the Accelerator a {name}, or ask with hasattr(state, {name!r}).",
         )
@@ -125,16 +125,16 @@ def _given(name: str) -> Any:
 
 
 class _RunPlugins:
-    """The properties of a state that show what the run was given.
+    """The properties of a state for the configurations of engines.
 
-    Without one, `fsdp_plugin` and `megatron_lm_plugin` are no attributes, and the others are None.
+    Without a configuration `fsdp_plugin` and `megatron_lm_plugin` raise AttributeError, and the others are None.
 
-    Other libraries assign them: all states show then what was assigned, while the strategy keeps what it was made with.
+    Other libraries assign them. All states return the assigned object then; the strategy keeps its own.
     """
 
     @property
     def dynamo_plugin(self) -> Any:
-        """How models are compiled."""
+        """Configuration of torch.compile."""
         return current.run().given.get("dynamo_plugin")
 
     @dynamo_plugin.setter
@@ -143,7 +143,7 @@ class _RunPlugins:
 
     @property
     def fsdp_plugin(self) -> Any:
-        """How parameters are sharded by PyTorch; no attribute of a run that was given none."""
+        """Configuration of FSDP; AttributeError without one."""
         return _given("fsdp_plugin")
 
     @fsdp_plugin.setter
@@ -152,7 +152,7 @@ class _RunPlugins:
 
     @property
     def torch_tp_plugin(self) -> Any:
-        """How layers are split by PyTorch."""
+        """Configuration of PyTorch's tensor parallelism."""
         return current.run().given.get("torch_tp_plugin")
 
     @torch_tp_plugin.setter
@@ -161,7 +161,7 @@ class _RunPlugins:
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """How Megatron-LM works; no attribute of a run that was given none."""
+        """Configuration of Megatron-LM; AttributeError without one."""
         return _given("megatron_lm_plugin")
 
     @megatron_lm_plugin.setter
@@ -170,7 +170,7 @@ class _RunPlugins:
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by the second version of FSDP."""
+        """Whether the run uses version 2 of FSDP."""
         return getattr(current.run().given.get("fsdp_plugin"), "fsdp_version", None) == 2
 
     @property
@@ -181,7 +181,7 @@ class _RunPlugins:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed configuration in use: the one selected last, at first the first one."""
+        """The DeepSpeed configuration in use: the selected one, before any selection the first one."""
         plugins = self.deepspeed_plugins
         return plugins[current.run().selected or next(iter(plugins))] if plugins else None
 
@@ -194,20 +194,20 @@ class _RunPlugins:
         """The DeepSpeed configuration of this name.
 
         Raises:
-            NotReady: the run has none.
-            SettingError: none has this name.
+            NotReady: the run has no DeepSpeed configuration.
+            SettingError: there is none of this name.
         """
         return self._named(name)
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Let the DeepSpeed configuration of this name be the one in use.
+        """Use the DeepSpeed configuration of this name.
 
         Args:
             name: the key under which it was given.
 
         Raises:
-            NotReady: the run has none.
-            SettingError: none has this name.
+            NotReady: the run has no DeepSpeed configuration.
+            SettingError: there is none of this name.
         """
         chosen = self._named(name)
         for plugin in (self.deepspeed_plugins or {}).values():
@@ -220,13 +220,13 @@ class _RunPlugins:
         plugins = self.deepspeed_plugins
         if not plugins:
             raise NotReady(
-                f"The DeepSpeed configuration {name!r} was asked for.",
+                f"Cannot select the DeepSpeed configuration {name!r}.",
                 "The run was made without DeepSpeed.",
                 "Give the Accelerator a deepspeed_plugin, or a dictionary of several.",
             )
         if name is None or name not in plugins:
             raise SettingError(
-                f"The DeepSpeed configuration {name!r} was asked for.",
+                f"Cannot select the DeepSpeed configuration {name!r}.",
                 "There is none of this name.",
                 f"Give one of {', '.join(map(repr, plugins))}.",
             )
@@ -236,22 +236,22 @@ class _RunPlugins:
 class AcceleratorState(_RunPlugins, PartialState):
     """The process and its run: mixed precision, strategy, mesh.
 
-    An Accelerator makes the run; made alone, this makes one without a strategy.
+    An Accelerator makes the run; without one, this class makes a run without a strategy.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8"; from the environment when None.
-        cpu: work on the CPU even if another device is present.
+        cpu: use the CPU even if another device is present.
         dynamo_plugin: how models are compiled.
         deepspeed_plugin: configuration of DeepSpeed, or several by name.
         fsdp_plugin: configuration of FSDP.
         torch_tp_plugin: configuration of PyTorch's tensor parallelism.
         megatron_lm_plugin: configuration of Megatron-LM.
-        parallelism_config: how the processes are arranged; from the environment when None.
-        _from_accelerator: whether an Accelerator asks; it makes no difference here.
+        parallelism_config: the sizes of the axes of the mesh; from the environment when None.
+        _from_accelerator: whether an Accelerator is the caller; ignored.
         kwargs: fields of `InitProcessGroupKwargs`.
 
     Raises:
-        Conflict: the run was made with another of these options, or the processes are too few or too many.
+        Conflict: the run was made with other options, or the world size is not the product of the axes.
         SettingError: there is no such precision mode.
     """
 
@@ -273,10 +273,10 @@ class AcceleratorState(_RunPlugins, PartialState):
         super().__init__(cpu, **kwargs)
         given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
         plugins = {name: plugin for name, plugin in zip(PLUGINS, given, strict=True) if plugin is not None}
-        asked = None if mixed_precision is None else precision_name(mixed_precision)
+        precision = None if mixed_precision is None else precision_name(mixed_precision)
         if current.run_or_none() is None:
             current.set_run(self._new_run(mixed_precision, parallelism_config, plugins))
-        check_given({"mixed_precision": asked, "parallelism_config": parallelism_config, **plugins})
+        check_given({"mixed_precision": precision, "parallelism_config": parallelism_config, **plugins})
 
     def _new_run(
         self,
@@ -294,27 +294,27 @@ class AcceleratorState(_RunPlugins, PartialState):
 
     @property
     def initialized(self) -> bool:
-        """Whether the run is known."""
+        """Whether there is a run."""
         return current.run_or_none() is not None
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of the run: the label of its strategy, else that of the process; or what was assigned to any state.
+        """The label of the strategy, else that of the process; or the value that was assigned to any state.
 
         Raises:
-            SettingError: the value is not a kind of run.
+            SettingError: an assigned value is not a `DistributedType`.
         """
         return current.run().distributed_type
 
     @distributed_type.setter
-    def distributed_type(self, kind: DistributedType | str) -> None:
-        if kind not in list(DistributedType):
+    def distributed_type(self, label: DistributedType | str) -> None:
+        if label not in list(DistributedType):
             raise SettingError(
-                f"AcceleratorState.distributed_type = {kind!r}",
-                "There is no such kind of run.",
+                f"Cannot set AcceleratorState.distributed_type to {label!r}.",
+                "There is no such distributed type.",
                 f"Assign one of {', '.join(map(str, DistributedType))}.",
             )
-        current.set_run(current.run()._replace(distributed_type=DistributedType(kind)))
+        current.set_run(current.run()._replace(distributed_type=DistributedType(label)))
 
     @property
     def mixed_precision(self) -> str:
@@ -323,12 +323,12 @@ class AcceleratorState(_RunPlugins, PartialState):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How the processes of the run are arranged, or None."""
+        """The sizes of the axes of the mesh, or None."""
         return current.run().parallelism_config
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh that the devices of the run form, or None."""
+        """The device mesh of the run, or None."""
         return current.run().mesh
 
     @staticmethod
