@@ -22,7 +22,7 @@ from accel_state import current
 from accel_state.errors import CheckpointError, DataError, SettingError, UnknownKind
 from accel_state.settings.schema import closest
 
-__all__ = ("MixtureDataset", "MixtureStream", "ResolvedBatches", "SourceCount", "StopWhen")
+__all__ = ("MixtureDataset", "MixtureStream", "ResolvedBatches", "SourceCount", "StopWhen", "mixture_of")
 
 logger = logging.getLogger(__name__)
 
@@ -212,12 +212,16 @@ class MixtureDataset(_Weighted, Dataset[Any]):
 
     def _begin(self, epoch: int) -> None:
         """Go to an epoch, under the present schedule."""
+        self.epoch, self._first, self._drawn = epoch, self._start(epoch), 0
+        self._measure()
+
+    def _start(self, epoch: int) -> int:
+        """The first sample of an epoch, counted from the beginning of the run."""
         known = self.epoch if epoch >= self.epoch else 0
         first = self._first if known else 0
         for _ in range(known, epoch):
             first = self._end(first)
-        self.epoch, self._first, self._drawn = epoch, first, 0
-        self._measure()
+        return first
 
     def _measure(self) -> None:
         """Learn where the epoch ends, and forget the orders of the one before."""
@@ -284,7 +288,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
     def located(self, positions: Sequence[int]) -> list[tuple[int, int]]:
         """The (number of the source, index in it) of each of some positions of the epoch."""
         first, before, sizes, orders = self._first, self._before, self._sizes, self._orders
-        self._drawn = max(self._drawn, max(positions, default=-1) + 1)
+        self.read_until(max(positions, default=-1) + 1)
         found = []
         for source, given in self._order.located([first + position for position in positions]):
             done, place = divmod(given - before[source], sizes[source])
@@ -294,12 +298,18 @@ class MixtureDataset(_Weighted, Dataset[Any]):
             found.append((source, order[1](place) if self.shuffle else place))
         return found
 
+    def read_until(self, position: int) -> None:
+        """Note that the samples of the epoch before a position are read, so that their weights do not change."""
+        if position > self._drawn:
+            self._drawn = position
+
     def set_weights(self, weights: Weights | None = None) -> int:
         """Let other weights hold from the first sample that no process has read yet; called on every process.
 
-        What loaders have read ahead comes before it, so that no sample is repeated or left out. The weights are added
-        to the schedule, and saved with it; later entries of the schedule still come. In an epoch that ends with its
-        sources the end moves. Workers of a loader that is not prepared learn of the weights when they start again.
+        What loaders have read ahead comes before it, so that no sample is repeated or left out; a prepared loader
+        begins with a whole step. An epoch that ends with its sources keeps its length: there, the weights hold from the
+        next epoch on. They are added to the schedule, and saved with it; its later entries still come. DataLoader
+        workers of a loader that is not prepared learn of the weights when they start again.
 
         Args:
             weights: those of the main process count; the others may leave them out.
@@ -312,11 +322,12 @@ class MixtureDataset(_Weighted, Dataset[Any]):
             CollectiveError: a process did not come in time.
 
         Example:
-            >>> mixture = MixtureDataset({"code": "abcd", "text": "wxyz"}, {"code": 1, "text": 1}, shuffle=False)
+            >>> mixture = MixtureDataset({"code": "abc", "text": "xyz"}, {"code": 1}, (), "repeat", 6, shuffle=False)
             >>> [mixture[0], mixture[1], mixture.set_weights({"text": 1}), mixture[2], mixture[3]]
-            ['a', 'w', 2, 'x', 'y']
+            ['a', 'b', 2, 'x', 'y']
         """
-        read = self._first + self._drawn
+        epoch = self._drawn if self.stop == "repeat" else self._length if self._drawn else 0
+        read = self._first + epoch
         process = current.process_or_none()
         if process is None or process.world_size == 1:
             start, integers = read, self._integers(weights or {})
@@ -375,18 +386,19 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         self._begin(epoch)
         self._drawn = samples
 
-    def counts(self, samples: int) -> dict[str, SourceCount]:
+    def counts(self, samples: int, epoch: int | None = None) -> dict[str, SourceCount]:
         """What each source has given since the beginning of the run.
 
         Args:
-            samples: samples of this epoch that all processes together have received.
+            samples: samples of the epoch that all processes together have received.
+            epoch: number of the epoch; this one when None.
 
         Example:
             >>> mixture = MixtureDataset({"code": range(30), "text": range(5)}, {"code": 0.7, "text": 0.3})
             >>> mixture.counts(10)["text"]
             SourceCount(samples=3, epochs=0.6, asked=0.3, given=0.3)
         """
-        total = self._first + samples
+        total = samples + (self._first if epoch is None else self._start(epoch))
         rows = zip(self._names, self._sizes, self._order.counts(total), self._order.shares(total), strict=True)
         return {
             name: SourceCount(given, given / size, float(share / max(total, 1)), given / max(total, 1))
@@ -424,7 +436,7 @@ class ResolvedBatches(BatchSampler):
     """Batches of positions in a mixture, as (source, index): DataLoader workers do not know of changed weights.
 
     Args:
-        batches: of positions, each alone or behind a key.
+        batches: of positions.
         mixture: what they are positions in.
     """
 
@@ -435,17 +447,40 @@ class ResolvedBatches(BatchSampler):
         self.drop_last = batches.drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
-        located = self.mixture.located
-        for batch in self.batch_sampler:
-            yield located(batch)
+        shard, mixture = self.batch_sampler, self.mixture
+        step, width = getattr(shard, "step_size", None), getattr(shard, "per_process", None)
+        ahead = step - shard.process_index * width if step and width else 0  # type: ignore[attr-defined]
+        for batch in shard:
+            located = mixture.located(batch)
+            # The other processes of this step follow the same schedule.
+            mixture.read_until(batch[0] + ahead)
+            yield located
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
+
+    @property
+    def even_batches(self) -> bool:
+        """That of the batches."""
+        return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.batch_sampler.even_batches = even  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "batch_sampler" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
+
+
+def mixture_of(dataset: Any) -> MixtureDataset | None:
+    """The mixture that a data set of a prepared loader is, or is around."""
+    while not isinstance(dataset, MixtureDataset):
+        if not type(dataset).__module__.startswith("accel_data.") or not hasattr(dataset, "dataset"):
+            return None
+        dataset = dataset.dataset
+    return dataset
 
 
 class MixtureStream(_Weighted, IterableDataset[Any]):

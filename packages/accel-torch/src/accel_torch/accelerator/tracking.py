@@ -95,6 +95,13 @@ class TrackingPage(Parts):
             values = reduced(values, reduce)
         if self._tracking is not None:
             self._tracking.log(values, step, log_kwargs)
+            self._log_sample_counts(step)
+
+    def _log_sample_counts(self, step: int | None) -> None:
+        if self._tracking is not None and self._tracking.trackers and self._registry.loaders:
+            from accel_torch.sample_counts import log_sample_counts
+
+            log_sample_counts(self._tracking, self._registry.loaders, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, or what it wraps; one that keeps nothing where none was started.
@@ -112,6 +119,7 @@ class TrackingPage(Parts):
         """Finish all trackers, and the checkpoint that is being saved or copied; called once, when the script ends."""
         if self._report is not None:
             self._report.tell(self.log, self.state.is_main_process)
+        self._log_sample_counts(None)
         if self._tracking is not None:
             self._tracking.finish()
         self.state.wait_for_everyone()

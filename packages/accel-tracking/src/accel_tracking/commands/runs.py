@@ -1,6 +1,7 @@
-"""`accel runs`: `show` draws the curves of a run that the tracker "jsonl" stored, `status` shows its processes.
+"""`accel runs`: `show` draws the curves of a run that the tracker "jsonl" stored, `samples` counts the samples of each
+source of a mixture, `status` shows its processes.
 
-Both actions identify a run by its folder, or by the process id of its launcher while it runs.
+All actions identify a run by its folder, or by the process id of its launcher while it runs.
 """
 
 from __future__ import annotations
@@ -49,12 +50,25 @@ class Runs:
             help="add the Python stack of each process of this machine (from py-spy if it is installed)",
         )
 
+        samples = actions.add_parser(
+            "samples",
+            help="show how many samples each source of a mixture gave",
+            description="Show how many samples each source gave, its epochs, and its share: as asked and as given.",
+        )
+        samples.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest samples; or a .jsonl file")
+        samples.add_argument("--json", action="store_true", help="print one line of JSON")
+
     def run(self, arguments: Namespace) -> int:
         """Run the action and return the exit code."""
         if arguments.action == "status":
             from accel_tracking.commands.status import show_status
 
             return show_status(arguments.run, arguments.watch, arguments.json, arguments.stacks)
+        if arguments.action == "samples":
+            from accel_tracking.commands.samples import describe_samples
+
+            print(_printable(describe_samples(_path(arguments.path), arguments.json)))  # noqa: T201 - what the command is for
+            return 0
         return _show(arguments)
 
 
