@@ -19,7 +19,9 @@ from typing import IO, Any
 
 import pytest
 
+from accel_state.run_status.stacks import py_spy_program
 from accel_state.testing.processes import Finished, ReservedPort, run_command
+from accel_state.testing.simulated_device import POSSIBLE
 
 ACCEL = (sys.executable, "-m", "accel_cli.main")
 
@@ -77,6 +79,10 @@ JOB = """
         wait_for(f"released{rank}") if rank == "1" else None
         accelerator.save_state("output/checkpoint")
 
+    def load():
+        wait_for(f"released{rank}") if rank == "1" else None
+        accelerator.load_state("output/checkpoint")
+
     def leave():
         sys.exit()
 
@@ -88,6 +94,22 @@ JOB = """
         globals()[task]()
         Path(f"done{rank}.{number}").touch()
 """
+
+ON_A_DEVICE = """
+    import time
+    from pathlib import Path
+
+    import torch
+    from accel_state.testing.simulated_device import simulated_device
+    from accel_torch import Accelerator
+
+    with simulated_device():
+        held = torch.ones(3, 2**18, device=Accelerator().device)
+        while not Path("end").exists():
+            time.sleep(0.02)
+"""
+
+WAITS_TO_IMPORT = "import time, os\nwhile not os.path.exists('imported'):\n    time.sleep(0.05)\n"
 
 LINES = textwrap.dedent(JOB).splitlines()
 
@@ -101,7 +123,7 @@ def at(text: str, path: str = "job.py") -> str:
 class Job:
     """A launch in the background, whose processes follow commands."""
 
-    def __init__(self, folder: Path, *options: str, ranks: int = 2) -> None:
+    def __init__(self, folder: Path, *options: str, ranks: int = 2, script: str = JOB) -> None:
         self.folder = folder
         self.tasks = [0] * ranks
         (folder / "temporary").mkdir(exist_ok=True)
@@ -110,7 +132,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder / "temporary"),
         }
-        (folder / "job.py").write_text(textwrap.dedent(JOB), encoding="utf-8")
+        (folder / "job.py").write_text(textwrap.dedent(script), encoding="utf-8")
         os.mkfifo(folder / "pipe")
         self.process = self.launch(*options)
 
@@ -121,7 +143,7 @@ class Job:
 
     def _started(self, options: tuple[str, ...], output: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [*ACCEL, "launch", "--cpu", "--hang_report_after", "0", "--grace_period", "60", *options, "job.py"],
+            [*ACCEL, "launch", "--hang_report_after", "0", "--grace_period", "60", *options, "job.py"],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -188,7 +210,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A launch of two processes that train."""
-    job = Job(tmp_path_factory.mktemp("job"), "--num_processes", "2")
+    job = Job(tmp_path_factory.mktemp("job"), "--cpu", "--num_processes", "2")
     try:
         for rank in (0, 1):
             job.until(rank, state="running", at=at("time.sleep(0.02)"))
@@ -209,6 +231,7 @@ def test_a_process_between_steps_is_told_with_step_pace_and_memory(job: Job) -> 
         assert one["steps"] >= 20
         assert 0.5 < one["steps_per_second"] < 11
         assert one["memory"] > 50 * 2**20
+        assert one["device_memory"] is None
         assert one["at"] == at("time.sleep(0.02)")
     assert said["held_up_by"] == []
 
@@ -287,15 +310,51 @@ def test_a_checkpoint_that_is_saved_is_told_with_the_line_that_saves(job: Job) -
         job.release(0)
 
 
-def test_stacks_are_shown_of_each_process(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without py-spy, whether it is installed or not.
-    monkeypatch.setitem(job.environment, "PATH", "/nowhere")
+def test_stacks_are_shown_of_each_process_where_py_spy_may_not_read_them(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "py-spy").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setitem(job.environment, "PATH", f"{tmp_path}:{os.environ['PATH']}")
     for one in job.look("--stacks")["processes"]:
         assert (
             f'File "{job.folder}/job.py", line {at("time.sleep(0.02)").partition(":")[2]} in wait_for' in one["stack"]
         )
     text = job.status("--stacks").stdout
     assert text.count("most recent call first") >= 2
+
+
+@pytest.mark.skipif(py_spy_program() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(
+    os.geteuid() != 0 and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0",
+    reason="the system lets no process read another one",
+)
+def test_stacks_are_shown_by_py_spy_also_of_a_stopped_process(job: Job) -> None:
+    pid = job.look()["processes"][1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stacks = [one["stack"] for one in job.look("--stacks")["processes"]]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    job.until(1, state="in step")
+    for stack in stacks:
+        assert stack.startswith("Process ")
+        assert f"wait_for (job.py:{at('time.sleep(0.02)').partition(':')[2]})" in stack
+
+
+def test_a_checkpoint_that_is_loaded_is_told_with_the_line_that_loads(job: Job) -> None:
+    job.do(0, "save")
+    job.do(1, "save")
+    job.release(1)
+    job.release(0)
+    job.do(0, "load")
+    job.do(1, "load")
+    try:
+        found = job.until(0, state="loading")["process"]
+        assert found["at"] == at("accelerator.load_state(")
+    finally:
+        job.release(1)
+        job.release(0)
 
 
 @pytest.mark.parametrize("name", ["output", ".", "pid of a process"])
@@ -319,7 +378,7 @@ def test_only_the_user_can_enter_the_folder_of_a_run(job: Job) -> None:
 
 
 def test_watching_shows_a_run_until_it_ends_and_a_killed_process_is_told(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--num_processes", "2")
+    job = Job(tmp_path, "--cpu", "--num_processes", "2")
     try:
         for rank in (0, 1):
             job.until(rank, state="running", at=at("time.sleep(0.02)"))
@@ -343,10 +402,8 @@ def test_watching_shows_a_run_until_it_ends_and_a_killed_process_is_told(tmp_pat
 
 def test_a_process_that_imports_and_one_that_waits_for_it_are_told(tmp_path: Path) -> None:
     (tmp_path / "imports").touch()
-    (tmp_path / "slow.py").write_text(
-        "import time, os\nwhile not os.path.exists('imported'):\n    time.sleep(0.05)\n", encoding="utf-8"
-    )
-    job = Job(tmp_path, "--num_processes", "2")
+    (tmp_path / "slow.py").write_text(WAITS_TO_IMPORT, encoding="utf-8")
+    job = Job(tmp_path, "--cpu", "--num_processes", "2")
     try:
         found = job.until(1, state="importing")["process"]
         assert found["at"] in ("slow.py:2", "slow.py:3")
@@ -361,7 +418,7 @@ def test_a_process_that_imports_and_one_that_waits_for_it_are_told(tmp_path: Pat
 
 
 def test_a_process_alone_is_told(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--num_processes", "1", ranks=1)
+    job = Job(tmp_path, "--cpu", "--num_processes", "1", ranks=1)
     try:
         job.until(0, state="running", at=at("time.sleep(0.02)"))
         job.do(0, "steps")
@@ -372,7 +429,7 @@ def test_a_process_alone_is_told(tmp_path: Path) -> None:
         done = job.status()
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.count("\n") == 1
-        assert f"process {job.process.pid} has ended, or never was on this machine; " in done.stderr
+        assert f"process {job.process.pid} has ended, or never existed on this machine; " in done.stderr
         done = job.status(run=".")
         assert done.returncode == 1
         assert "no run writes to '.' now: it has finished, or runs on another machine; " in done.stderr
@@ -380,14 +437,34 @@ def test_a_process_alone_is_told(tmp_path: Path) -> None:
         job.end()
 
 
+@pytest.mark.skipif(not POSSIBLE, reason="this torch cannot have a device written in Python")
+def test_the_memory_of_a_device_is_shown_beside_that_of_the_host(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--num_processes", "1", ranks=1, script=ON_A_DEVICE)
+    try:
+        found = job.until(0, device_memory=3 * 2**20)["process"]
+        assert found["memory"] > 50 * 2**20
+        head, row = job.status().stdout.splitlines()[1:3]
+        assert head.split()[-3:] == ["memory", "device", "memory"]
+        assert row.endswith("  3 MiB")
+    finally:
+        job.end()
+
+
 @pytest.mark.slow
 def test_processes_of_another_machine_are_told_through_the_store(tmp_path: Path) -> None:
     port = ReservedPort()
-    place = ("--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1")
+    place = ("--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1")
     place = (*place, "--main_process_port", str(port.another()), "--machine_rank")
+    (tmp_path / "imports").touch()
+    (tmp_path / "slow.py").write_text(WAITS_TO_IMPORT, encoding="utf-8")
     job = Job(tmp_path, *place, "0")
     first, other = job.process, job.launch(*place, "1")
     try:
+        # The process of the other machine has not reached its Accelerator yet.
+        unknown = job.until(1, state="unknown", host="", pid=0)
+        assert unknown["processes"][0]["state"] == "waiting for others"
+        assert "1     ?" in job.status().stdout
+        (tmp_path / "imported").touch()
         said = job.until(1, state="running", at=at("time.sleep(0.02)"))
         assert said["store_answers"]
         assert said["world_size"] == 2

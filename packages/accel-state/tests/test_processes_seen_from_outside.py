@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +28,14 @@ from accel_state.hang_report.rank_status import (
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
 from accel_state.run_status.find import PREFIX, announce_run, find_run, running_runs
-from accel_state.run_status.stacks import Frame, frames_of_main_thread, imports, place_in, py_spy_stack
+from accel_state.run_status.stacks import (
+    Frame,
+    frames_of_main_thread,
+    is_importing,
+    py_spy_program,
+    py_spy_stack,
+    user_frame,
+)
 from accel_state.testing.processes import Processes
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -113,19 +119,19 @@ def test_a_process_that_no_launcher_started_is_refused(temporary: Path, sleeper:
 def test_a_process_that_has_ended_is_refused(temporary: Path, sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.kill()
     sleeper.wait()
-    with pytest.raises(NotFound, match="has ended, or never was on this machine"):
+    with pytest.raises(NotFound, match="has ended, or never existed on this machine"):
         find_run(str(sleeper.pid))
 
 
 @on_linux
 def test_a_process_of_another_user_is_refused(temporary: Path) -> None:
     if os.geteuid() != 0:
-        with pytest.raises(NoAccess, match="process 1 belongs to the user root, and nobody else may look"):
+        with pytest.raises(NoAccess, match="process 1 belongs to the user root, and only this user can see"):
             find_run("1")
         return
     other = subprocess.Popen(["sleep", "600"], user=65534, group=65534)
     try:
-        with pytest.raises(NoAccess, match=f"process {other.pid} belongs to the user .*, and nobody else may look"):
+        with pytest.raises(NoAccess, match=f"process {other.pid} belongs to the user .*, and only this user can see"):
             find_run(str(other.pid))
     finally:
         other.kill()
@@ -196,20 +202,27 @@ Current thread 0x00007f406e404b80 [python] (most recent call first):
 def test_the_main_thread_is_found_in_a_stack_with_the_line_of_the_user() -> None:
     frames = frames_of_main_thread(DUMP)
     assert frames[3] == Frame("/runs/of me/train.py", 3, "<module>")
-    assert place_in(frames, "/runs/of me") == UserFrame(Location("train.py", 3), "_find_and_load")
-    assert imports(frames)
-    assert not imports(frames[3:])
-    assert place_in(frames[3:], "/runs") == UserFrame(Location("of me/train.py", 3), "")
-    assert place_in(frames[4:], "/runs") is None
+    assert user_frame(frames, "/runs/of me") == UserFrame(Location("train.py", 3), "_find_and_load")
+    assert is_importing(frames)
+    assert not is_importing(frames[3:])
+    assert user_frame(frames[3:], "/runs") == UserFrame(Location("of me/train.py", 3), "")
+    assert user_frame(frames[4:], "/runs") is None
     assert frames_of_main_thread("") == []
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+@pytest.mark.skipif(py_spy_program() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(
+    sys.platform != "linux"
+    or (os.geteuid() != 0 and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0"),
+    reason="the system lets no process read another one",
+)
 @pytest.mark.parametrize("stopped", [False, True])
 def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
     sleeper: subprocess.Popen[bytes], stopped: bool
 ) -> None:
-    while not (stack := py_spy_stack(sleeper.pid)):
+    deadline = time.monotonic() + 60
+    while "<module> (<string>:1)" not in (stack := py_spy_stack(sleeper.pid)):
+        assert time.monotonic() < deadline, stack
         time.sleep(0.1)
     if stopped:
         sleeper.send_signal(signal.SIGSTOP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -56,6 +57,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
         if (status := StatusFile.of_run(topology.rank)) is not None:
             # The thread that writes it later begins when the processes have met.
             status.write(capture(CallLog()))
+        PROGRESS.device_memory = partial(family.memory_beside_host, device.index)
         transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(
         topology=topology,

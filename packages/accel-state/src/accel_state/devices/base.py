@@ -163,6 +163,16 @@ class DeviceFamily(ABC):
         """Bytes that the tensors of this process occupy on a device, by default the current one."""
         return int(self._memory("memory_allocated", index))
 
+    def memory_beside_host(self, index: int | None = None) -> int | None:
+        """What the status of a run shows beside the memory of the host: `used_memory` of a device with its own memory.
+
+        None where the device uses that of the host, or does not count it.
+        """
+        try:
+            return self.used_memory(index)
+        except NotOffered:
+            return None
+
     def peak_memory(self, index: int | None = None) -> int:
         """The maximum of `used_memory` since the start or since `reset_peak_memory`."""
         return int(self._memory("max_memory_allocated", index))

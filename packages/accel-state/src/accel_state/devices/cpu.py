@@ -80,6 +80,9 @@ class CPU(DeviceFamily):
 
         return int(psutil.Process().memory_info().rss)
 
+    def memory_beside_host(self, index: int | None = None) -> int | None:
+        return None
+
     def peak_memory(self, index: int | None = None) -> int:
         """The maximum of `used_memory` since the process started.
 

@@ -22,7 +22,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from types import CodeType
@@ -92,13 +92,15 @@ class Progress:
     Attributes:
         steps: steps of the optimizer that has made most, since the process was started.
         folder: where the run keeps its output, or empty.
+        device_memory: returns the bytes that this process holds on its device; None where nothing counts them.
     """
 
-    __slots__ = ("_activity", "_moments", "folder", "steps")
+    __slots__ = ("_activity", "_moments", "device_memory", "folder", "steps")
 
     def __init__(self) -> None:
         self.steps = 0
         self.folder = ""
+        self.device_memory: Callable[[], int | None] = lambda: None
         # Replaced as a whole, because the thread of the monitor reads it at any moment.
         self._activity: tuple[str, CodeType, int, float] | None = None
         self._moments: deque[tuple[float, int]] = deque(maxlen=_MOST_MOMENTS)
@@ -167,6 +169,7 @@ class RankStatus:
         activity_since: when that was, seconds since the epoch.
         folder: where the run keeps its output, or empty.
         memory: bytes of memory that it uses, captured with the stack; else 0.
+        device_memory: bytes that its tensors hold on its device; -1 where nothing counts them.
         pid: its process id.
         host: its machine, with the namespaces of process ids and of the network.
         time: when it was captured, seconds since the epoch.
@@ -189,6 +192,7 @@ class RankStatus:
     activity_since: float = 0.0
     folder: str = ""
     memory: int = 0
+    device_memory: int = -1
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=lambda: host_with_namespaces())
     time: float = field(default_factory=time.time)
@@ -248,7 +252,16 @@ def capture(log: CallLog, stack: bool = False, pinned: UserFrame | None = None) 
         activity_since=clock - activity.seconds if activity else 0.0,
         folder=PROGRESS.folder,
         memory=info.memory if info else 0,
+        device_memory=_device_memory(),
     )
+
+
+def _device_memory() -> int:
+    # A device that raises must not end the thread of the monitor.
+    with contextlib.suppress(RuntimeError):
+        used = PROGRESS.device_memory()
+        return -1 if used is None else used
+    return -1
 
 
 def host_with_namespaces() -> str:

@@ -23,7 +23,7 @@ from accel_state.untrusted import integer, number, read_json, record, text
 __all__ = ("PREFIX", "LaunchedRun", "announce_run", "find_run", "running_runs")
 
 PREFIX: Final = "accel-launch-"
-"""How the name of a launcher's folder begins."""
+"""Prefix of the name of a launcher's folder."""
 
 _STATUS: Final = "status"
 _RUN: Final = "run.json"
@@ -33,13 +33,13 @@ _LIST: Final = "`accel runs status` without an argument shows every run of this 
 
 
 class LaunchedRun(NamedTuple):
-    """A run, or the part of it that one launcher on this machine looks after.
+    """A run, or the part of it that one launcher on this machine started.
 
     Args:
         pid: process id of the launcher.
-        status_folder: where its processes write where they are.
+        status_folder: where its processes write their statuses.
         working_folder: where it was started.
-        began: when, seconds since the epoch.
+        began: when it was started, seconds since the epoch.
     """
 
     pid: int
@@ -49,12 +49,12 @@ class LaunchedRun(NamedTuple):
 
     def folder(self) -> str:
         """Where the run keeps its output, as its processes know it; else where it was started."""
-        seen = read_statuses(self.status_folder)
-        return next((one.folder for _, one in sorted(seen.items()) if one.folder), self.working_folder)
+        statuses = read_statuses(self.status_folder)
+        return next((one.folder for _, one in sorted(statuses.items()) if one.folder), self.working_folder)
 
 
 def announce_run(folder: str) -> str:
-    """Say in the folder of a launcher that this process is the launcher, and return the folder for its processes.
+    """Record in the folder of a launcher that this process is the launcher; return the folder for its processes.
 
     Args:
         folder: a folder that only this user can enter, in that for temporary files; its name begins with `PREFIX`.
@@ -62,14 +62,14 @@ def announce_run(folder: str) -> str:
     status = os.path.join(folder, _STATUS)
     os.makedirs(status, mode=0o700, exist_ok=True)
     info = process_info(os.getpid())
-    told = {"pid": os.getpid(), "started": info.started if info else 0, "folder": os.getcwd(), "time": time.time()}
+    launcher = {"pid": os.getpid(), "started": info.started if info else 0, "folder": os.getcwd(), "time": time.time()}
     with open(os.path.join(status, _RUN), "w", encoding="utf-8") as file:
-        json.dump(told, file)
+        json.dump(launcher, file)
     return status
 
 
 def running_runs() -> list[LaunchedRun]:
-    """The runs of this user whose launcher is there, the oldest first."""
+    """The runs of this user whose launcher exists, the oldest first."""
     found = {run.pid: run for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp")) for run in _runs_in(folder)}
     return sorted(found.values(), key=lambda run: run.began)
 
@@ -79,7 +79,7 @@ def find_run(run: str) -> LaunchedRun:
 
     Args:
         run: process id of the launcher or of one of its processes, or the folder of the run: the `project_dir` or
-            `logging_dir` of its Accelerator, one inside or around it, or where it was started if it has none.
+            `logging_dir` of its Accelerator, a folder inside or around it, or where it was started if it has none.
 
     Raises:
         NotFound: there is no such run, it has finished, or its launcher was not `accel launch`.
@@ -108,18 +108,18 @@ def _read(status: str) -> LaunchedRun | None:
     if not _is_private(os.path.dirname(status)):
         return None
     try:
-        told = read_json(os.path.join(status, _RUN), _SHAPE, limit=_MOST_BYTES)
+        launcher = read_json(os.path.join(status, _RUN), _SHAPE, limit=_MOST_BYTES)
     except (OSError, ValueError):
         return None
-    info = process_info(told["pid"])
-    another = info is not None and info.started != told["started"]
-    if another or state_of(told["pid"]) == "ended":
+    info = process_info(launcher["pid"])
+    another = info is not None and info.started != launcher["started"]
+    if another or state_of(launcher["pid"]) == "ended":
         return None
-    return LaunchedRun(told["pid"], status, told["folder"], told["time"])
+    return LaunchedRun(launcher["pid"], status, launcher["folder"], launcher["time"])
 
 
 def _is_private(folder: str) -> bool:
-    """Whether a folder belongs to this user, and nobody else can enter it."""
+    """Whether a folder belongs to this user, and no other user can enter it."""
     try:
         found = os.lstat(folder)
     except OSError:
@@ -129,15 +129,15 @@ def _is_private(folder: str) -> bool:
 
 
 def _of_process(pid: int) -> LaunchedRun:
-    asked = f"Look at the run of process {pid}."
+    failed = f"Cannot show the run of process {pid}."
     if state_of(pid) == "ended":
-        raise NotFound(asked, f"process {pid} has ended, or never was on this machine", _LIST)
+        raise NotFound(failed, f"process {pid} has ended, or never existed on this machine", _LIST)
     info = process_info(pid)
     if info is not None and info.owner != os.geteuid():
         owner = _name_of(info.owner)
         raise NoAccess(
-            asked,
-            f"process {pid} belongs to the user {owner}, and nobody else may look at its run",
+            failed,
+            f"process {pid} belongs to the user {owner}, and only this user can see its run",
             f"repeat the command as {owner}",
         )
     environment = environment_of(pid)
@@ -147,7 +147,7 @@ def _of_process(pid: int) -> LaunchedRun:
     found = _read(own) if own else next((run for run in (*running_runs(), *elsewhere) if run.pid == pid), None)
     if found is not None:
         return found
-    raise NotFound(asked, f"process {pid} is not a run that `accel launch` started", _LIST)
+    raise NotFound(failed, f"process {pid} is not a run that `accel launch` started", _LIST)
 
 
 def _name_of(user: int) -> str:
@@ -160,16 +160,18 @@ def _name_of(user: int) -> str:
 
 
 def _of_folder(folder: str) -> LaunchedRun:
-    asked = f"Look at the run in {folder!r}."
+    failed = f"Cannot show the run in {folder!r}."
     runs = [run for run in running_runs() if _around(run.folder(), folder)]
     if len(runs) == 1:
         return runs[0]
     if runs:
         pids = ", ".join(str(run.pid) for run in runs)
-        raise SettingError(asked, f"{len(runs)} runs write to {folder!r}", f"name the process id of a launcher: {pids}")
+        raise SettingError(
+            failed, f"{len(runs)} runs write to {folder!r}", f"name the process id of a launcher: {pids}"
+        )
     if not os.path.exists(folder):
-        raise NotFound(asked, f"{folder!r} is neither a folder nor a process id", _LIST)
-    raise NotFound(asked, f"no run writes to {folder!r} now: it has finished, or runs on another machine", _LIST)
+        raise NotFound(failed, f"{folder!r} is neither a folder nor a process id", _LIST)
+    raise NotFound(failed, f"no run writes to {folder!r} now: it has finished, or runs on another machine", _LIST)
 
 
 def _around(one: str, other: str) -> bool:

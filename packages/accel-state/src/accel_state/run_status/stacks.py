@@ -1,9 +1,9 @@
 """The Python stacks of processes, read from outside.
 
-py-spy needs nothing of a process, but where it is installed it may not be allowed to look. The processes of a launch
-can show their stacks by themselves, also inside of native code that holds the lock of Python: at SIGURG, which nobody
+py-spy needs nothing of a process, but the system may not permit it to read another process. The processes of a launch
+can write their stacks by themselves, also while native code in them holds the lock of Python: at SIGURG, which nobody
 else uses and which processes without a handler ignore, `faulthandler` writes them to a file of the launch
-(`accel_cli.launch.runner`). A stopped process does neither.
+(`accel_cli.launch.runner`). A stopped process writes none; py-spy can read it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,16 @@ from typing import Final, NamedTuple
 
 from accel_state.hang_report.call_log import UserFrame, locate
 
-__all__ = ("SUFFIX", "Frame", "frames_of_main_thread", "imports", "place_in", "py_spy_stack", "signalled_stacks")
+__all__ = (
+    "SUFFIX",
+    "Frame",
+    "frames_of_main_thread",
+    "is_importing",
+    "py_spy_program",
+    "py_spy_stack",
+    "signalled_stacks",
+    "user_frame",
+)
 
 SUFFIX: Final = ".stack"
 """How the names of the files end into which processes write their stacks."""
@@ -65,14 +75,20 @@ def _libraries() -> tuple[str, ...]:
     return tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
+def py_spy_program() -> str | None:
+    """Path of py-spy; None where it is not installed."""
+    # The folder of the interpreter is not on the path where nobody activated its environment.
+    return shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+
+
 def py_spy_stack(pid: int, stopped: bool = False) -> str:
-    """The stacks of all threads of a process by py-spy; empty where it is not installed or may not look.
+    """The stacks of all threads of a process by py-spy; empty where it is not installed or not permitted.
 
     Args:
-        pid: of the process, which is paused meanwhile.
-        stopped: it is stopped already, and would not answer to being paused.
+        pid: of the process, which py-spy pauses meanwhile.
+        stopped: whether the process is stopped, so that py-spy cannot pause it.
     """
-    program = shutil.which("py-spy")
+    program = py_spy_program()
     if program is None:
         return ""
     command = [program, "dump", *(["--nonblocking"] if stopped else []), "--pid", str(pid)]
@@ -84,7 +100,7 @@ def py_spy_stack(pid: int, stopped: bool = False) -> str:
 
 
 def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
-    """The stacks that processes write by themselves, by pid; those that wrote none are missing.
+    """The stacks that processes write at a signal, by pid; those that wrote none are missing.
 
     Args:
         files: by pid the file into which each process writes.
@@ -107,7 +123,7 @@ def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
 
 
 def _listens(pid: int, path: str) -> bool:
-    """Whether a process has a handler for the signal, and still holds the file that the handler writes to.
+    """Whether a process has a handler for the signal, and still has the file open that the handler writes to.
 
     A script that closes descriptors which it did not open may have opened another file under the same number.
     """
@@ -142,19 +158,19 @@ def _read(path: str, begin: int) -> str:
 
 
 def frames_of_main_thread(stack: str) -> list[Frame]:
-    """The frames of the main thread in what `faulthandler` wrote, the innermost first."""
+    """The frames of the main thread in the output of `faulthandler`, the innermost first."""
     # The main thread is the one that was started first, and comes last.
     thread = re.split(r"^(?:Current t|T)hread 0x.*\n", stack, flags=re.MULTILINE)[-1]
     found = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
     return [Frame(match["path"], int(match["line"]), match["function"]) for match in found]
 
 
-def place_in(frames: list[Frame], working_folder: str) -> UserFrame | None:
-    """Where a thread is; None where it runs no code of the user.
+def user_frame(frames: list[Frame], working_folder: str) -> UserFrame | None:
+    """The innermost frame of the user's code in a thread; None where it runs none.
 
     Args:
         frames: of the thread, the innermost first.
-        working_folder: where the run was started; paths below it are shown relative to it.
+        working_folder: where the run was started; paths below it become relative to it.
     """
     inside = ""
     for frame in _of_script(frames):
@@ -164,11 +180,11 @@ def place_in(frames: list[Frame], working_folder: str) -> UserFrame | None:
     return None
 
 
-def imports(frames: list[Frame]) -> bool:
-    """Whether a thread is inside of an import."""
+def is_importing(frames: list[Frame]) -> bool:
+    """Whether a thread imports a module."""
     return any(frame.path.startswith(_IMPORTING) for frame in _of_script(frames))
 
 
 def _of_script(frames: list[Frame]) -> list[Frame]:
-    """The frames of the script, without those of ours that run it."""
+    """The frames of the script, without ours that run it."""
     return frames[: next((index for index, frame in enumerate(frames) if frame.path.endswith(_RUNNER)), len(frames))]

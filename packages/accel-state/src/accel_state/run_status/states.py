@@ -1,11 +1,11 @@
-"""What every process of a run does, put together from what it wrote, from the operating system, and from its stack.
+"""What every process of a run does, from its own status, the operating system, and its stack.
 
-    for process in look_at(find_run("4711")).processes:
+    for process in inspect_run(find_run("4711")).processes:
         print(process.rank, process.state, process.at)
 
-A process that trains answers where it is within a second, by the thread that reports. One that does not answer is
-looked at from outside: the system says whether it is there, stopped, or inside of a call on a file, and its stack says
-whether it still imports. So nothing here waits for a process, nor for the store of the run.
+A process that trains writes where it is within a second, by the thread of its hang monitor. A process that does not
+answer is inspected from outside: the system says whether it exists, is stopped, or is in a system call on a file, and
+its stack says whether it still imports. So nothing here waits for a process, nor for the store of the run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from accel_state.hang_report.call_log import IMPORT
 from accel_state.hang_report.rank_status import (
+    EXITED_NORMALLY,
     STATUS_FOLDER,
     RankStatus,
     WorldStatus,
@@ -33,26 +34,26 @@ from accel_state.run_status.find import LaunchedRun
 from accel_state.run_status.stacks import (
     SUFFIX,
     frames_of_main_thread,
-    imports,
-    place_in,
+    is_importing,
     py_spy_stack,
     signalled_stacks,
+    user_frame,
 )
 
-__all__ = ("ProcessStatus", "RunStatus", "look_at")
+__all__ = ("ProcessStatus", "RunStatus", "inspect_run")
 
 _SILENT: Final = 3.0
-"""Seconds without news after which a process is silent; it writes twice a second."""
+"""Seconds without a new status after which a process is silent; it writes twice a second."""
 
 _ANSWER: Final = 2.0
-"""Seconds that processes of this machine are given to say where their main threads are."""
+"""Seconds that processes of this machine are given to capture their main threads."""
 
 _ANSWER_OF_OTHERS: Final = 3.5
-"""The same for those of other machines, whose answers go through the store."""
+"""The same for those of other machines, whose answers travel through the store."""
 
-_GLANCE: Final = 0.05
+_POLL: Final = 0.05
 _WAITS: Final = 2.0
-"""Seconds in a collective after which those that are not in it are said to hold it up."""
+"""Seconds in a collective after which the ranks that are not in it hold it up."""
 
 _STACK_FILE: Final = re.compile(rf"rank(\d{{1,7}})\.(\d{{1,10}}){re.escape(SUFFIX)}")
 _WAITING: Final = "waiting for others"
@@ -64,19 +65,21 @@ class ProcessStatus:
 
     Args:
         rank: index among all processes.
-        host: name of its machine.
-        pid: its process id there; 0 where it was never heard of.
+        host: name of its machine; empty where it never published.
+        pid: its process id there; 0 where it never published.
         state: "importing", "waiting for others" (to begin), "in collective", "in step", "saving", "loading", "in file
-            IO", "running" (before the first step), "silent" (it is there and does not answer), "stopped", "finished",
-            "dead" or "unknown".
+            IO", "running" (before the first step), "silent" (it exists and does not answer), "stopped", "finished",
+            "dead" or "unknown" (on another machine, and never published).
         operation: the collective, the call on a file, or the function of a library that it is in; or empty.
-        at: line of the user's code where it is, or was seen last; empty where that is not known.
+        at: line of the user's code where it is, or was last; for a collective the line that called it. Empty where
+            that is not known.
         seconds: for how long it has been in this state, or in this step; None where that is not known.
         steps: steps that its optimizer has made.
         steps_per_second: of late; None where that is not known.
-        memory: bytes of memory that it uses; None where that is not known.
+        memory: bytes of memory of the host that it uses; None where that is not known.
+        device_memory: bytes that its tensors hold on its device; None where the device does not count them.
         call: number of its last collective, 0 where it made none.
-        stack: the stacks of its threads, where they were wanted.
+        stack: the stacks of its threads, where they were requested.
     """
 
     rank: int
@@ -89,6 +92,7 @@ class ProcessStatus:
     steps: int = 0
     steps_per_second: float | None = None
     memory: int | None = None
+    device_memory: int | None = None
     call: int = 0
     stack: str = ""
 
@@ -101,7 +105,7 @@ class RunStatus(NamedTuple):
         world_size: number of its processes, on all machines.
         processes: those that are known, by rank.
         held_up_by: ranks that are not in the collective in which others wait.
-        store_answers: whether processes of other machines could be heard of; None where there are none.
+        store_answers: whether the store answered, for the processes of other machines; None where there are none.
     """
 
     run: LaunchedRun
@@ -119,47 +123,47 @@ class _Process(NamedTuple):
     stack_file: str
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         return self.info.state != "ended" if self.info is not None else state_of(self.pid) != "ended"
 
     @property
     def runs(self) -> bool:
-        return self.is_there and (self.info is None or self.info.state != "stopped")
+        return self.exists and (self.info is None or self.info.state != "stopped")
 
 
-def look_at(run: LaunchedRun, stacks: bool = False) -> RunStatus:
+def inspect_run(run: LaunchedRun, stacks: bool = False) -> RunStatus:
     """What every process of a run does now; within five seconds, whatever the processes do.
 
     Args:
         run: which.
-        stacks: bring the Python stacks of the processes of this machine; py-spy may take longer.
+        stacks: add the Python stacks of the processes of this machine; py-spy may take longer.
     """
     begun = time.time()
     request_stacks(run.status_folder)
-    known = _processes(run.status_folder)
-    seen = _statuses(run.status_folder, known)
-    size = _world_size(known)
-    fresh = [rank for rank, one in seen.items() if known[rank].runs and _is_reporting(one)]
-    elsewhere = size > len(known)
-    if elsewhere and fresh:
-        request_world_status(run.status_folder, min(fresh))
-    heard = _wait_for_answers(run.status_folder, known, fresh, begun, elsewhere and bool(fresh))
-    known = _processes(run.status_folder)
-    seen = _statuses(run.status_folder, known)
-    answered = {rank for rank, one in seen.items() if _has_answered(one, begun)}
-    looked_at = [one for rank, one in known.items() if one.runs and (stacks or rank not in answered)]
-    written = signalled_stacks({one.pid: one.stack_file for one in looked_at})
-    statuses = [_status(rank, one, seen.get(rank), written.get(one.pid, ""), run) for rank, one in known.items()]
+    processes = _processes(run.status_folder)
+    own = _own_statuses(run.status_folder, processes)
+    size = _world_size(processes)
+    reporting = [rank for rank, one in own.items() if processes[rank].runs and _is_reporting(one)]
+    elsewhere = size > len(processes)
+    if elsewhere and reporting:
+        request_world_status(run.status_folder, min(reporting))
+    world = _wait_for_answers(run.status_folder, processes, reporting, begun, elsewhere and bool(reporting))
+    processes = _processes(run.status_folder)
+    own = _own_statuses(run.status_folder, processes)
+    answered = {rank for rank, one in own.items() if _has_answered(one, begun)}
+    inspected = [one for rank, one in processes.items() if one.runs and (stacks or rank not in answered)]
+    written = signalled_stacks({one.pid: one.stack_file for one in inspected})
+    statuses = [_local(rank, one, own.get(rank), written.get(one.pid, ""), run) for rank, one in processes.items()]
     if stacks:
-        statuses = [replace(one, stack=_stack(known[one.rank], written)) for one in statuses]
-    statuses += [_remote(rank, heard) for rank in range(size) if rank not in known]
+        statuses = [replace(one, stack=_stack(processes[one.rank], written)) for one in statuses]
+    statuses += [_remote(rank, world) for rank in range(size) if rank not in processes]
     ordered = tuple(sorted(statuses, key=lambda one: one.rank))
-    answers = (heard is not None and heard.store_answers) if elsewhere else None
+    answers = (world is not None and world.store_answers) if elsewhere else None
     return RunStatus(run, size, ordered, _held_up_by(ordered), answers)
 
 
 def _processes(folder: str) -> dict[int, _Process]:
-    """The processes of this machine by rank; of one that was started again, the last one."""
+    """The processes of this machine by rank; where a rank was started again, its last process."""
     found: dict[int, tuple[bool, float, _Process]] = {}
     try:
         names = os.listdir(folder)
@@ -173,136 +177,136 @@ def _processes(folder: str) -> dict[int, _Process]:
             # Another process has its pid by now.
             info = info._replace(state="ended")
         process = _Process(pid, info, path)
-        order = (process.is_there, _written(path), process)
+        order = (process.exists, _modified(path), process)
         if rank not in found or order[:2] > found[rank][:2]:
             found[rank] = order
     return {rank: process for rank, (_, _, process) in found.items()}
 
 
-def _written(path: str) -> float:
+def _modified(path: str) -> float:
     try:
         return os.stat(path).st_mtime
     except OSError:
         return 0.0
 
 
-def _statuses(folder: str, known: Mapping[int, _Process]) -> dict[int, RankStatus]:
-    """What the processes wrote of themselves; not what an earlier one of the same rank wrote."""
-    return {rank: one for rank, one in read_statuses(folder).items() if rank in known and known[rank].pid == one.pid}
+def _own_statuses(folder: str, processes: Mapping[int, _Process]) -> dict[int, RankStatus]:
+    """What the processes wrote of themselves; not what an earlier process of the same rank wrote."""
+    found = read_statuses(folder).items()
+    return {rank: one for rank, one in found if rank in processes and processes[rank].pid == one.pid}
 
 
-def _world_size(known: Mapping[int, _Process]) -> int:
-    told = (environment_of(one.pid).get("WORLD_SIZE", "") for one in known.values() if one.is_there)
-    size = next((int(text) for text in told if text.isdecimal()), 0)
-    return max(size, max(known, default=-1) + 1)
+def _world_size(processes: Mapping[int, _Process]) -> int:
+    texts = (environment_of(one.pid).get("WORLD_SIZE", "") for one in processes.values() if one.exists)
+    size = next((int(text) for text in texts if text.isdecimal()), 0)
+    return max(size, max(processes, default=-1) + 1)
 
 
-def _is_reporting(seen: RankStatus) -> bool:
-    """Whether the thread of a process that reports goes on."""
-    return seen.activity != _WAITING and time.time() - seen.time < _SILENT
+def _is_reporting(own: RankStatus) -> bool:
+    """Whether the monitor of a process is at work."""
+    return own.activity != _WAITING and time.time() - own.time < _SILENT
 
 
-def _has_answered(seen: RankStatus, begun: float) -> bool:
-    return bool(seen.left) or seen.activity == _WAITING or (seen.has_stack and seen.time >= begun)
+def _has_answered(own: RankStatus, begun: float) -> bool:
+    return bool(own.left) or own.activity == _WAITING or (own.has_stack and own.time >= begun)
 
 
 def _wait_for_answers(
-    folder: str, known: Mapping[int, _Process], fresh: Iterable[int], begun: float, others: bool
+    folder: str, processes: Mapping[int, _Process], reporting: Iterable[int], begun: float, wants_world: bool
 ) -> WorldStatus | None:
-    """Wait until processes that can have said where they are, and one of them where those of other machines are."""
-    missing = set(fresh)
+    """Wait for new statuses of the processes that report, and for those of other machines, which one of them writes."""
+    missing = set(reporting)
     while True:
-        seen = _statuses(folder, known)
-        missing = {rank for rank in missing if rank in seen and not _has_answered(seen[rank], begun)}
-        heard = read_world_status(folder) if others else None
+        own = _own_statuses(folder, processes)
+        missing = {rank for rank in missing if rank in own and not _has_answered(own[rank], begun)}
+        world = read_world_status(folder) if wants_world else None
         waited = time.time() - begun
-        told = heard is not None and heard.time >= begun and _all_answered(heard, begun)
-        if (not missing or waited > _ANSWER) and (not others or told or waited > _ANSWER_OF_OTHERS):
-            return heard if heard is not None and heard.time >= begun else None
-        time.sleep(_GLANCE)
+        complete = world is not None and world.time >= begun and _all_answered(world, begun)
+        if (not missing or waited > _ANSWER) and (not wants_world or complete or waited > _ANSWER_OF_OTHERS):
+            return world if world is not None and world.time >= begun else None
+        time.sleep(_POLL)
 
 
-def _all_answered(heard: WorldStatus, begun: float) -> bool:
-    return not heard.store_answers or all(
-        seen.left or heard.ages[rank] > _SILENT or (seen.has_stack and heard.time - heard.ages[rank] >= begun)
-        for rank, seen in heard.statuses.items()
+def _all_answered(world: WorldStatus, begun: float) -> bool:
+    return not world.store_answers or all(
+        own.left or world.ages[rank] > _SILENT or (own.has_stack and world.time - world.ages[rank] >= begun)
+        for rank, own in world.statuses.items()
     )
 
 
 def _stack(process: _Process, written: Mapping[int, str]) -> str:
-    """The stacks of the threads of a process, by py-spy or as it wrote them."""
-    by_py_spy = py_spy_stack(process.pid, stopped=not process.runs) if process.is_there else ""
+    """The stacks of the threads of a process, by py-spy or as the process wrote them."""
+    by_py_spy = py_spy_stack(process.pid, stopped=not process.runs) if process.exists else ""
     return by_py_spy or written.get(process.pid, "")
 
 
-def _status(rank: int, process: _Process, seen: RankStatus | None, stack: str, run: LaunchedRun) -> ProcessStatus:
+def _local(rank: int, process: _Process, own: RankStatus | None, stack: str, run: LaunchedRun) -> ProcessStatus:
     """One process of this machine."""
     host = socket.gethostname()
-    status = ProcessStatus(rank, host, process.pid, "running") if seen is None else _told(rank, seen, host)
+    status = ProcessStatus(rank, host, process.pid, "running") if own is None else _published(rank, own, host)
     frames = frames_of_main_thread(stack)
-    place = place_in(frames, run.working_folder)
-    if place is not None and status.state in ("running", "in step"):
-        status = replace(status, operation=place.inside, at=str(place.location))
-    if status.state == "running" and (status.operation == IMPORT or imports(frames)):
+    frame = user_frame(frames, run.working_folder)
+    if frame is not None and status.state in ("running", "in step"):
+        status = replace(status, operation=frame.inside, at=str(frame.location))
+    if status.state == "running" and (status.operation == IMPORT or is_importing(frames)):
         status = replace(status, state="importing", operation="")
-    if process.info is not None and process.is_there:
+    if process.info is not None and process.exists:
         status = replace(status, memory=process.info.memory)
     call = system_call(process.pid) if process.runs else ""
-    state, operation, seconds = _from_outside(process, seen, call, status)
+    state, operation, seconds = _seen_from_outside(process, own, call, status)
     return replace(status, state=state, operation=operation, seconds=seconds)
 
 
-def _from_outside(
-    process: _Process, seen: RankStatus | None, call: str, status: ProcessStatus
+def _seen_from_outside(
+    process: _Process, own: RankStatus | None, call: str, status: ProcessStatus
 ) -> tuple[str, str, float | None]:
-    """State, operation and seconds of a process, by what the system says and else by what it wrote."""
-    if not process.is_there:
-        return ("finished" if seen is not None and seen.left == "without an exception" else "dead"), "", None
+    """State, operation and seconds of a process, by what the system says and else by its own status."""
+    if not process.exists:
+        return ("finished" if own is not None and own.left == EXITED_NORMALLY else "dead"), "", None
     if not process.runs:
         return "stopped", status.operation, None
     blocked = process.info is not None and process.info.state == "uninterruptible"
     if (call or blocked) and status.state in ("running", "in step"):
         return "in file IO", call, None
-    if seen is not None and not seen.left and seen.activity != _WAITING and time.time() - seen.time > _SILENT:
-        return "silent", status.operation, time.time() - seen.time
+    if own is not None and not own.left and own.activity != _WAITING and time.time() - own.time > _SILENT:
+        return "silent", status.operation, time.time() - own.time
     return status.state, status.operation, status.seconds
 
 
-def _told(rank: int, seen: RankStatus, host: str) -> ProcessStatus:
-    """A process by what it wrote."""
+def _published(rank: int, own: RankStatus, host: str) -> ProcessStatus:
+    """A process by its own status."""
     now = time.time()
     base = ProcessStatus(
         rank=rank,
         host=host,
-        pid=seen.pid,
+        pid=own.pid,
         state="running",
-        operation=seen.main_thread_in,
-        at=seen.main_thread_at,
-        steps=seen.steps,
-        steps_per_second=seen.steps_per_second or None,
-        memory=seen.memory or None,
-        call=seen.number,
+        operation=own.main_thread_in,
+        at=own.main_thread_at,
+        steps=own.steps,
+        steps_per_second=own.steps_per_second or None,
+        memory=own.memory or None,
+        device_memory=None if own.device_memory < 0 else own.device_memory,
+        call=own.number,
     )
-    if seen.left:
-        return replace(base, state="finished" if seen.left == "without an exception" else "dead", operation="")
-    if seen.activity:
-        since = now - seen.activity_since
-        return replace(base, state=seen.activity, operation="", at=seen.activity_at, seconds=since)
-    if seen.active:
-        return replace(
-            base, state="in collective", operation=seen.operation, at=seen.called_at, seconds=now - seen.since
-        )
-    return replace(base, state="in step", seconds=now - seen.step_since) if seen.steps else base
+    if own.left:
+        return replace(base, state="finished" if own.left == EXITED_NORMALLY else "dead", operation="")
+    if own.activity:
+        since = now - own.activity_since
+        return replace(base, state=own.activity, operation="", at=own.activity_at, seconds=since)
+    if own.active:
+        return replace(base, state="in collective", operation=own.operation, at=own.called_at, seconds=now - own.since)
+    return replace(base, state="in step", seconds=now - own.step_since) if own.steps else base
 
 
-def _remote(rank: int, heard: WorldStatus | None) -> ProcessStatus:
-    """A process of another machine, as one of this machine heard of it."""
-    seen = None if heard is None else heard.statuses.get(rank)
-    if heard is None or seen is None:
+def _remote(rank: int, world: WorldStatus | None) -> ProcessStatus:
+    """A process of another machine, as a process of this machine read it from the store."""
+    own = None if world is None else world.statuses.get(rank)
+    if world is None or own is None:
         return ProcessStatus(rank, "", 0, "unknown")
-    status, age = _told(rank, seen, seen.host.partition(" ")[0]), heard.ages[rank]
-    # What it has waited for goes on where it wrote nothing since.
-    return replace(status, state="silent", seconds=age) if age > _SILENT and not seen.left else status
+    status, age = _published(rank, own, own.host.partition(" ")[0]), world.ages[rank]
+    # It may have left that state since.
+    return replace(status, state="silent", seconds=age) if age > _SILENT and not own.left else status
 
 
 def _held_up_by(processes: Iterable[ProcessStatus]) -> tuple[int, ...]:

@@ -12,40 +12,40 @@ from typing import Any, Final
 
 from accel_state.errors import AccelError, NotFound
 from accel_state.run_status.find import LaunchedRun, find_run, running_runs
-from accel_state.run_status.states import ProcessStatus, RunStatus, look_at
+from accel_state.run_status.states import ProcessStatus, RunStatus, inspect_run
 from accel_state.untrusted import printable
 
 __all__ = ("show_status",)
 
 _PAUSE: Final = 1.0
-"""Seconds between two looks of `--watch`."""
+"""Seconds between two tables of `--watch`."""
 
 _CLEAR: Final = "\x1b[H\x1b[2J"
-_HEADS: Final = ("rank", "host", "pid", "state", "steps/s", "memory")
+_HEADS: Final = ("rank", "host", "pid", "state", "steps/s", "memory", "device memory")
 _LASTS: Final = 2.0
-"""Seconds from which on it is said for how long a process has been in its state."""
+"""Seconds in one state after which the table shows for how long."""
 
 
 def show_status(run: str | None, watch: bool, as_json: bool, stacks: bool) -> int:
     """Print where the processes are, and return the exit code: 1 where there is no such run.
 
     Args:
-        run: what the user named; every run of this user on this machine when None.
-        watch: print it again and again, until the run ends.
-        as_json: one JSON object a run and look.
-        stacks: with the Python stack of every process of this machine.
+        run: the run that the user named; every run of this user on this machine when None.
+        watch: print it every second, until the run ends.
+        as_json: print one JSON object for each run.
+        stacks: add the Python stack of every process of this machine.
     """
     try:
         runs = _chosen(run)
     except AccelError as error:
         # One sentence, for scripts that pass it on.
-        said = printable(f"{error.obstacle}; {error.remedy}.")
-        print(f"accel runs status: {said}", file=sys.stderr)  # noqa: T201 - what the command is for
+        text = printable(f"{error.obstacle}; {error.remedy}.")
+        print(f"accel runs status: {text}", file=sys.stderr)  # noqa: T201 - what the command is for
         return 1
     clear = _CLEAR if watch and not as_json and sys.stdout.isatty() else ""
     show = _as_json if as_json else _as_text
     while True:
-        _print(clear, [look_at(one, stacks) for one in runs], show)
+        _print(clear, [inspect_run(one, stacks) for one in runs], show)
         if not watch:
             return 0
         time.sleep(_PAUSE)
@@ -61,9 +61,9 @@ def _chosen(run: str | None) -> Sequence[LaunchedRun]:
     runs = running_runs()
     if not runs:
         raise NotFound(
-            "Look at the runs of this machine.",
-            "no run of `accel launch` by this user goes on on this machine",
-            "start one, or look on the machine where its launcher is",
+            "Cannot show the runs of this machine.",
+            "this user has no run of `accel launch` on this machine now",
+            "start one, or repeat the command on the machine of its launcher",
         )
     return runs
 
@@ -89,20 +89,24 @@ def _as_json(status: RunStatus) -> str:
 
 
 def _without_stack(process: ProcessStatus) -> dict[str, Any]:
-    told = asdict(process)
-    del told["stack"]
-    return told
+    fields = asdict(process)
+    del fields["stack"]
+    return fields
 
 
 def _as_text(status: RunStatus) -> str:
     rows = [_HEADS, *map(_row, status.processes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_headline(status)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if status.held_up_by:
         lines.append(f"The others wait for rank {', '.join(map(str, status.held_up_by))}.")
     if status.store_answers is False:
-        lines.append("The store of the run does not answer, so processes of other machines are shown as last heard of.")
+        lines.append(
+            "The store of the run does not answer, so this shows the last known state of processes on other machines."
+        )
     for process in status.processes:
         if process.stack:
             lines += ["", f"rank {process.rank} (pid {process.pid}):", process.stack.rstrip()]
@@ -117,15 +121,20 @@ def _headline(status: RunStatus) -> str:
 
 
 def _row(process: ProcessStatus) -> tuple[str, ...]:
-    pace, memory = process.steps_per_second, process.memory
+    pace = process.steps_per_second
     return (
         str(process.rank),
         process.host or "?",
         str(process.pid or "?"),
         _state(process),
         "" if pace is None else f"{pace:.3g}",
-        "" if memory is None else f"{memory / 2**20:.0f} MiB",
+        _mebibytes(process.memory),
+        _mebibytes(process.device_memory),
     )
+
+
+def _mebibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f} MiB"
 
 
 def _state(process: ProcessStatus) -> str:
