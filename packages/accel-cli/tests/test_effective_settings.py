@@ -13,7 +13,7 @@ from accel_cli.launch.flags import add_settings, flag_values
 from accel_cli.launch.options import add_launch_arguments, carried_classes
 from accel_cli.parser import Parser
 from accel_state.errors import SettingError
-from accel_state.settings.environ import Given, from_environment, read
+from accel_state.settings.environ import Given, from_environment, read_setting
 from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, setting, settings_of
 
@@ -204,7 +204,7 @@ def test_flag_file_and_variable_reach_the_process_alike(cls, known, tmp_path):
     assert all(sorted(variables) == sorted(own(known)) for variables in carried)
     assert all(variables == carried[0] for variables in carried)
     if known.variable and carried:
-        value = read(known, carried[0]).value
+        value = read_setting(known, carried[0]).value
         assert value == known.parse(text, "test")
         assert value != known.default
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_state.errors import AccelError, Conflict, Missing, SettingError
-from accel_state.settings.environ import Given, from_environment, publish, read, resolve, to_environment
+from accel_state.settings.environ import Given, from_environment, publish, read_setting, resolve, to_environment
 from accel_state.settings.extension import extensions
 from accel_state.settings.installed import Requirement, importable
 from accel_state.settings.schema import (
@@ -67,8 +67,8 @@ def test_the_argument_wins_then_the_variable_then_the_file_then_the_default() ->
 
 def test_an_empty_variable_is_not_set_and_aliases_are_read_last() -> None:
     rate = settings_of(Example)["rate"]
-    assert read(rate, {"ACCEL_TEST_RATE": " "}) is None
-    assert read(rate, {"ACCEL_TEST_OLD_RATE": "1"}) == Given(1.0, "$ACCEL_TEST_OLD_RATE")
+    assert read_setting(rate, {"ACCEL_TEST_RATE": " "}) is None
+    assert read_setting(rate, {"ACCEL_TEST_OLD_RATE": "1"}) == Given(1.0, "$ACCEL_TEST_OLD_RATE")
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_publishing_writes_and_removes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_have_three_parts_and_can_be_pickled() -> None:
-    error = pickle.loads(pickle.dumps(Conflict("asked", "obstacle", "remedy")))
-    assert (error.asked, error.obstacle, error.remedy) == ("asked", "obstacle", "remedy")
-    assert str(error) == "asked\n  obstacle\n  remedy"
+    error = pickle.loads(pickle.dumps(Conflict("failure", "obstacle", "remedy")))
+    assert (error.failure, error.obstacle, error.remedy) == ("failure", "obstacle", "remedy")
+    assert str(error) == "failure\n  obstacle\n  remedy"
     assert isinstance(error, ValueError)
     assert isinstance(error, AccelError)
 

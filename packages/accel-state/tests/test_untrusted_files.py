@@ -10,17 +10,17 @@ import pytest
 
 from accel_state.untrusted import (
     anything,
-    inside,
+    dict_of,
     integer,
     list_of,
     number,
     open_regular,
     parse_json,
+    path_inside,
     printable,
     read_json,
     read_limited,
     record,
-    table_of,
     text,
 )
 
@@ -62,8 +62,8 @@ def test_brackets_in_texts_do_not_count_as_depth() -> None:
 
 
 SHAPE = record(
-    {"files": table_of(record({"size": integer(), "hash": text("[0-9a-f]{4}")}), text("[a-z]+"))},
-    {"written": number(0, 10), "names": list_of(text(), 3), "facts": table_of(anything)},
+    {"files": dict_of(record({"size": integer(), "hash": text("[0-9a-f]{4}")}), text("[a-z]+"))},
+    {"written": number(0, 10), "names": list_of(text(), 3), "facts": dict_of(anything)},
 )
 
 
@@ -124,19 +124,19 @@ def test_a_name_stays_in_its_folder(tmp_path: Path) -> None:
         "\\x", "a\0b", "half\ud800", 3, None,
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not the name of a file"):
-            inside(folder, name)  # type: ignore[arg-type]
+            path_inside(folder, name)  # type: ignore[arg-type]
     for name in ("away", "away/file"):
         with pytest.raises(ValueError, match="leads out of the folder"):
-            inside(folder, name)
-        assert inside(folder, name, links_out=True) == os.path.join(folder, name)
+            path_inside(folder, name)
+        assert path_inside(folder, name, links_out=True) == os.path.join(folder, name)
     for name in ("file", "below/file", "near/file", "...", "a b", "\N{SNOWMAN}"):
-        assert inside(folder, name) == os.path.join(folder, name)
+        assert path_inside(folder, name) == os.path.join(folder, name)
 
 
 def test_a_folder_that_is_a_link_itself_holds_its_files(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    assert inside(tmp_path / "link", "file") == str(tmp_path / "link" / "file")
+    assert path_inside(tmp_path / "link", "file") == str(tmp_path / "link" / "file")
 
 
 def test_characters_that_control_a_terminal_are_escaped() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, Setting
 
 __all__ = ("init_empty_weights", "init_on_device")
@@ -54,7 +54,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """
     device = torch.device(device)
     if include_buffers is None:
-        given = read(INCLUDE_BUFFERS)
+        given = read_setting(INCLUDE_BUFFERS)
         include_buffers = bool(given.value) if given else False
     devices = getattr(_here, "devices", ())
     _patch(+1)

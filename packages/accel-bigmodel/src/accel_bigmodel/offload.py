@@ -18,15 +18,15 @@ from accel_bigmodel.sizes import convert_bytes, torch_dtype
 from accel_bigmodel.weight_files.reading import WeightFile
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import (
-    inside,
+    dict_of,
     integer,
     list_of,
     open_regular,
+    path_inside,
     printable,
+    quoted,
     read_json,
     record,
-    shown,
-    table_of,
     text,
 )
 
@@ -263,8 +263,8 @@ def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
     """
     try:
         if not name or "/" in name:
-            raise ValueError(f"{shown(name)} is not the name of a file in the folder")
-        return Path(inside(folder, f"{name}.dat", links_out=True))
+            raise ValueError(f"{quoted(name)} is not the name of a file in the folder")
+        return Path(path_inside(folder, f"{name}.dat", links_out=True))
     except ValueError as error:
         raise _bad(Path(folder), f"A weight has an impossible name: {error}.") from error
 
@@ -302,7 +302,7 @@ def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, An
     """
     path = Path(folder) / INDEX_NAME
     try:
-        document: dict[str, dict[str, Any]] = read_json(path, table_of(_entry))
+        document: dict[str, dict[str, Any]] = read_json(path, dict_of(_entry))
     except OSError as error:
         raise _bad(path, f"It cannot be read: {error}.") from error
     except ValueError as error:

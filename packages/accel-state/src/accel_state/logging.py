@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_state import current
 from accel_state.errors import NotReady
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.run import OutputSettings
 from accel_state.settings.schema import settings_of
 
@@ -87,7 +87,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         >>> logger.info("once")
         >>> logger.info("by every process", main_process_only=False)
     """
-    given = read(_LEVEL)
+    given = read_setting(_LEVEL)
     level = _LEVEL.parse(log_level, "argument") if log_level is not None else (given.value if given else None)
     logger = logging.getLogger(name)
     if level is not None:

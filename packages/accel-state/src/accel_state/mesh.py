@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import Conflict, SettingError
-from accel_state.settings.environ import fill, from_environment
+from accel_state.settings.environ import fill_from_environment, from_environment
 from accel_state.settings.run import MeshSettings
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
@@ -103,7 +103,7 @@ class TorchContextParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        fill(self)
+        fill_from_environment(self)
         self.cp_comm_strategy = settings_of(type(self))["cp_comm_strategy"].parse(
             str(self.cp_comm_strategy), "argument"
         )
@@ -154,7 +154,7 @@ class DeepSpeedSequenceParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        fill(self)
+        fill_from_environment(self)
         name = self.sp_attn_implementation
         if name is not None and name not in _ATTENTION and not ("/" in name and "flash-attn" in name):
             raise SettingError(
@@ -239,7 +239,7 @@ class ParallelismConfig:
     _flattened: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        fill(self)
+        fill_from_environment(self)
         for name, known in settings_of(type(self)).items():
             _check(name, getattr(self, name), known)
         self._fill_handlers()

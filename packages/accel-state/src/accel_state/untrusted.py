@@ -19,18 +19,18 @@ from typing import Any, Final
 __all__ = (
     "Shape",
     "anything",
-    "inside",
+    "dict_of",
     "integer",
     "list_of",
     "number",
     "open_regular",
     "parse_json",
+    "path_inside",
     "printable",
+    "quoted",
     "read_json",
     "read_limited",
     "record",
-    "shown",
-    "table_of",
     "text",
 )
 
@@ -163,7 +163,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"It holds the key {shown(twice)} twice in one object.")
+        raise ValueError(f"It holds the key {quoted(twice)} twice in one object.")
     return found
 
 
@@ -180,7 +180,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value for an error message: as Python writes it, escaped and cut."""
     return printable(f"{value!r:.200}")
 
@@ -196,11 +196,11 @@ def text(pattern: str | None = None) -> Shape:
 
     def fault(value: Any) -> str:
         if not isinstance(value, str):
-            return f" is {shown(value)}, not a text"
+            return f" is {quoted(value)}, not a text"
         if not value.isascii() and _SURROGATE.search(value):
-            return f" is {shown(value)}, with half of a surrogate pair"
+            return f" is {quoted(value)}, with half of a surrogate pair"
         if compiled is not None and compiled.fullmatch(value) is None:
-            return f" is {shown(value)}, which does not match {pattern}"
+            return f" is {quoted(value)}, which does not match {pattern}"
         return ""
 
     return fault
@@ -211,7 +211,7 @@ def integer(least: int = 0, most: int = 2**63 - 1) -> Shape:
 
     def fault(value: Any) -> str:
         fits = type(value) is int and least <= value <= most
-        return "" if fits else f" is {shown(value)}, not an integer from {least} to {most}"
+        return "" if fits else f" is {quoted(value)}, not an integer from {least} to {most}"
 
     return fault
 
@@ -221,7 +221,7 @@ def number(least: float = -math.inf, most: float = math.inf) -> Shape:
 
     def fault(value: Any) -> str:
         fits = type(value) in (int, float) and least <= value <= most
-        return "" if fits else f" is {shown(value)}, not a number from {least} to {most}"
+        return "" if fits else f" is {quoted(value)}, not a number from {least} to {most}"
 
     return fault
 
@@ -231,7 +231,7 @@ def list_of(item: Shape, most: int | None = None) -> Shape:
 
     def fault(value: Any) -> str:
         if not isinstance(value, list):
-            return f" is {shown(value)}, not a list"
+            return f" is {quoted(value)}, not a list"
         if most is not None and len(value) > most:
             return f" has {len(value)} items, and {most} are possible"
         return next((f"[{index}]{wrong}" for index, one in enumerate(value) if (wrong := item(one))), "")
@@ -239,17 +239,17 @@ def list_of(item: Shape, most: int | None = None) -> Shape:
     return fault
 
 
-def table_of(item: Shape, keys: Shape = anything) -> Shape:
+def dict_of(item: Shape, keys: Shape = anything) -> Shape:
     """Shape of an object whose values all have one shape, and whose keys have another."""
 
     def fault(value: Any) -> str:
         if not isinstance(value, dict):
-            return f" is {shown(value)}, not an object"
+            return f" is {quoted(value)}, not an object"
         for key, one in value.items():
             if wrong := keys(key):
                 return f" has a key that{wrong}"
             if wrong := item(one):
-                return f"[{shown(key)}]{wrong}"
+                return f"[{quoted(key)}]{wrong}"
         return ""
 
     return fault
@@ -261,7 +261,7 @@ def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = N
 
     def fault(value: Any) -> str:
         if not isinstance(value, dict):
-            return f" is {shown(value)}, not an object"
+            return f" is {quoted(value)}, not an object"
         for key in needed:
             if key not in value:
                 return f" has no {key!r}"
@@ -270,7 +270,7 @@ def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = N
     return fault
 
 
-def inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False) -> str:
+def path_inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False) -> str:
     """The path of a name that a file of the folder gives, below that folder.
 
     The name is judged by the rules of POSIX and of Windows, whichever system runs.
@@ -282,13 +282,13 @@ def inside(folder: str | os.PathLike[str], name: str, *, links_out: bool = False
         ValueError: the name is empty or absolute, leads out of the folder, or is not a possible name of a file.
     """
     if not _is_relative(name):
-        raise ValueError(f"{shown(name)} is not the name of a file in or below the folder")
+        raise ValueError(f"{quoted(name)} is not the name of a file in or below the folder")
     path = os.path.join(folder, name)
     if not links_out:
         # ".." and absolute names are excluded, so that a link alone can lead elsewhere.
         root = os.path.realpath(folder)
         if os.path.commonpath([root, os.path.realpath(path)]) != root:
-            raise ValueError(f"{shown(name)} is a link that leads out of the folder")
+            raise ValueError(f"{quoted(name)} is a link that leads out of the folder")
     return path
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from accel_state.errors import CheckpointError
-from accel_state.untrusted import inside, printable, read_json, record, table_of, text
+from accel_state.untrusted import dict_of, path_inside, printable, read_json, record, text
 
 __all__ = ("WeightIndex", "read_index")
 
-_SHAPE: Final = record({"weight_map": table_of(text())})
+_SHAPE: Final = record({"weight_map": dict_of(text())})
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
     files = dict.fromkeys(weight_map.values())
     try:
         # A download cache keeps files elsewhere and links to them.
-        missing = sorted(file for file in files if not os.path.isfile(inside(path.parent, file, links_out=True)))
+        missing = sorted(file for file in files if not os.path.isfile(path_inside(path.parent, file, links_out=True)))
     except ValueError as error:
         raise _bad_index(path, f"It places a weight elsewhere: {error}.") from error
     if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from accel_state.settings.environ import DEFAULT, Given, read
+from accel_state.settings.environ import DEFAULT, Given, read_setting
 from accel_state.settings.schema import Setting, settings_of
 
 __all__ = ("Effect", "Effective", "effective", "label")
@@ -120,7 +120,7 @@ def effective(
 
     def effect(known: Setting) -> Effect:
         name = label(known)
-        sources = (flags.get(name), read(known, environ), (cluster or {}).get(name), file.get(name))
+        sources = (flags.get(name), read_setting(known, environ), (cluster or {}).get(name), file.get(name))
         said = tuple(given for given in sources if given is not None)
         return Effect(known, (*said, Given(known.default, DEFAULT)))
 

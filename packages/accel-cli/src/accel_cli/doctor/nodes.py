@@ -25,7 +25,7 @@ from accel_cli.doctor.finding import Finding
 from accel_cli.doctor.wire import Line, Unreachable, connect, listen
 from accel_cli.launch.meeting_place import is_own_address
 from accel_state.errors import LaunchError
-from accel_state.untrusted import Shape, integer, list_of, number, printable, record, table_of, text
+from accel_state.untrusted import Shape, dict_of, integer, list_of, number, printable, record, text
 
 __all__ = ("Meeting", "meet")
 
@@ -36,14 +36,14 @@ _MOST_WAITING: Final = 64
 """Connections that have not said who they are; the oldest goes when there are more."""
 _LONGEST_TEXT: Final = 300
 
-_NAMES: Final = table_of(text())
+_NAMES: Final = dict_of(text())
 _HELLO: Final = record(
     {
         "member": record({"rank": integer(), "host": text(), "versions": _NAMES, "settings": _NAMES}),
         "door": integer(1, 65535),
     }
 )
-_LOOKED: Final = record({"unreachable": table_of(text(), text("[0-9]{1,9}")), "clock": number()})
+_LOOKED: Final = record({"unreachable": dict_of(text(), text("[0-9]{1,9}")), "clock": number()})
 _FIELDS: Final = ("subject", "verdict", "told", "remedy")
 _FINDINGS: Final = list_of(record(dict.fromkeys(_FIELDS, text())))
 

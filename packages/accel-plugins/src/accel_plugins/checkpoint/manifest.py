@@ -20,15 +20,15 @@ from accel_plugins.checkpoint.ranges import range_ends
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import (
     anything,
-    inside,
+    dict_of,
     integer,
     number,
     open_regular,
     parse_json,
+    path_inside,
     printable,
     read_limited,
     record,
-    table_of,
     text,
 )
 
@@ -51,13 +51,13 @@ _BUFFER: Final = 1 << 18
 _VERSIONED: Final = record({"format": integer(1)})
 _FILE: Final = record(
     {"size": integer(), "xxh3_128": text("[0-9a-f]{32}")},
-    {"ranges": table_of(text("[0-9a-f]{16}"), keys=text("[0-9]{1,18}"))},
+    {"ranges": dict_of(text("[0-9a-f]{16}"), keys=text("[0-9]{1,18}"))},
 )
 _SHAPE: Final = record(
     {
-        "files": table_of(_FILE),
-        "facts": table_of(anything),
-        "versions": table_of(text()),
+        "files": dict_of(_FILE),
+        "facts": dict_of(anything),
+        "versions": dict_of(text()),
         # Until the end of the year 9999, after which no calendar here goes on.
         "written": number(0, 253402300799),
     }
@@ -246,7 +246,7 @@ def hash_of_file(path: Path) -> str:
 def _damage(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | None:
     shown = printable(f"{name:.200}")
     try:
-        path = Path(inside(folder, name))
+        path = Path(path_inside(folder, name))
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return f"{shown} is not a regular file."

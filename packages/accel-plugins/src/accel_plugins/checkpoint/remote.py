@@ -33,7 +33,7 @@ from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, parse
 from accel_plugins.checkpoint.sealing import fsync_path
 from accel_plugins.checkpoint.store import CheckpointStore, open_store, store_errors
 from accel_state.errors import CheckpointError, SettingError
-from accel_state.untrusted import inside, parse_json, printable, record, text
+from accel_state.untrusted import parse_json, path_inside, printable, record, text
 
 __all__ = ("RemoteCheckpoint", "RemoteCheckpoints", "identity_of", "split_url")
 
@@ -201,7 +201,7 @@ class RemoteCheckpoints:
                     raise FileExistsError(f"{target} is there already")
                 staged.mkdir(parents=True)
                 for name, expected in checkpoint.manifest.files.items():
-                    path = Path(inside(staged, name))
+                    path = Path(path_inside(staged, name))
                     path.parent.mkdir(parents=True, exist_ok=True)
                     digest = xxhash.xxh3_128()
                     with open(path, "xb") as file:
@@ -299,7 +299,7 @@ class RemoteCheckpoints:
         there = {file.name: file.size for file in self.store.files(f"{place}/")}
         for name, entry in sorted(manifest.files.items()):
             if there.get(f"{place}/{name}") != entry.size:
-                self.store.write(f"{place}/{name}", Path(inside(folder, name)))
+                self.store.write(f"{place}/{name}", Path(path_inside(folder, name)))
 
     def _shares(self, name: str, data: str, ranks: Sequence[int], failed: str) -> list[CheckpointManifest]:
         waiting, found, until = set(ranks), [], time.monotonic() + self.deadline

@@ -24,7 +24,7 @@ from accel_plugins.checkpoint.manifest import walk
 from accel_plugins.checkpoint.sealing import fsync_path
 from accel_state.errors import AccelError, CheckpointError, SettingError
 from accel_state.settings.extension import extensions
-from accel_state.untrusted import inside
+from accel_state.untrusted import path_inside
 
 __all__ = ("CheckpointStore", "FileStore", "StoredFile", "is_url", "open_store", "store_errors")
 
@@ -113,27 +113,27 @@ class FileStore(CheckpointStore):
 
     def read(self, name: str, start: int, end: int) -> bytes:
         """Some bytes of a file."""
-        with open(inside(self.folder, name), "rb") as file:
+        with open(path_inside(self.folder, name), "rb") as file:
             file.seek(start)
             return file.read(end - start)
 
     def write(self, name: str, source: Path) -> None:
         """Copy a file under another name, and rename it when the disk holds it."""
         with open(source, "rb") as file:
-            os.replace(self._partial(name, iter(lambda: file.read(1 << 20), b"")), inside(self.folder, name))
+            os.replace(self._partial(name, iter(lambda: file.read(1 << 20), b"")), path_inside(self.folder, name))
         fsync_path((self.folder / name).parent)
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file under another name, and link it to its own."""
         partial = self._partial(name, iter((content,)))
         try:
-            os.link(partial, inside(self.folder, name))
+            os.link(partial, path_inside(self.folder, name))
         finally:
             partial.unlink()
         fsync_path((self.folder / name).parent)
 
     def _partial(self, name: str, content: Iterator[bytes]) -> Path:
-        parent = Path(inside(self.folder, name)).parent
+        parent = Path(path_inside(self.folder, name)).parent
         parent.mkdir(parents=True, exist_ok=True)
         partial = parent / f".partial-{secrets.token_hex(8)}"
         try:
@@ -150,7 +150,7 @@ class FileStore(CheckpointStore):
     def remove(self, names: Sequence[str]) -> None:
         """Remove files, and the folders that are empty without them."""
         for name in names:
-            path = Path(inside(self.folder, name))
+            path = Path(path_inside(self.folder, name))
             path.unlink(missing_ok=True)
             with suppress(OSError):
                 for folder in path.parents:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, hash_of_file
 from accel_plugins.checkpoint.ranges import hash_of, place_of
-from accel_state.untrusted import inside, printable
+from accel_state.untrusted import path_inside, printable
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -95,7 +95,7 @@ def _ranges(name: str, record: FileRecord) -> Iterator[_Range]:
 def _damage(folder: Path, one: _Range) -> str | None:
     shown = printable(f"{one.name:.200}")
     try:
-        path = Path(inside(folder, one.name))
+        path = Path(path_inside(folder, one.name))
         if one.end is None:
             return None if hash_of_file(path) == one.expected else f"{shown} has another content than was written."
         if hash_of(path, one.begin, one.end) == one.expected:

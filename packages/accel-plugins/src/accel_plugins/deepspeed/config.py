@@ -18,7 +18,7 @@ from accel_plugins.deepspeed.document import HfDeepSpeedConfig
 from accel_plugins.deepspeed.filling import AUTO, Fact, contradictions, fill, refuse
 from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_state.errors import NotOffered, SettingError
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("DeepSpeedPlugin",)
@@ -218,7 +218,7 @@ class DeepSpeedPlugin:
             if isinstance(given, str) and name != "hf_ds_config" and given != AUTO:
                 setattr(self, name, known.parse(given, "argument"))
             return f"DeepSpeedPlugin({name}={given!r})"
-        found = read(known)
+        found = read_setting(known)
         if found is None:
             return None
         setattr(self, name, found.value)
@@ -294,12 +294,12 @@ class DeepSpeedPlugin:
 
     def _settle_msamp(self) -> None:
         if self.enable_msamp is None:
-            found = read(_FP8["backend"])
+            found = read_setting(_FP8["backend"])
             self.enable_msamp = found is not None and found.value == "msamp"
         if not self.enable_msamp:
             return
         if self.msamp_opt_level is None:
-            found = read(_FP8["opt_level"])
+            found = read_setting(_FP8["opt_level"])
             self.msamp_opt_level = "O1" if found is None else found.value
         self._compute_by_msamp()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from accel_plugins.manifest import Ability, Axis, Duty, Manifest
 from accel_state.labels import DistributedType
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, Setting
 
@@ -21,7 +21,7 @@ _USE: Final = Setting("use_deepspeed", BOOLEAN, False, variable="ACCELERATE_USE_
 
 def present(process: Process) -> bool:
     """Whether DeepSpeed was asked for by the launcher."""
-    found = read(_USE)
+    found = read_setting(_USE)
     return bool(found and found.value)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from accel_plugins.fsdp import fields
 from accel_plugins.fsdp.fields import BACKWARD_PREFETCHES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
 from accel_state.errors import Conflict
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import (
     BOOLEAN,
     choice,
@@ -270,7 +270,7 @@ class FullyShardedDataParallelPlugin:
         """Put the value of one field in its final form: given, from the environment, or the default."""
         known, given = settings_of(type(self))[name], given_value(self, name)
         if given is None:
-            found = read(known)
+            found = read_setting(known)
             given = _DEFAULTS.get(name) if found is None else found.value
         elif isinstance(given, str) and name not in ("ignored_modules", "auto_wrap_policy"):
             strategy = (

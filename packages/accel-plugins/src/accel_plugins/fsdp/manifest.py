@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from accel_plugins.manifest import Ability, Axis, Manifest, Part
 from accel_state.labels import DistributedType
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, Setting, int_at_least
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VER
 
 def _asked(version: int) -> bool:
     """Whether the launcher asked for sharding by a version; the first one when it did not say which."""
-    use, found = read(_USE), read(_VERSION)
+    use, found = read_setting(_USE), read_setting(_VERSION)
     return bool(use and use.value) and (1 if found is None else found.value) == version
 
 

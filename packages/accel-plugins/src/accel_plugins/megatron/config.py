@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from accel_plugins.megatron import architecture, deriving
 from accel_state.errors import Conflict, NotOffered, SettingError
-from accel_state.settings.environ import fill
+from accel_state.settings.environ import fill_from_environment
 from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("MegatronLMPlugin",)
@@ -216,7 +216,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        fill(self)
+        fill_from_environment(self)
         for name, known in settings_of(type(self)).items():
             if getattr(self, name) is not None:
                 setattr(self, name, known.parse(str(getattr(self, name)), "argument"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from accel_plugins.manifest import Ability, Duty, Manifest, Part
 from accel_plugins.megatron.released import REQUIREMENT
 from accel_state.labels import DistributedType
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, Setting
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _USE: Final = Setting("use_megatron_lm", BOOLEAN, False, variable="ACCELERATE_US
 
 def present(process: Process) -> bool:
     """Whether Megatron-LM was asked for by the launcher."""
-    found = read(_USE)
+    found = read_setting(_USE)
     return bool(found and found.value)
 
 

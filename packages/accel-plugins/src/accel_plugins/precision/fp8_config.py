@@ -13,7 +13,7 @@ from accel_plugins.precision.fp8_library import FP8BackendType
 from accel_plugins.precision.fp8_settings import FP8Settings, overridden_of_environment
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
-from accel_state.settings.environ import fill, read
+from accel_state.settings.environ import fill_from_environment, read_setting
 from accel_state.settings.schema import field_of, settings_of
 
 __all__ = (
@@ -42,7 +42,7 @@ _SETTINGS: Final = settings_of(FP8Settings)
 
 def backend_of_environment() -> FP8BackendType | None:
     """The library that `ACCELERATE_FP8_BACKEND` names, or None."""
-    found = read(_SETTINGS["backend"])
+    found = read_setting(_SETTINGS["backend"])
     return None if found is None else FP8BackendType(found.value.upper())
 
 
@@ -54,7 +54,7 @@ class _Filled(KwargsHandler):
             given = getattr(self, name)
             if isinstance(given, str):
                 setattr(self, name, known.parse(given, "argument"))
-        fill(self)
+        fill_from_environment(self)
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from the defaults of the class, wherever they came from."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from accel_state.settings.environ import Given, read
+from accel_state.settings.environ import Given, read_setting
 from accel_state.settings.schema import (
     BOOLEAN,
     INTEGER,
@@ -117,6 +117,6 @@ def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple
     Raises:
         SettingError: one holds something else than a truth value.
     """
-    found = [read(Setting(name, BOOLEAN, variable=name), environ) for name in _OVERRIDDEN]
+    found = [read_setting(Setting(name, BOOLEAN, variable=name), environ) for name in _OVERRIDDEN]
     forward, of_inputs, of_weights = (given is not None and bool(given.value) for given in found)
     return forward, of_inputs, of_weights

@@ -9,7 +9,7 @@ from accel_plugins.transforms import DYNAMO_VARIABLE
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import SWITCH, choice, setting, settings_of
 
 __all__ = ("TorchDynamoPlugin",)
@@ -99,7 +99,7 @@ class TorchDynamoPlugin(KwargsHandler):
         for name, default in _DEFAULTS.items():
             given = getattr(self, name)
             if given is None:
-                found = read(known[name])
+                found = read_setting(known[name])
                 setattr(self, name, default if found is None else found.value)
             elif isinstance(given, str):
                 setattr(self, name, known[name].parse(str(given), "argument"))

@@ -10,7 +10,7 @@ import torch
 from accel_state.devices.base import DeviceFamily
 from accel_state.devices.specs import SPECS
 from accel_state.processors import numa_nodes, physical_cores
-from accel_state.settings.environ import read
+from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import TEXT, Setting
 from accel_state.topology import Topology
@@ -39,7 +39,7 @@ class CPU(DeviceFamily):
 
     def configure(self, topology: Topology) -> None:
         """Use an equal share of the cores of the node as threads, unless OMP_NUM_THREADS is set."""
-        if topology.local_world_size > 1 and read(_THREADS) is None:
+        if topology.local_world_size > 1 and read_setting(_THREADS) is None:
             torch.set_num_threads(max(1, physical_cores() // topology.local_world_size))
 
     def check_fork(self) -> None:

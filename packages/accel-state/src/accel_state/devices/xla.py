@@ -15,7 +15,7 @@ import torch
 from accel_state.devices.specs import SPECS
 from accel_state.devices.torch_family import TorchFamily
 from accel_state.errors import NotOffered
-from accel_state.settings.environ import from_environment, publish, read
+from accel_state.settings.environ import from_environment, publish, read_setting
 from accel_state.settings.installed import importable
 from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, TEXT, Setting
@@ -42,7 +42,7 @@ class XLA(TorchFamily):
 
         The CPU counts where PJRT_DEVICE selects it.
         """
-        wanted = read(_WANTED)
+        wanted = read_setting(_WANTED)
         if (wanted is not None and not wanted.value) or not importable("torch_xla"):
             return False
         return _runtime_device() is not None
@@ -167,7 +167,7 @@ class XLA(TorchFamily):
 @functools.cache
 def _runtime_device() -> str | None:
     """The device type that the runtime finds, such as "TPU"; None for a CPU that PJRT_DEVICE does not select."""
-    selected = read(_RUNTIME)
+    selected = read_setting(_RUNTIME)
     if selected is not None:
         return str(selected.value)
     import torch_xla.runtime as runtime

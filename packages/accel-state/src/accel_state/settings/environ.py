@@ -17,11 +17,11 @@ __all__ = (
     "DEFAULT",
     "ORIGINS",
     "Given",
-    "fill",
+    "fill_from_environment",
     "from_environment",
     "origins_text",
     "publish",
-    "read",
+    "read_setting",
     "resolve",
     "to_environment",
 )
@@ -42,7 +42,7 @@ ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
 """Variable in which a launcher passes on where the user gave each value: the flag, or the line of a file."""
 
 
-def read(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
+def read_setting(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
     """Value of a setting from the first of its variables that is set and not empty, or None.
 
     Raises:
@@ -104,7 +104,7 @@ def resolve(
             resolved[name] = Given(arguments[name], "argument")
         else:
             fallback = (file or {}).get(name) or Given(known.default, DEFAULT)
-            resolved[name] = read(known, environ) or fallback
+            resolved[name] = read_setting(known, environ) or fallback
     return resolved
 
 
@@ -119,7 +119,7 @@ def from_environment(settings_class: type[S], environ: Mapping[str, str] | None 
     return settings_class(**{name: given.value for name, given in resolved.items()}, **others)
 
 
-def fill(settings: object, environ: Mapping[str, str] | None = None) -> None:
+def fill_from_environment(settings: object, environ: Mapping[str, str] | None = None) -> None:
     """Replace each setting of an instance that is None by the value of its variable, else by `Setting.unset`.
 
     For classes whose constructor takes from the environment what the caller does not give.
@@ -129,7 +129,7 @@ def fill(settings: object, environ: Mapping[str, str] | None = None) -> None:
     """
     for name, known in settings_of(type(settings)).items():
         if getattr(settings, name) is None:
-            given = read(known, environ)
+            given = read_setting(known, environ)
             setattr(settings, name, known.unset if given is None else given.value)
 
 

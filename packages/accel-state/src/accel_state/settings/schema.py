@@ -174,7 +174,7 @@ class Setting(NamedTuple):
         question: what the wizard asks; None when it does not ask.
         help: one sentence for `--help` and the reference.
         group: heading under which `--help` lists the flag.
-        unset: the value of a field that is None when no variable is set; see `environ.fill`.
+        unset: the value of a field that is None when no variable is set; see `environ.fill_from_environment`.
     """
 
     name: str

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from accel_state.errors import SettingError
-from accel_state.settings.environ import from_environment, read
+from accel_state.settings.environ import from_environment, read_setting
 from accel_state.settings.installed import Requirement
 from accel_state.settings.run import OutputSettings, ProcessSettings
 from accel_state.settings.schema import BOOLEAN, Setting
@@ -99,7 +99,7 @@ _USE_XLA: Final = Setting("use_torch_xla", BOOLEAN, True, variable="USE_TORCH_XL
 def __getattr__(name: str) -> Any:
     if name != "USE_TORCH_XLA":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    given = read(_USE_XLA)
+    given = read_setting(_USE_XLA)
     return given is None or bool(given.value)
 
 
