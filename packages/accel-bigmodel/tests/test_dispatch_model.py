@@ -127,7 +127,7 @@ def test_what_is_offloaded_does_not_move(tmp_path: Path) -> None:
 
 def test_bad_maps_and_folders_are_refused_before_anything_changes(tmp_path: Path) -> None:
     model, expected = made()
-    with pytest.raises(SettingError, match="No folder was named"):
+    with pytest.raises(SettingError, match="names no folder"):
         dispatch_model(model, {"": "cpu", "head": "disk"})
     with pytest.warns(UserWarning, match=": bloks"), pytest.raises(SettingError, match="no device to: "):
         dispatch_model(model, {"bloks": "disk"}, offload_dir=tmp_path)
@@ -141,7 +141,7 @@ def test_bad_maps_and_folders_are_refused_before_anything_changes(tmp_path: Path
     assert layer.weight.is_meta
 
 
-def test_a_forward_that_raises_leaves_the_weights_away(tmp_path: Path) -> None:
+def test_a_forward_that_raises_leaves_the_weights_offloaded(tmp_path: Path) -> None:
     model, expected = made()
     disk_offload(model, tmp_path)
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_the_next_blocks_are_read_by_the_thread() -> None:
             weights = reader.take(block)
             assert reader.wait(30)
             found.append(weights["w"][0].item())
-            reader.give_back(weights)
+            reader.release(weights)
         return found
 
     assert passed() == passed() == [0, 1, 2, 3, 4, 5]
@@ -211,11 +211,11 @@ def test_memory_that_somebody_still_uses_is_not_read_into() -> None:
         for block in blocks:
             weights = reader.take(block)
             kept.append((weights["w"][1:], weights["w"][0].item()))
-            reader.give_back(weights)
+            reader.release(weights)
     assert all(view[0].item() == value for view, value in kept)
     freed = reader.take(blocks[0])
     address = freed["w"].data_ptr()
-    reader.give_back(freed)
+    reader.release(freed)
     del freed
     assert reader.take(blocks[1])["w"].data_ptr() == address
 
@@ -231,7 +231,7 @@ def test_an_error_of_the_thread_is_met_by_whoever_needs_the_weights() -> None:
     blocks = [Block({"w": source}, {"w": torch.float64}, torch.device("cpu"), 16) for _ in range(2)]
     reader = BlockReader()
     for block in blocks * 2:
-        reader.give_back(reader.take(block))
+        reader.release(reader.take(block))
     fails[0] = True
 
     def take_all() -> None:
@@ -419,7 +419,7 @@ class Immovable:
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_an_argument_that_cannot_be_moved_leaves_the_weights_away(tmp_path: Path, by_name: bool) -> None:
+def test_an_argument_that_cannot_be_moved_leaves_the_weights_offloaded(tmp_path: Path, by_name: bool) -> None:
     model, expected = made()
     disk_offload(model, tmp_path, "cpu")
     layer, given = model.blocks[0][0], Immovable()
@@ -474,7 +474,7 @@ def test_a_thread_that_finds_no_memory_stops_reading_ahead(caplog: pytest.LogCap
     for number in range(20):
         full[0] = number > 1
         for block in blocks:
-            reader.give_back(reader.take(block))
+            reader.release(reader.take(block))
             assert reader.wait(30)
     assert len(tried) == 1
     assert reader.budget == 0

@@ -224,7 +224,7 @@ def test_what_was_read_ahead_makes_way_when_the_device_is_full() -> None:
     blocks, other, reader = [block(i) for i in range(4)], block(9), BlockReader(10**6)
     for _ in range(2):
         for one in blocks:
-            reader.give_back(reader.take(one))
+            reader.release(reader.take(one))
     assert reader.wait(30)
     assert used(FIRST) == 3 * 4000
     taken = torch.empty((MEMORY - used(FIRST)) // 4, device=FIRST)

@@ -51,3 +51,20 @@ def test_a_layout_keeps_the_files_that_a_load_fills_in() -> None:
 def test_a_layout_refuses_a_map_that_leaves_weights_without_a_device() -> None:
     with pytest.raises(SettingError, match=r"1\.weight"):
         layout_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"0": "cpu"})
+
+
+def test_a_tied_weight_has_the_bytes_of_the_name_that_the_file_holds() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    model[1].weight = model[0].weight
+    layout = layout_of(model, {"": "disk"})
+    assert layout.offload_index() == {}
+    filled = layout.with_files({"0.weight": StoredWeight(Path("/model.safetensors"), "0.weight", None, 120, 32)})
+    entry = {"safetensors_file": "/model.safetensors", "weight_name": "0.weight"}
+    assert filled.offload_index() == {"0.weight": entry, "1.weight": entry}
+
+
+def test_an_index_is_empty_where_bytes_of_a_weight_on_the_disk_are_unknown() -> None:
+    layout = layout_of(nn.Linear(2, 2), {"": "disk"})
+    safe = StoredWeight(Path("/model.safetensors"), "weight", None, 120, 16)
+    pickled = StoredWeight(Path("/pytorch_model.bin"), "bias")
+    assert layout.with_files({"weight": safe, "bias": pickled}).offload_index() == {}

@@ -1,7 +1,8 @@
-"""The hooks that bring weights and inputs to where a module computes, and putting them on the modules of a model."""
+"""Align hooks move weights and inputs to the device on which a module computes; here they are defined and attached."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,18 @@ from torch import Tensor, nn
 from accel_bigmodel.device_map import Device, resolve_device
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module
 from accel_bigmodel.offload import PrefixedDataset
-from accel_bigmodel.place import TiedParameters, parameter_like, set_module_tensor_to_device, submodule_and_leaf
+from accel_bigmodel.place import (
+    TiedParameters,
+    empty_like,
+    parameter_like,
+    set_module_tensor_to_device,
+    submodule_and_leaf,
+)
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
+from accel_state.devices.select import family_of
 from accel_state.errors import ShapeMismatch
 from accel_state.marks import HOOK
 
@@ -33,40 +41,50 @@ __all__ = (
 )
 
 
-@dataclass
-class _Slot:
-    """One offloaded tensor: the dictionary it stands in, its name there and among the weights, its stand-in."""
+_WITHOUT_CACHE = {torch.device("cpu"), torch.device("meta")}
 
-    tensors: dict[str, Any]
+
+@dataclass
+class _OffloadedTensor:
+    """One offloaded tensor of a module.
+
+    Args:
+        owner: the dictionary of parameters or buffers that holds it.
+        leaf: its name in that dictionary.
+        name: its name in the weights map.
+        placeholder: what the dictionary holds between forwards: a tensor on the meta device.
+    """
+
+    owner: dict[str, Any]
     leaf: str
     name: str
-    empty: Tensor
+    placeholder: Tensor
 
-    def fill(self, weight: Tensor) -> Tensor:
-        """The weight as what stands in the slot: a parameter of the same class, or a buffer."""
-        if not isinstance(self.empty, nn.Parameter):
+    def with_data(self, weight: Tensor) -> Tensor:
+        """The weight as a parameter of the same class, or as a buffer."""
+        if not isinstance(self.placeholder, nn.Parameter):
             return weight
-        return parameter_like(self.empty, weight, self.empty.requires_grad)
+        return parameter_like(self.placeholder, weight, self.placeholder.requires_grad)
 
 
 class AlignDevicesHook(ModelHook):
     """Computes a module on a device, wherever its inputs and weights are.
 
-    Offloaded weights are on the meta device between forwards. Where a weight already lies on the execution device in
-    the right dtype, for example mapped from a file, it is used as it is; others are read ahead by `reader`. Several
-    threads may run the module at once, and a forward that raises leaves it as it was.
+    Offloaded weights are on the meta device between forwards. The hook uses a weight in place when it is on the
+    execution device in the right dtype already, for example mapped from a file; `reader` reads the others ahead.
+    Several threads may run the module at once. A forward that raises leaves the module as it was.
 
     Args:
         execution_device: where the module computes; None leaves weights and inputs where they are.
-        offload: keep the weights away between forwards.
-        io_same_device: bring the output to where the input was.
-        weights_map: name to offloaded weight; the weights as they are now, on the CPU, when None.
-        offload_buffers: buffers are offloaded too.
-        place_submodules: weights of the modules inside belong to it as well.
+        offload: keep the weights off the module between forwards.
+        io_same_device: move the output to the device of the input.
+        weights_map: name to offloaded weight; when None, the current weights on the CPU.
+        offload_buffers: offload buffers too.
+        place_submodules: the hook also handles the weights of submodules.
         skip_keys: keyword arguments whose values stay where they are.
         tied_params_map: copies of tied weights by device.
-        reader: reads ahead; one of its own when None.
-        names: the tensors of the module that are the hook's; all when None.
+        reader: reads weights ahead; when None, the hook has one of its own.
+        names: the tensors of the module that the hook handles; all when None.
     """
 
     def __init__(
@@ -93,12 +111,12 @@ class AlignDevicesHook(ModelHook):
         self.reader = reader or BlockReader()
         self.names = names
         self.original_devices: dict[str, torch.device] = {}
-        self._slots: list[_Slot] = []
+        self._offloaded: list[_OffloadedTensor] = []
         self._in_place: dict[str, Tensor] | None = None
         self._block: Block | None = None
         self._lock = threading.RLock()
         self._running = 0
-        self._brought: dict[str, Tensor] = {}
+        self._loaded: dict[str, Tensor] = {}
         self._input_devices: dict[int, list[torch.device | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +125,7 @@ class AlignDevicesHook(ModelHook):
             "_block": None,
             "_lock": None,
             "_running": 0,
-            "_brought": {},
+            "_loaded": {},
             "_input_devices": {},
         }
         return {**vars(self), **at_rest}
@@ -124,7 +142,7 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         if self.offload:
-            self._empty(module)
+            self._offload(module)
         elif self.execution_device is not None:
             for name, _ in self._tensors(module):
                 set_module_tensor_to_device(
@@ -132,45 +150,42 @@ class AlignDevicesHook(ModelHook):
                 )
         return module
 
-    def _empty(self, module: nn.Module) -> None:
-        """Put the offloaded tensors on the meta device and remember what belongs where."""
+    def _offload(self, module: nn.Module) -> None:
+        """Replace the tensors to offload by placeholders on the meta device."""
         if self.execution_device is None:
             self.execution_device = find_device(module.state_dict(keep_vars=True)) or torch.device("cpu")
-        kept = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
+        non_persistent = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
         weights: dict[str, Tensor] = {}
         for name, tensor in self._tensors(module):
             self.original_devices[name] = tensor.device
             owner, leaf = submodule_and_leaf(module, name)
             is_buffer = leaf in owner._buffers
-            if is_buffer and (not self.offload_buffers or name in kept):
-                set_module_tensor_to_device(
-                    module,
-                    name,
-                    self.execution_device,
-                    self._known(name) if tensor.is_meta else None,
-                    clear_cache=False,
-                )
+            if is_buffer and (not self.offload_buffers or name in non_persistent):
+                value = self.weights_map[name] if tensor.is_meta and self.weights_map is not None else None
+                set_module_tensor_to_device(module, name, self.execution_device, value, clear_cache=False)
                 continue
             if self.weights_map is None:
                 weights[name] = tensor.detach().to("cpu")
-            set_module_tensor_to_device(module, name, "meta")
             tensors: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-            self._slots.append(_Slot(tensors, leaf, name, tensors[leaf]))
+            if type(tensor) in (Tensor, nn.Parameter):
+                tensors[leaf] = empty_like(tensor)
+            else:
+                set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            self._offloaded.append(_OffloadedTensor(tensors, leaf, name, tensors[leaf]))
         self.weights_map = weights if self.weights_map is None else self.weights_map
+        for device in {*self.original_devices.values()} - _WITHOUT_CACHE:
+            family_of(device).empty_cache()
 
     def _tensors(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         named = named_module_tensors(module, recurse=self.place_submodules)
         return [(name, tensor) for name, tensor in named if self.names is None or name in self.names]
-
-    def _known(self, name: str) -> Tensor | None:
-        return None if self.weights_map is None else self.weights_map[name]
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self._input_devices.setdefault(threading.get_ident(), []).append(find_device([args, kwargs]))
         try:
             if self.offload:
-                self._enter()
+                self._load()
         except BaseException:
             self._pop_input_device()
             raise
@@ -183,19 +198,19 @@ class AlignDevicesHook(ModelHook):
                 send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
             )
         except BaseException:
-            # Whoever called this calls no other method of the hook when this one raises.
+            # The caller calls no other method of the hook after one that raised.
             self.forward_failed(module)
             raise
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
-            self._leave()
+            self._unload()
         device = self._pop_input_device()
         return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
     def forward_failed(self, module: nn.Module) -> None:
         if self.offload:
-            self._leave()
+            self._unload()
         self._pop_input_device()
 
     def _pop_input_device(self) -> torch.device | None:
@@ -207,53 +222,55 @@ class AlignDevicesHook(ModelHook):
             self._input_devices.pop(threading.get_ident(), None)
         return device
 
-    def _enter(self) -> None:
-        """Fill the slots, unless another thread is running the module and has done it."""
+    def _load(self) -> None:
+        """Give the module its weights, unless another thread that runs it has done so."""
         with self._lock:
             self._running += 1
             if self._running > 1:
                 return
             try:
                 if self._in_place is None:
-                    self._in_place = self._sort_out()
+                    self._in_place = self._plan()
                 if self._block is not None:
-                    self._brought = self.reader.take(self._block)
-                for slot in self._slots:
-                    found = self._in_place.get(slot.name)
-                    slot.tensors[slot.leaf] = slot.fill(self._brought[slot.name]) if found is None else found
+                    self._loaded = self.reader.take(self._block)
+                for tensor in self._offloaded:
+                    weight = self._in_place.get(tensor.name)
+                    tensor.owner[tensor.leaf] = (
+                        tensor.with_data(self._loaded[tensor.name]) if weight is None else weight
+                    )
             except BaseException:
-                self._leave()
+                self._unload()
                 raise
 
-    def _leave(self) -> None:
-        """Empty the slots when no thread runs the module any more."""
+    def _unload(self) -> None:
+        """Put the placeholders back when no thread runs the module any more."""
         with self._lock:
             self._running -= 1
             if self._running:
                 return
-            for slot in self._slots:
-                slot.tensors[slot.leaf] = slot.empty
-            brought, self._brought = self._brought, {}
-            self.reader.give_back(brought)
+            for tensor in self._offloaded:
+                tensor.owner[tensor.leaf] = tensor.placeholder
+            loaded, self._loaded = self._loaded, {}
+            self.reader.release(loaded)
 
-    def _sort_out(self) -> dict[str, Tensor]:
-        """What can be used where it lies; the rest becomes the block that is read each time."""
+    def _plan(self) -> dict[str, Tensor]:
+        """The weights that are used in place; the others become the block that the reader reads each time."""
         weights: Any = self.weights_map
         in_place: dict[str, Tensor] = {}
         to_read: dict[str, Callable[[], Tensor]] = {}
         size = 0
-        for slot in self._slots:
-            weight = weights[slot.name]
-            _check_shape(slot, weight)
-            usable = weight.device == self.execution_device and weight.dtype == slot.empty.dtype
-            # What is made anew for each who asks would be kept in memory for good.
-            if usable and weights[slot.name] is weight:
-                in_place[slot.name] = slot.fill(weight)
+        for tensor in self._offloaded:
+            weight = weights[tensor.name]
+            _check_shape(tensor, weight)
+            usable = weight.device == self.execution_device and weight.dtype == tensor.placeholder.dtype
+            # A map that makes a new tensor on each look-up would have it kept in memory here.
+            if usable and weights[tensor.name] is weight:
+                in_place[tensor.name] = tensor.with_data(weight)
             else:
-                to_read[slot.name] = _source(weights, slot.name)
-                size += weight.numel() * slot.empty.element_size()
+                to_read[tensor.name] = functools.partial(weights.__getitem__, tensor.name)
+                size += weight.numel() * tensor.placeholder.element_size()
         if to_read and self.execution_device is not None:
-            dtypes = {slot.name: slot.empty.dtype for slot in self._slots if slot.name in to_read}
+            dtypes = {tensor.name: tensor.placeholder.dtype for tensor in self._offloaded if tensor.name in to_read}
             self._block = Block(to_read, dtypes, self.execution_device, size)
         return in_place
 
@@ -266,21 +283,18 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
-def _source(weights: Mapping[str, Tensor], name: str) -> Callable[[], Tensor]:
-    return lambda: weights[name]
-
-
-def _check_shape(slot: _Slot, weight: Tensor) -> None:
-    if weight.shape != slot.empty.shape and type(slot.empty) in (Tensor, nn.Parameter):
+def _check_shape(tensor: _OffloadedTensor, weight: Tensor) -> None:
+    expected = tensor.placeholder.shape
+    if weight.shape != expected and type(tensor.placeholder) in (Tensor, nn.Parameter):
         raise ShapeMismatch(
-            f"Bring the offloaded weight {slot.name!r}.",
-            f"It has shape {tuple(weight.shape)}, the module expects {tuple(slot.empty.shape)}.",
+            f"Cannot load the offloaded weight {tensor.name!r}.",
+            f"It has shape {tuple(weight.shape)}, the module expects {tuple(expected)}.",
             "Offload the weights of this very model.",
         )
 
 
-def _offloading(module: nn.Module) -> AlignDevicesHook | None:
-    """The hook that keeps weights of a module away, also when it is one of several."""
+def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """The hook that offloads the weights of a module, also when it is one of several."""
     waiting: list[Any] = [getattr(module, HOOK, None)]
     while waiting:
         hook = waiting.pop()
@@ -292,18 +306,18 @@ def _offloading(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a module's own weights are offloaded, and so on the meta device between forwards."""
-    return _offloading(module) is not None
+    """Whether a module's own weights are offloaded: they are on the meta device between forwards."""
+    return _offloading_hook(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have a module's own weights at hand inside: offloaded ones are brought, others moved to `execution_device`.
+    """Inside the block, a module has its own weights: offloaded ones loaded, all on `execution_device` when given.
 
-    Changes to weights that were brought from a file or another device are lost when the block ends; those of weights
-    that only moved go back with them.
+    Changes to weights that were loaded from a file or another device are lost at the end of the block. Weights that
+    were only moved keep their changes when they move back.
     """
-    hook = _offloading(module)
+    hook = _offloading_hook(module)
     if hook is not None:
         hook.pre_forward(module)
     before = {} if execution_device is None else {name: tensor.device for name, tensor in named_module_tensors(module)}
@@ -327,14 +341,14 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParameters | None = None,
 ) -> None:
-    """Have every module with weights that has no hook yet compute on `execution_device`.
+    """Compute every module with weights on `execution_device`, except modules that have a hook already.
 
-    Modules of the classes in `preload_module_classes` stand for all inside them.
+    A module of a class in `preload_module_classes` gets one hook for all its submodules.
     """
-    for _, inner, whole in _units("", module, preload_module_classes):
+    for _, inner, preload in _modules_with_tensors("", module, preload_module_classes):
         if not hasattr(inner, HOOK):
             hook = AlignDevicesHook(
-                execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map, place_submodules=whole
+                execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map, place_submodules=preload
             )
             add_hook_to_module(inner, hook)
 
@@ -351,28 +365,28 @@ def attach_align_device_hook(
     tied_params_map: TiedParameters | None = None,
     reader: BlockReader | None = None,
 ) -> None:
-    """Put an align hook on every module inside (and on `module` itself) that has weights of its own.
+    """Put an align hook on `module` and every module in it that has weights of its own.
 
     Args:
         execution_device: where they compute.
-        offload: keep their weights away between forwards.
+        offload: keep their weights off the modules between forwards.
         weights_map: full name to weight.
-        offload_buffers: buffers are offloaded too.
-        module_name: full name of `module`, by which its weights are found in `weights_map`.
+        offload_buffers: offload buffers too.
+        module_name: full name of `module`, the prefix of its weights in `weights_map`.
         skip_keys: keyword arguments whose values stay where they are.
-        preload_module_classes: names of classes whose modules bring everything inside them at once.
+        preload_module_classes: names of classes whose modules load the weights of all submodules at once.
         tied_params_map: copies of tied weights by device.
-        reader: reads ahead over all these modules; a new one when None.
+        reader: reads weights ahead for all these modules; a new one when None.
     """
     reader = reader or BlockReader()
-    for name, inner, whole in _units(module_name, module, preload_module_classes):
+    for name, inner, preload in _modules_with_tensors(module_name, module, preload_module_classes):
         prefixed = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
         hook = AlignDevicesHook(
             execution_device,
             offload=offload,
             weights_map=prefixed,
             offload_buffers=offload_buffers,
-            place_submodules=whole,
+            place_submodules=preload,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
             reader=reader,
@@ -380,23 +394,23 @@ def attach_align_device_hook(
         add_hook_to_module(inner, hook, append=True)
 
 
-def _units(
-    name: str, module: nn.Module, whole_classes: Collection[str] | None, seen: set[int] | None = None
+def _modules_with_tensors(
+    name: str, module: nn.Module, preload_classes: Collection[str] | None, seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Each module with tensors of its own, once and by full name, and whether it stands for all inside it.
+    """Each module with tensors of its own, once and by full name, and whether it loads the weights of its submodules.
 
-    Modules in `seen` are left out with all inside them.
+    Modules in `seen` are left out, with their submodules.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
-    whole = type(module).__name__ in (whole_classes or ()) and any(True for _ in module.children())
-    if whole or module._parameters or module._buffers:
-        yield name, module, whole
-    if not whole:
+    preload = type(module).__name__ in (preload_classes or ()) and any(True for _ in module.children())
+    if preload or module._parameters or module._buffers:
+        yield name, module, preload
+    if not preload:
         for child, inner in module.named_children():
-            yield from _units(f"{name}.{child}" if name else child, inner, whole_classes, seen)
+            yield from _modules_with_tensors(f"{name}.{child}" if name else child, inner, preload_classes, seen)
 
 
 def attach_align_device_hook_on_blocks(
@@ -415,11 +429,11 @@ def attach_align_device_hook_on_blocks(
 
     Args:
         execution_device: a device for all, or name of a module or tensor (relative to `module`) to its device.
-        offload: for all, or by name; what is not named is not offloaded.
+        offload: for all, or by name; a block that is not named is not offloaded.
         module_name: full name of `module`.
 
-    The other arguments are those of `attach_align_device_hook`. The outermost module brings outputs back to where the
-    inputs were.
+    The other arguments are those of `attach_align_device_hook`. The outermost module moves outputs to the device of
+    the inputs.
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
@@ -437,18 +451,18 @@ def attach_align_device_hook_on_blocks(
     outermost = AlignDevicesHook(next(iter(devices.values()), None), io_same_device=True, names=(), **blocks.options)
     add_hook_to_module(module, outermost, append=True)
     for name, device in devices.items():
-        away = offloads.get(name, False)
+        offloaded = offloads.get(name, False)
         if name not in modules:
-            blocks.attach_tensor(name, device, away)
-        elif away:
-            blocks.attach_offloaded(name, modules[name], device)
+            blocks.attach_to_tensor(name, device, offloaded)
+        elif offloaded:
+            blocks.attach_offloading(name, modules[name], device)
         else:
-            blocks.attach_placed(modules[name], device)
+            blocks.place(modules[name], device)
 
 
 @dataclass
 class _Blocks:
-    """What the blocks of one model share while hooks are put on them."""
+    """Shared by the blocks of one model while hooks are attached to them."""
 
     module: nn.Module
     module_name: str
@@ -459,27 +473,28 @@ class _Blocks:
     options: dict[str, Any]
     entries: set[int]
 
-    def attach_offloaded(self, name: str, block: nn.Module, device: Any) -> None:
-        """Hooks on every part of a block that keep its weights away between forwards."""
-        whole_ones = set[int]()
-        for full, part, whole in _units(self._full(name), block, self.preload_module_classes, self._others(block)):
-            self._add(part, full, device, place_submodules=whole)
-            if whole:
-                whole_ones.add(id(part))
-        self._bring_inputs(block, device, whole_ones)
+    def attach_offloading(self, name: str, block: nn.Module, device: Any) -> None:
+        """Hooks on every module of a block that keep its weights off between forwards."""
+        preloading = set[int]()
+        inside = _modules_with_tensors(self._full(name), block, self.preload_module_classes, self._other_entries(block))
+        for full, module, preload in inside:
+            self._add(module, full, device, place_submodules=preload)
+            if preload:
+                preloading.add(id(module))
+        self._align_inputs(block, device, preloading)
 
-    def attach_placed(self, block: nn.Module, device: Any) -> None:
-        """Weights moved to the device for good, and a hook on the block that brings its inputs there."""
+    def place(self, block: nn.Module, device: Any) -> None:
+        """Move the weights of a block to the device for good; hooks move its inputs there."""
         if device is not None:
-            for _, part, _ in _units("", block, None, self._others(block)):
-                for leaf, _ in list(named_module_tensors(part)):
+            for _, module, _ in _modules_with_tensors("", block, None, self._other_entries(block)):
+                for leaf, _ in list(named_module_tensors(module)):
                     tied = self.options["tied_params_map"]
-                    set_module_tensor_to_device(part, leaf, device, tied_params_map=tied, clear_cache=False)
-            self._bring_inputs(block, device)
+                    set_module_tensor_to_device(module, leaf, device, tied_params_map=tied, clear_cache=False)
+            self._align_inputs(block, device)
 
-    def _bring_inputs(self, block: nn.Module, device: Any, whole: Collection[int] = ()) -> None:
-        """A hook on every module with tensors that brings inputs to the device, for any may be called by itself."""
-        waiting, others = [block], self._others(block)
+    def _align_inputs(self, block: nn.Module, device: Any, preloading: Collection[int] = ()) -> None:
+        """A hook that moves inputs on every module with tensors, because a user may call any of them directly."""
+        waiting, others = [block], self._other_entries(block)
         while waiting:
             module = waiting.pop()
             if id(module) in others or next(chain(module.parameters(), module.buffers()), None) is None:
@@ -487,18 +502,18 @@ class _Blocks:
             # A container such as ModuleList cannot be called.
             if not hasattr(module, HOOK) and getattr(module.forward, "__func__", None) is not nn.Module.forward:
                 add_hook_to_module(module, AlignDevicesHook(device, names=(), **self.options))
-            if id(module) not in whole:
+            if id(module) not in preloading:
                 waiting += module.children()
 
-    def attach_tensor(self, name: str, device: Any, away: bool) -> None:
-        """A lone tensor: moved for good, or brought with the module that owns it."""
-        if not away:
+    def attach_to_tensor(self, name: str, device: Any, offloaded: bool) -> None:
+        """A single tensor: moved for good, or loaded with the module that owns it."""
+        if not offloaded:
             set_module_tensor_to_device(self.module, name, device, clear_cache=False)
             return
         owner, leaf = submodule_and_leaf(self.module, name)
         self._add(owner, self._full(name.rpartition(".")[0]), device, names=(leaf,))
 
-    def _add(self, part: nn.Module, full: str, device: Any, **kwargs: Any) -> None:
+    def _add(self, module: nn.Module, full: str, device: Any, **kwargs: Any) -> None:
         weights = None if self.weights_map is None else PrefixedDataset(self.weights_map, f"{full}." if full else "")
         hook = AlignDevicesHook(
             device,
@@ -509,11 +524,11 @@ class _Blocks:
             **self.options,
             **kwargs,
         )
-        add_hook_to_module(part, hook, append=True)
+        add_hook_to_module(module, hook, append=True)
 
     def _full(self, name: str) -> str:
         return ".".join(part for part in (self.module_name, name) if part)
 
-    def _others(self, block: nn.Module) -> set[int]:
-        """Modules inside that have an entry of their own."""
+    def _other_entries(self, block: nn.Module) -> set[int]:
+        """Modules inside that the device map names themselves."""
         return self.entries - {id(block)}

@@ -1,4 +1,4 @@
-"""Spreading a model over devices, memory and disk, so that it computes although no device holds all of it."""
+"""Dispatch: a model spread over accelerators, memory and disk computes although no device holds all of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from accel_bigmodel.align import (
     attach_align_device_hook_on_blocks,
     has_offloaded_params,
 )
-from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
+from accel_bigmodel.device_map import Device, DeviceMap, resolve_device
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module, refuse_to_move, remove_hook_from_module
-from accel_bigmodel.offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from accel_bigmodel.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
 from accel_bigmodel.placement import HOST, OFFLOADED
 from accel_bigmodel.prefetch import BlockReader
-from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
+from accel_bigmodel.tied import preserved_ties, retie_parameters
+from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
 from accel_state.devices.select import best_family
@@ -35,6 +36,7 @@ __all__ = (
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",
+    "dispatch_layout",
     "dispatch_model",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
@@ -59,10 +61,10 @@ def dispatch_model(
     *,
     max_prefetch_bytes: int | None = None,
 ) -> M:
-    """Put each part of a model where `device_map` says, with hooks that bring weights and inputs together.
+    """Put each part of a model on the device that `device_map` gives it, with hooks that move weights and inputs.
 
     Parts on "cpu" and "disk" are computed on the main device, unless that is the CPU itself. Their weights are read
-    ahead in the order that the first pass showed.
+    ahead in the order of the first forward.
 
     Args:
         device_map: name of a module or tensor to device, as `infer_auto_device_map` makes it.
@@ -72,8 +74,8 @@ def dispatch_model(
         offload_index: where weights on the disk are, in place of the folder's own index.
         offload_buffers: buffers of offloaded parts are offloaded too.
         skip_keys: keyword arguments whose values stay where they are.
-        preload_module_classes: names of classes whose modules are brought as a whole.
-        force_hooks: put hooks on even if everything is on one device.
+        preload_module_classes: names of classes whose modules load the weights of all submodules at once.
+        force_hooks: attach hooks even if everything is on one device.
         max_prefetch_bytes: most that is read ahead; twice the largest part when None, 0 for none.
 
     Returns:
@@ -82,31 +84,66 @@ def dispatch_model(
     Raises:
         SettingError: the map does not fit the model, or names the disk and there is no folder.
     """
-    check_device_map(model, device_map)
+    return dispatch_layout(
+        model,
+        layout_of(model, device_map),
+        main_device=main_device,
+        state_dict=state_dict,
+        offload_dir=offload_dir,
+        offload_index=offload_index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        max_prefetch_bytes=max_prefetch_bytes,
+    )
+
+
+def dispatch_layout(
+    model: M,
+    layout: WeightLayout,
+    *,
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    max_prefetch_bytes: int | None = None,
+) -> M:
+    """`dispatch_model` with the layout of the model, whose device map and ties were checked when it was made.
+
+    Weights on the disk whose files the layout holds are used from there; no index is read for them.
+    """
+    device_map = layout.device_map or {}
     kinds = set(map(str, device_map.values()))
     if len(kinds) == 1 and DISK not in kinds and not force_hooks:
         model.to(resolve_device(next(iter(device_map.values()))))
         setattr(model, DEVICE_MAP, dict(device_map))
         return model
     main = main_device_of(device_map) if main_device is None else main_device
-    away = {name: is_away(device, main) for name, device in device_map.items()}
-    weights = _weights_away(model, device_map, away, state_dict, offload_dir, offload_index)
-    tied = [
-        names for names in find_tied_parameters(model) if len({str(device_of_name(n, device_map)) for n in names}) == 1
-    ]
+    offloaded = {name: is_offloaded(device, main) for name, device in device_map.items()}
+    weights = (
+        _offloaded_weights(model, layout, main, state_dict, offload_dir, offload_index)
+        if any(offloaded.values())
+        else None
+    )
     attach_align_device_hook_on_blocks(
         model,
-        execution_device={name: main if away[name] else device for name, device in device_map.items()},
-        offload=away,
+        execution_device={name: main if offloaded[name] else device for name, device in device_map.items()},
+        offload=offloaded,
         weights_map=weights,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         reader=BlockReader(max_prefetch_bytes),
     )
-    retie_parameters(model, tied)
+    devices = {name: str(weight.device) for name, weight in layout.weights.items()}
+    retie_parameters(model, [names for names in layout.tied if len({devices[name] for name in names}) == 1])
     setattr(model, DEVICE_MAP, dict(device_map))
-    if any(away.values()):
+    if any(offloaded.values()):
         refuse_to_move(model)
     return model
 
@@ -115,39 +152,46 @@ def main_device_of(device_map: DeviceMap) -> Device:
     return next((device for device in device_map.values() if str(device) not in OFFLOADED), HOST)
 
 
-def is_away(device: Device, main: Device) -> bool:
-    """Whether weights are kept elsewhere than where they are computed with."""
+def is_offloaded(device: Device, main: Device) -> bool:
+    """Whether weights on `device` are kept off the main device, where they are used."""
     return str(device) == DISK or (str(device) == HOST and str(main) != HOST)
 
 
-def _weights_away(
+def _offloaded_weights(
     model: nn.Module,
-    device_map: DeviceMap,
-    away: Mapping[str, bool],
+    layout: WeightLayout,
+    main: Device,
     state_dict: Mapping[str, Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
-) -> OffloadedWeightsLoader | None:
-    """Where the hooks find the weights that are away; writes those for the disk if they are not there yet."""
-    if not any(away.values()):
-        return None
-    on_disk = [name for name, device in device_map.items() if str(device) == DISK]
-    if on_disk and offload_dir is None and offload_index is None:
+) -> OffloadedWeightsLoader:
+    """The weights that hooks load; those for the disk are written unless they are there already."""
+    on_disk = layout.names_on(DISK)
+    index = layout.offload_index() if offload_index is None else offload_index
+    if on_disk and offload_dir is None and not index:
         raise SettingError(
-            f"Place {', '.join(repr(name) for name in on_disk[:3])} of {type(model).__name__} on the disk.",
-            "No folder was named.",
+            f"Cannot place {', '.join(map(repr, on_disk[:3]))} of {type(model).__name__} on the disk.",
+            "The call names no folder for them.",
             "Give offload_dir=, or an offload_index= of weights that are on the disk already.",
         )
-    own = model.state_dict(keep_vars=True)
-    indexed = offload_index is not None or (offload_dir is not None and (Path(offload_dir) / INDEX_NAME).is_file())
-    if on_disk and offload_dir is not None and not indexed:
-        offload_state_dict(offload_dir, {n: w for n, w in own.items() if str(device_of_name(n, device_map)) == DISK})
+    own = _tensors_by_name(model)
+    if on_disk and not index and offload_dir is not None and not (Path(offload_dir) / INDEX_NAME).is_file():
+        offload_state_dict(offload_dir, {name: own[name] for name in on_disk})
     in_memory = state_dict
     if in_memory is None:
-        hosted = [name for name, is_away in away.items() if is_away and str(device_map[name]) == HOST]
-        found = extract_submodules_state_dict(own, hosted)
-        in_memory = {n: w.detach().to(HOST) for n, w in found.items() if str(device_of_name(n, device_map)) == HOST}
-    return OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, offload_index)
+        hosted = layout.names_on(HOST) if is_offloaded(HOST, main) else []
+        in_memory = {name: own[name].detach().to(HOST) for name in hosted}
+    return OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, index or None)
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by full name, also by each name of a tied one."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
 
 
 def cpu_offload(
@@ -159,24 +203,20 @@ def cpu_offload(
     *,
     max_prefetch_bytes: int | None = None,
 ) -> M:
-    """Keep all weights in the CPU's memory and bring those of each layer to `execution_device` for its forward.
+    """Keep all weights in the CPU's memory and load those of each layer on `execution_device` for its forward.
 
     Args:
         execution_device: where layers compute; where the model is now when None.
         offload_buffers: buffers are offloaded too.
         state_dict: the weights to use; the model's own when None.
-        preload_module_classes: names of classes whose modules are brought as a whole.
+        preload_module_classes: names of classes whose modules load the weights of all submodules at once.
         max_prefetch_bytes: most that is read ahead; twice the largest layer when None, 0 for none.
     """
-    own = state_dict if state_dict is not None else {n: w.detach().to(HOST) for n, w in model.state_dict().items()}
-    return _offload(
-        model,
-        execution_device,
-        OffloadedWeightsLoader(own),
-        offload_buffers,
-        preload_module_classes,
-        max_prefetch_bytes,
-    )
+    own = state_dict
+    if own is None:
+        own = {name: tensor.detach().to(HOST) for name, tensor in _tensors_by_name(model).items()}
+    weights = OffloadedWeightsLoader(own)
+    return _offload(model, execution_device, weights, offload_buffers, preload_module_classes, max_prefetch_bytes)
 
 
 def disk_offload(
@@ -188,7 +228,7 @@ def disk_offload(
     *,
     max_prefetch_bytes: int | None = None,
 ) -> M:
-    """Keep all weights in a folder and bring those of each layer to `execution_device` for its forward.
+    """Keep all weights in a folder and load those of each layer on `execution_device` for its forward.
 
     Args:
         offload_dir: the folder; the weights are written there unless it holds an index already.
@@ -207,22 +247,21 @@ def _offload(
     device: Device | None,
     weights: OffloadedWeightsLoader,
     offload_buffers: bool,
-    whole: Sequence[str] | None,
+    preload_module_classes: Sequence[str] | None,
     max_prefetch_bytes: int | None,
 ) -> M:
     execution_device = resolve_device(device if device is not None else _device_of(model))
-    tied = find_tied_parameters(model)
-    add_hook_to_module(model, AlignDevicesHook(execution_device, io_same_device=True, names=()), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=execution_device,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=whole,
-        reader=BlockReader(max_prefetch_bytes),
-    )
-    retie_parameters(model, tied)
+    with preserved_ties(model):
+        add_hook_to_module(model, AlignDevicesHook(execution_device, io_same_device=True, names=()), append=True)
+        attach_align_device_hook(
+            model,
+            execution_device=execution_device,
+            offload=True,
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            preload_module_classes=preload_module_classes,
+            reader=BlockReader(max_prefetch_bytes),
+        )
     return model
 
 

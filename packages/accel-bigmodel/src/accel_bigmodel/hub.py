@@ -10,7 +10,7 @@ from typing import Any
 from accel_state.errors import SettingError
 from accel_state.settings.installed import Requirement
 
-__all__ = ("local_checkpoint", "told_of_model")
+__all__ = ("fetch_model_info", "local_checkpoint")
 
 _HUB = Requirement("huggingface_hub", distribution="huggingface-hub", extra="accel-bigmodel[hub]")
 _IDENTIFIER = re.compile(r"[\w.-]+/[\w.-]+")
@@ -49,7 +49,7 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def told_of_model(repo: str, token: str | None = None) -> Any:
+def fetch_model_info(repo: str, token: str | None = None) -> Any:
     """What the Hub tells of a model; "gated" where it needs an access token, "repo" where there is no such model.
 
     Raises:

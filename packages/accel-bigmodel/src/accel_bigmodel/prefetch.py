@@ -158,7 +158,7 @@ class BlockReader:
         family_of(block.device).empty_cache()
         return _load(block, self._shared)
 
-    def give_back(self, weights: dict[str, Tensor]) -> None:
+    def release(self, weights: dict[str, Tensor]) -> None:
         """Take back what `take` gave; memory of the host that nothing else refers to is used for the next blocks."""
         with self._shared.changed:
             while weights:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
-from accel_bigmodel.dispatch import dispatch_model, is_away, main_device_of
+from accel_bigmodel.dispatch import dispatch_model, is_offloaded, main_device_of
 from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.load import chosen_map
 from accel_bigmodel.load_names import refuse_empty
@@ -294,14 +294,16 @@ def quantize_and_offload_8bit(
     layers = layers_of_bitsandbytes(f"Quantise {param_name!r}.")
     scales = fp16_statistics
     if scales is None:
-        quantised = layers.Int8Params(param.detach().to("cpu", new_dtype), requires_grad=False).to(_able(param.device))
+        quantised = layers.Int8Params(param.detach().to("cpu", new_dtype), requires_grad=False).to(
+            _quantize_device(param.device)
+        )
         param, scales = quantised.CB, quantised.SCB
     offload_weight(param, param_name, offload_folder, offload_index)
     offload_weight(scales, f"{param_name.removesuffix('.weight')}.SCB", offload_folder, offload_index)
     set_module_tensor_to_device(model, param_name, "meta", dtype=new_dtype)
 
 
-def _able(device: torch.device) -> torch.device:
+def _quantize_device(device: torch.device) -> torch.device:
     """Where to quantise a weight: where it lies, if that is a place where something is computed."""
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -393,7 +395,7 @@ def get_quantized_model_device_map(
     }
     found: Any = chosen_map(model, device_map, max_memory, no_split_module_classes, config.target_dtype, False, others)
     main = main_device_of(found)
-    left = [name for name, device in found.items() if is_away(device, main)]
+    left = [name for name, device in found.items() if is_offloaded(device, main)]
     if left and not config.llm_int8_enable_fp32_cpu_offload:
         raise SettingError(
             f"Quantise {type(model).__name__} with device_map={device_map!r}.",
@@ -420,17 +422,17 @@ class _Quantising:
     def __init__(self, model: nn.Module, config: BnbQuantizationConfig, device_map: DeviceMap) -> None:
         self.model, self.config, self.device_map = model, config, device_map
         self.main = main_device_of(device_map)
-        names = [name for name in linear_layers(model, _skipped(model, config)) if not self._is_away(name)]
+        names = [name for name in linear_layers(model, _skipped(model, config)) if not self._is_offloaded(name)]
         self.tied = find_tied_parameters(model)
         replace_layers(model, names, config)
         self.quantised = {f"{name}.weight" for name in names}
 
-    def _is_away(self, name: str) -> bool:
-        return is_away(device_of_name(name, self.device_map), self.main)
+    def _is_offloaded(self, name: str) -> bool:
+        return is_offloaded(device_of_name(name, self.device_map), self.main)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a weight that is not quantised, or of one before it is."""
-        if self.config.llm_int8_enable_fp32_cpu_offload and self._is_away(name):
+        if self.config.llm_int8_enable_fp32_cpu_offload and self._is_offloaded(name):
             return torch.float32
         return _plain_dtype(name, self.config)
 
@@ -444,6 +446,6 @@ class _Quantising:
     def convert(self) -> None:
         """Quantise a model that has its weights, one after the other."""
         for name, parameter in list(self.model.named_parameters()):
-            device = "cpu" if self._is_away(name) else device_of_name(name, self.device_map)
+            device = "cpu" if self._is_offloaded(name) else device_of_name(name, self.device_map)
             self.place(self.model, name, device, parameter.detach(), self.dtype_of(name))
         retie_parameters(self.model, self.tied)

@@ -115,12 +115,17 @@ def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers, of a module by name; by default its own only."""
-    yield from module.named_parameters(recurse=recurse)
+    # torch's own iterators take several times as long for a single module.
+    yield from module.named_parameters() if recurse else _not_none(module._parameters)
     if include_buffers:
         skipped = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else ()
-        for name, buffer in module.named_buffers(recurse=recurse):
+        for name, buffer in module.named_buffers() if recurse else _not_none(module._buffers):
             if name not in skipped:
                 yield name, buffer
+
+
+def _not_none(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:

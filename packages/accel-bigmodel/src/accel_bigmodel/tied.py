@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = (
     "find_tied_parameters",
     "id_tensor_storage",
     "memory_of",
+    "preserved_ties",
     "retie_parameters",
     "tied_names",
 )
@@ -87,6 +89,14 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
             chosen = next((parameter for parameter in parameters if not parameter.is_meta), parameters[0])
             for owner, leaf in found:
                 owner._parameters[leaf] = chosen
+
+
+@contextmanager
+def preserved_ties(model: nn.Module) -> Iterator[None]:
+    """Tie the parameters of a model again after a block that replaces them one by one."""
+    tied = find_tied_parameters(model)
+    yield
+    retie_parameters(model, tied)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module | None:

@@ -82,12 +82,31 @@ class WeightLayout:
         """Names of the weights on a device, such as "disk"."""
         return [name for name, weight in self.weights.items() if str(weight.device) == device]
 
+    def offload_index(self) -> dict[str, dict[str, Any]]:
+        """The offload index of the weights on the disk; empty unless the layout knows the bytes of each."""
+        weights = [self.weights[name] for name in self.names_on("disk")]
+        entries = {weight.name: _index_entry(weight) for weight in weights}
+        return {name: entry for name, entry in entries.items() if entry is not None} if all(entries.values()) else {}
+
     def with_files(self, stored: Mapping[str, StoredWeight]) -> WeightLayout:
-        """The same layout, with the files of some weights filled in; names that the model lacks are ignored."""
+        """The same layout, with the files of some weights filled in; names that the model lacks are ignored.
+
+        A file may hold one name of a tied weight: the other names get the same bytes.
+        """
+        shared = {n: stored[one] for names in self.tied for one in names if one in stored for n in names}
+        found = {**shared, **stored}
         filled = {
-            name: replace(self.weights[name], stored=file) for name, file in stored.items() if name in self.weights
+            name: replace(self.weights[name], stored=file) for name, file in found.items() if name in self.weights
         }
         return replace(self, weights={**self.weights, **filled})
+
+
+def _index_entry(weight: WeightSpec) -> dict[str, Any] | None:
+    """The entry of an offload index for the bytes of a weight; None where they are not known."""
+    stored = weight.stored
+    if stored is None or stored.offset is None or stored.name is None:
+        return None
+    return {"safetensors_file": str(stored.path), "weight_name": stored.name}
 
 
 def layout_of(model: nn.Module, device_map: DeviceMap | None = None) -> WeightLayout:

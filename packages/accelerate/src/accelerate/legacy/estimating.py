@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from accel_bigmodel.estimate import build_model
-from accel_bigmodel.hub import told_of_model
+from accel_bigmodel.hub import fetch_model_info
 from accel_bigmodel.sizes import calculate_maximum_sizes
 from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.settings.installed import importable
@@ -52,7 +52,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     Raises:
         Missing: huggingface_hub is not installed.
     """
-    return told_of_model(repo, token)
+    return fetch_model_info(repo, token)
 
 
 def check_has_model(error: BaseException | None) -> str:
