@@ -153,8 +153,8 @@ IDENTIFIERS: Mapping[str, Retired] = {
     "put_together": Retired("unpack", "accel-data"),
     "take_apart": Retired("pack", "accel-data"),
     # accel-bigmodel
-    "is_away": Retired("is_offloaded", "accel-bigmodel"),
-    "told_of_model": Retired("fetch_model_info", "accel-bigmodel accelerate"),
+    "is_away": Retired("is_offloaded"),
+    "told_of_model": Retired("fetch_model_info"),
     # accel-plugins and accel-torch
     "DividedSequence": Retired("sequence sharding", "accel-plugins accel-torch"),
     "Sealer": Retired("CheckpointFinalizer", "accel-plugins accel-torch"),
