@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_plugins import Bundle
-from accel_state.marks import PREPARED
+from accel_state.labels import PREPARED
 
 
 class Foreign:

@@ -24,7 +24,7 @@ from accel_plugins.resolve import choose as choose_backend
 from accel_state import PartialState, current
 from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.gradient import GradientState
-from accel_state.marks import DEVICE_MAP
+from accel_state.labels import DEVICE_MAP
 from accel_state.testing.processes import Processes
 
 

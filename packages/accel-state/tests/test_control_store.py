@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from accel_state.errors import CollectiveError, NotReady, StoreUnreachable
-from accel_state.transport.control import ControlStore
+from accel_state.transport.control import ControlStore, find_absent
 
 HOST = """
 import sys, time
@@ -53,6 +53,22 @@ class Host:
     def end(self) -> None:
         self.go_on()
         self.process.communicate()
+
+
+@pytest.mark.parametrize("absent", [[], [0], [1023], [5, 6, 700]])
+def test_absent_keys_are_found_in_few_requests(absent: list[int]) -> None:
+    requests = []
+
+    def check(keys: list[str]) -> bool:
+        requests.append(keys)
+        return not any(int(key) in absent for key in keys)
+
+    assert find_absent(check, [str(number) for number in range(1024)], 16) == absent
+    assert len(requests) <= 1 + 20 * len(absent)
+
+
+def test_no_more_absent_keys_are_found_than_asked_for() -> None:
+    assert find_absent(lambda _: False, [str(number) for number in range(1024)], 16) == list(range(16))
 
 
 def connections() -> int:

@@ -16,7 +16,6 @@ LIGHT = (
     "accel_state.kwargs",
     "accel_state.labels",
     "accel_state.logging",
-    "accel_state.marks",
     "accel_state.mesh",
     "accel_state.network",
     "accel_state.processors",

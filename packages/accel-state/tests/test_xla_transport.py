@@ -102,7 +102,7 @@ def every_collective(spmd: bool) -> dict[str, Any]:
         way.barrier()
         answers["heads"], answers["header events"] = heads.tolist(), events[before:]
         answers["events"] = events
-        way.close()
+        way.shutdown()
     return answers
 
 

@@ -29,7 +29,7 @@ from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
 from accel_state.devices.select import family_of
 from accel_state.errors import ShapeMismatch
-from accel_state.marks import HOOK
+from accel_state.labels import HOOK
 
 __all__ = (
     "AlignDevicesHook",

@@ -28,7 +28,7 @@ from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
 from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
-from accel_state.marks import DEVICE_MAP
+from accel_state.labels import DEVICE_MAP
 
 __all__ = (
     "CpuOffload",

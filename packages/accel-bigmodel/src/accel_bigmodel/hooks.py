@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_state.errors import NotOffered
-from accel_state.marks import HOOK, OLD_FORWARD
+from accel_state.labels import HOOK, OLD_FORWARD
 
 __all__ = (
     "ModelHook",

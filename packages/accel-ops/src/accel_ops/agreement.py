@@ -30,6 +30,7 @@ from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
 from accel_state.hang_report.report import describe_all_ranks, format_ranks
 from accel_state.protocol import protocol_state
+from accel_state.transport.control import find_absent
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -512,16 +513,5 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _absent(control: ControlStore, posts: Sequence[str]) -> list[int]:
-    """Ranks from 1 without a post, the first few: halves that are complete are not looked at further."""
-    absent: list[int] = []
-    spans = [(0, len(posts))]
-    while spans and len(absent) < _MOST_NAMED:
-        low, high = spans.pop()
-        if control.check(posts[low:high], _ANSWER):
-            continue
-        if high - low == 1:
-            absent.append(low + 1)
-            continue
-        middle = (low + high) // 2
-        spans += [(middle, high), (low, middle)]
-    return absent
+    """Ranks from 1 without a post, the first few."""
+    return [index + 1 for index in find_absent(lambda keys: control.check(keys, _ANSWER), posts, _MOST_NAMED)]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_plugins.manifest import Part
-from accel_state.marks import PREPARED
+from accel_state.labels import PREPARED
 
 __all__ = ("Bundle", "canonical_name", "kind_of")
 

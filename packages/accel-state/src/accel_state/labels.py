@@ -1,7 +1,7 @@
-"""The fixed names that users and config files read: kinds of runs, precisions, environments, generators.
+"""Fixed names: those that users and config files read, and the attributes that other libraries read on modules.
 
-Values are those of the interface this project speaks; code compares members of these enums only inside the folder of
-the backend or device family that owns them.
+The values are those of the interface that this project implements. Code compares members of these enums only inside the
+folder of the backend or device family that owns them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from typing import Final, Literal
 
 __all__ = (
     "CUDA_DISTRIBUTED_TYPES",
+    "DEVICE_MAP",
+    "HOOK",
+    "OLD_FORWARD",
+    "PREPARED",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "Backend",
     "BaseEnum",
@@ -49,7 +53,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
 
 class DistributedType(str, BaseEnum):
-    """What users read as `distributed_type`: which strategy and which kind of processes a run has."""
+    """What users read as `distributed_type`: the strategy and the kind of processes of a run."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -140,7 +144,7 @@ Backend = Literal["MSAMP", "TE"]
 """Names of the libraries that train in 8-bit floating point, as recipes take them."""
 
 CUDA_DISTRIBUTED_TYPES: Final = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
-"""Kinds of runs that are made of GPUs."""
+"""Kinds of runs on GPUs."""
 
 TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
     *CUDA_DISTRIBUTED_TYPES,
@@ -153,4 +157,16 @@ TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
     "MULTI_HPU",
     "MULTI_NEURON",
 ]
-"""Kinds of runs whose collectives are those of torch.distributed."""
+"""Kinds of runs that use the collectives of torch.distributed."""
+
+DEVICE_MAP: Final = "hf_device_map"
+"""Attribute of a model on several devices: mapping of block name to device."""
+
+HOOK: Final = "_hf_hook"
+"""Attribute of a module: the hook that runs around its forward."""
+
+OLD_FORWARD: Final = "_old_forward"
+"""Attribute of a hooked module: the forward that it had before."""
+
+PREPARED: Final = "_is_accelerate_prepared"
+"""Attribute of an object that went through `prepare`: True."""

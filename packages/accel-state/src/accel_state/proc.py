@@ -1,6 +1,6 @@
 """What the operating system says of another process, read without the help of that process.
 
-Linux tells all of this in `/proc`. Elsewhere only `state_of` answers, and only whether a process is there.
+Linux has all of this in `/proc`. On other systems only `state_of` answers, and only whether a process exists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ("ProcessInfo", "State", "environment_of", "process_info", "state_of",
 State = Literal["ended", "stopped", "uninterruptible", "alive"]
 
 _STATES: Final[dict[str, State]] = {
-    # Also where its parent has not taken note of the end yet.
+    # Also where its parent has not waited for it yet.
     "Z": "ended",
     "X": "ended",
     "T": "stopped",
@@ -41,10 +41,10 @@ class ProcessInfo(NamedTuple):
 
     Args:
         state: whether it runs.
-        started: when it was started, clock ticks since the machine was; with the pid this names a process for good.
-        processor_seconds: what it has used of the processors, with all its threads.
-        memory: bytes of memory that are its own or shared (the resident set).
-        owner: number of the user that it belongs to.
+        started: when it was started, clock ticks since the machine was; with the pid this identifies a process.
+        processor_seconds: processor time that it has used, with all its threads.
+        memory: bytes of its resident set, own or shared.
+        owner: user id of its owner.
     """
 
     state: State
@@ -55,7 +55,7 @@ class ProcessInfo(NamedTuple):
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    """What is known of a process; None where there is none, or the system does not tell."""
+    """What the system says of a process; None where there is none, or the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -73,7 +73,7 @@ def process_info(pid: int) -> ProcessInfo | None:
 
 
 def state_of(pid: int) -> State | None:
-    """Whether a process runs; None where the system does not tell."""
+    """Whether a process runs; None where the system does not say."""
     if sys.platform == "linux":
         info = process_info(pid)
         return "ended" if info is None else info.state
@@ -89,7 +89,7 @@ def state_of(pid: int) -> State | None:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The variables that a process was started with; empty where this user may not read them."""
+    """The environment with which a process was started; empty where this user may not read it."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = os.fsdecode(file.read()).split("\0")
@@ -99,10 +99,10 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def system_call(pid: int) -> str:
-    """The call on a file that the main thread of a process is inside of, such as "read() of /data/train.bin".
+    """The system call on a file that the main thread of a process is in, such as "read() of /data/train.bin".
 
-    Empty where it is in none, or this user may not see that (as a rule: root, and the owner where
-    `kernel.yama.ptrace_scope` is 0). It does not report calls on sockets and terminals.
+    Empty where it is in none, or this user may not see it (root may, and the owner where `kernel.yama.ptrace_scope` is
+    0). Calls on sockets and terminals do not count.
     """
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:

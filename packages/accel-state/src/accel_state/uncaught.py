@@ -1,4 +1,4 @@
-"""Errors of a backend that were raised outside of our calls: in a backward, in a forward, or by a call of the user."""
+"""Errors that a backend raised outside of our calls: in a backward or forward pass, or in a call of the user."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ("explain_backend_error", "install_hook")
 _TEXTS: Final = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Application timeout caused pair closure|Timed out waiting \d+ms"
 )
-"""What messages of backends contain where they raise a plain RuntimeError."""
+"""Parts of the messages of backends that raise a plain RuntimeError."""
 
 
 def explain_backend_error(error: BaseException) -> None:
-    """Extend an error by where every process was, if a backend raised it and nobody has explained it."""
+    """Append where every rank was to an error that a backend raised, unless it says so already."""
     process = current.process_or_none()
     if process is None or process.inherited or process.world_size == 1 or isinstance(error, AccelError):
         return
@@ -34,7 +34,7 @@ def explain_backend_error(error: BaseException) -> None:
 
 
 def install_hook() -> None:
-    """Explain errors of the backend that nobody catches, before they are shown; once a process."""
+    """Explain uncaught errors of the backend before they are shown; once a process."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -43,14 +43,14 @@ class _Hook:
     """The newest hook of the chain.
 
     Args:
-        then: the one before it, which shows the error.
+        then: the hook before it, which shows the error.
     """
 
     def __init__(self, then: Callable[..., Any]) -> None:
         self._then = then
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """As the interpreter calls it."""
+        """Called by the interpreter."""
         if kind is not KeyboardInterrupt:
             record_exit_exception(error)
             explain_backend_error(error)

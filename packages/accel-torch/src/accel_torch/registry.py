@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_plugins.bundle import Bundle
 from accel_state.errors import UnknownKind
-from accel_state.marks import PREPARED
+from accel_state.labels import PREPARED
 
 __all__ = ("Registry",)
 

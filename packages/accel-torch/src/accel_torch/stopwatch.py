@@ -183,8 +183,5 @@ class TimedTransport(Transport):
     def control(self) -> ControlStore | None:
         return self.inner.control()
 
-    def close(self) -> None:
-        self.inner.close()
-
     def in_child(self) -> Transport:
         return self.inner.in_child()

@@ -85,9 +85,6 @@ class RecordingTransport(Transport):
     def control(self) -> ControlStore | None:
         return self.inner.control()
 
-    def close(self) -> None:
-        self.inner.close()
-
     def _note(self, operation: str, *given: torch.Tensor) -> None:
         self.records.append(Record(operation, sum(tensor.nbytes for tensor in given)))
 

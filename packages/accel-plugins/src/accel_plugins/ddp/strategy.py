@@ -17,7 +17,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.ddp.config import DistributedDataParallelKwargs
 from accel_plugins.strategy import Strategy
 from accel_state.errors import Conflict, NotOffered
-from accel_state.marks import DEVICE_MAP
+from accel_state.labels import DEVICE_MAP
 
 __all__ = ("DDPStrategy",)
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from accel_ops import gather_object
 from accel_ops.agreement import raise_on_any_rank
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.shards import check_objects
 from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
 from accel_state import current
 from accel_state.errors import CheckpointError, NotOffered
+from accel_state.process import wait_for_everyone
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.config import MegatronLMPlugin
@@ -176,8 +176,8 @@ def _is_first() -> bool:
 
 
 def _everyone_is_here() -> None:
-    """Wait until the folder stands."""
-    gather_object([None])
+    """Wait until the folder exists."""
+    wait_for_everyone()
 
 
 def _look_through(asked: str, place: Path) -> dict[str, Any]:

@@ -119,10 +119,6 @@ class Transport(ABC):
         store = self.store()
         return None if store is None else ControlStore(store, self.rank)
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the groups of this transport; no call may follow."""
-
     def in_child(self) -> Transport:
         """The transport of a process that was just forked from this one."""
         return self
@@ -168,9 +164,6 @@ class LocalTransport(Transport):
 
     def control(self) -> None:
         return None
-
-    def close(self) -> None:
-        """Do nothing: no group was opened."""
 
 
 class ForkedTransport(Transport):
@@ -218,6 +211,3 @@ class ForkedTransport(Transport):
 
     def store(self) -> Any | None:
         self._refuse()
-
-    def close(self) -> None:
-        """Do nothing: the parent closes its connections."""

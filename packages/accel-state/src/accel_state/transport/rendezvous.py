@@ -26,6 +26,7 @@ from accel_state.devices.base import DeviceFamily
 from accel_state.errors import AccelError, CollectiveError, SettingError
 from accel_state.topology import Topology
 from accel_state.transport.base import LocalTransport, Transport
+from accel_state.transport.control import find_absent
 
 __all__ = ("backend_for", "init_transport", "topology_of_group")
 
@@ -38,6 +39,9 @@ _LAST_WORDS: Final = timedelta(seconds=10)
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.1
 """Seconds between two tries to connect; they double up to this."""
+
+_MOST_NAMED: Final = 16
+"""Missing ranks that an error names."""
 
 _rendezvous_counts: Counter[tuple[str, int]] = Counter()
 """How often this process met others at a URL; a second rendezvous must not read the keys of the first one."""
@@ -303,7 +307,8 @@ def _cannot_meet(topology: Topology, url: str) -> str:
 def _check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -> None:
     """Wait until every process of the run came, and check that no two have the same rank.
 
-    Two processes with one rank would otherwise overwrite each other's connections, and all would wait.
+    Two processes with one rank would otherwise overwrite each other's connections, and all would wait. The keys stay:
+    they tell a second process of a rank that comes late. Takes 4 requests a rank.
     """
     if topology.world_size == 1:
         return
@@ -331,10 +336,11 @@ def _check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -
 
 def _missing(store: Any, topology: Topology, timeout: timedelta) -> str:
     try:
-        missing = [str(rank) for rank in range(topology.world_size) if not store.check([f"came/{rank}"])]
+        missing = find_absent(store.check, [f"came/{rank}" for rank in range(topology.world_size)], _MOST_NAMED)
     except RuntimeError as error:
         return f"The process that hosts the store is gone: {str(error).splitlines()[0]}."
-    return f"After {timeout.total_seconds():g} seconds these ranks had not come: {', '.join(missing)}."
+    more = ", ..." if len(missing) == _MOST_NAMED else ""
+    return f"After {timeout.total_seconds():g} seconds these ranks had not come: {', '.join(map(str, missing))}{more}."
 
 
 def _wait_for_readers(store: Any, topology: Topology) -> None:

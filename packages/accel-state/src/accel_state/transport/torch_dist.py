@@ -124,10 +124,6 @@ class TorchDistTransport(Transport):
     def control(self) -> ControlStore | None:
         return None if self._store is None else ControlStore(self._store, self.rank, self._scope)
 
-    def close(self) -> None:
-        for group in {self._data, self._header}:
-            dist.destroy_process_group(group)
-
     def shutdown(self) -> None:
         """End the groups over gloo; their threads end with them when nothing else refers to the group."""
         groups = {self._data, self._header}

@@ -10,7 +10,7 @@ from typing import Any
 
 import accel_data
 import accel_ops
-from accel_state.marks import PREPARED
+from accel_state.labels import PREPARED
 from accel_torch.parts import Parts
 
 __all__ = ("DataPage",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from accel_state.marks import DEVICE_MAP
+from accel_state.labels import DEVICE_MAP
 from accel_torch.parts import Parts
 
 if TYPE_CHECKING:
