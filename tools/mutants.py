@@ -48,12 +48,12 @@ def _tests(package: str, *names: str) -> list[str]:
 
 AREAS: Final[Mapping[str, Sequence[str]]] = {
     "plan arithmetic": [
-        *_sources("accel_data", "divide", "padding", "plan", "rounds", "samplers", "slicing"),
+        *_sources("accel_data", "batch_codec", "dispatch", "padding", "prepare", "sharding"),
         *_sources("accel_bigmodel", "device_map", "placement", "sizes"),
     ],
     "collectives": [
-        *_sources("accel_ops", "agreement", "checked", "collectives", "exchange", "objects", "packing", "plan"),
-        *_sources("accel_ops", "scattering", "shape", "tree", "whole"),
+        *_sources("accel_ops", "agreement", "checked_call", "collectives", "objects", "packing", "pending"),
+        *_sources("accel_ops", "reduction", "shape", "tree"),
         *_sources("accel_state", "protocol", "transport/torch_dist"),
     ],
     "accumulation": [

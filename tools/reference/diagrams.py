@@ -32,13 +32,12 @@ _LAYERS = {
 _SCRIPT = "your training loop"
 _PATH = {
     # module: row, first and last column
-    "accel_data.samplers": (0, 0, 1),
-    "accel_data.plan": (1, 0, 1),
-    "accel_data.indexed": (2, 0, 0),
-    "accel_data.dispatched": (2, 1, 1),
+    "accel_data.order": (0, 0, 1),
+    "accel_data.sharding": (1, 0, 1),
+    "accel_data.source": (2, 0, 1),
     "accel_data.loader": (3, 0, 0),
-    "accel_data.dispatcher": (3, 1, 1),
-    "accel_data.postal": (4, 1, 1),
+    "accel_data.dispatch": (3, 1, 1),
+    "accel_ops.pending": (4, 1, 1),
     "accel_state.transport": (5, 1, 1),
     "accel_ops.conversion": (6, 0, 1),
     _SCRIPT: (7, 0, 1),
@@ -58,20 +57,19 @@ class Step(NamedTuple):
 
 
 _STEPS = (
-    Step("accel_data.samplers", "accel_data.plan", "accel_data.samplers"),
-    Step("accel_data.plan", "accel_data.indexed", "accel_data.indexed"),
-    Step("accel_data.indexed", "accel_data.loader", "accel_data.loader"),
+    Step("accel_data.order", "accel_data.sharding", "accel_data.sharding"),
+    Step("accel_data.sharding", "accel_data.source", "accel_data.source"),
+    Step("accel_data.source", "accel_data.loader", "accel_data.loader"),
     Step("accel_data.loader", "accel_ops.conversion", "accel_data.loader"),
-    Step("accel_data.plan", "accel_data.dispatched", "accel_data.dispatched"),
-    Step("accel_data.dispatched", "accel_data.dispatcher", "accel_data.dispatcher"),
-    Step("accel_data.dispatcher", "accel_data.postal", "accel_data.dispatcher"),
-    Step("accel_data.postal", "accel_state.transport", "accel_data.postal"),
-    Step("accel_state.transport", "accel_ops.conversion", "accel_data.dispatcher"),
+    Step("accel_data.source", "accel_data.dispatch", "accel_data.dispatch"),
+    Step("accel_data.dispatch", "accel_ops.pending", "accel_data.dispatch"),
+    Step("accel_ops.pending", "accel_state.transport", "accel_ops.posted"),
+    Step("accel_state.transport", "accel_ops.conversion", "accel_data.dispatch"),
     Step("accel_plugins.strategy", "accel_torch.step", "accel_torch.step"),
     Step("accel_torch.metrics", "accel_ops.collectives", "accel_torch.metrics"),
 )
-_BETWEEN = frozenset({"accel_data.postal", "accel_ops"})
-"""The sender that a loader has, and the package whose names are gathered at its top."""
+_BETWEEN = frozenset({"accel_ops.pending", "accel_ops"})
+"""What sends for a loader, and the package whose names are gathered at its top."""
 
 _OF_THE_SCRIPT = (
     Arrow("accel_ops.conversion", _SCRIPT),

@@ -374,9 +374,9 @@ def test_dispatcher_made_directly_skips_batches() -> None:
 
 def test_what_cannot_be_dispatched_is_refused() -> None:
     with fresh():
-        with pytest.raises(Conflict, match="Dispatching to 2"):
+        with pytest.raises(Conflict, match="Cannot dispatch to 2"):
             prepared(DataLoader(range(6)), num_processes=2, process_index=0)
-        with pytest.raises(SettingError, match="one equal part"):
+        with pytest.raises(SettingError, match="one equal shard"):
             prepared(DataLoader(range(6), batch_size=None), split_batches=True)
 
 

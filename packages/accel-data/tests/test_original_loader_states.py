@@ -144,7 +144,7 @@ def test_what_the_originals_main_process_read_ahead_is_not_taken_for_a_position(
 @pytest.mark.parametrize("state", [{}, {"epoch": 3, "model": {}}])
 def test_what_is_no_state_of_a_loader_is_refused(state: dict[str, Any]) -> None:
     loader = prepared(DataLoader(range(21), batch_size=2))
-    with pytest.raises(CheckpointError, match="It is none of a loader"):
+    with pytest.raises(CheckpointError, match="It is not the state of a loader"):
         loader.load_state_dict(state)
 
 

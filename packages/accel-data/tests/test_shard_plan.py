@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_data.plan import ShardPlan
+from accel_data.sharding import ShardPlan
 
 
 def walked(plan: ShardPlan) -> list[list[list[int]]]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_data import Padding, drop_padding
-from accel_data.padding import LastOfStep, Marked, MarkingCollate
+from accel_data.padding import PaddedBatch, PaddingCollate, PaddingMarker
 
 Output = namedtuple("Output", ["logits", "label"])
 
@@ -60,14 +60,14 @@ def test_counts_by_process() -> None:
 @pytest.mark.parametrize("collate", [list, tuple])
 def test_the_mark_moves_from_the_last_sample_to_the_batch(collate: Any) -> None:
     padding = Padding(3, 2, 2)
-    marking = MarkingCollate(collate)
+    marking = PaddingCollate(collate)
     assert marking([1, 2]) == collate([1, 2])
-    marked = marking([1, LastOfStep(2, padding)])
-    assert type(marked) is Marked
+    marked = marking([1, PaddingMarker(2, padding)])
+    assert type(marked) is PaddedBatch
     assert (marked.batch, marked.padding) == (collate([1, 2]), padding)
 
 
 def test_a_single_sample_is_real_as_a_whole_or_not_at_all() -> None:
-    marked = MarkingCollate(lambda sample: sample)(LastOfStep([1, 2, 3], Padding(1, 1, 2)))
+    marked = PaddingCollate(lambda sample: sample)(PaddingMarker([1, 2, 3], Padding(1, 1, 2)))
     assert marked.batch == [1, 2, 3]
     assert (marked.padding.of(0), marked.padding.of(1)) == (None, 0)

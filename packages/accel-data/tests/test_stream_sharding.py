@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import DataLoaderDispatcher, DataLoaderShard, drop_padding, prepare_data_loader, skip_first_batches
-from accel_data.streams import own_part
+from accel_data.streams import own_shard
 from accel_ops import gather
 from accel_state import PartialState
 from accel_state.errors import Conflict, DataError, ShapeMismatch
@@ -270,10 +270,10 @@ def test_the_rest_of_an_epoch_of_own_streams(two: Processes, workers: int) -> No
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_number_of_shards_that_does_not_divide_evenly_is_left_to_dispatching(processes: int) -> None:
     whole = Files(*[range(3)] * 4)
-    part = own_part(whole, processes, 1, "auto")
+    part = own_shard(whole, processes, 1, "auto")
     assert (part is None) == (processes == 3)
-    assert own_part(whole, processes, 1, "dispatch") is None
-    assert own_part(whole, processes, 1, "already") is whole
+    assert own_shard(whole, processes, 1, "dispatch") is None
+    assert own_shard(whole, processes, 1, "already") is whole
 
 
 def test_a_function_divides_streams_only() -> None:

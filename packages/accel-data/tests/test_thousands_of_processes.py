@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from accel_data import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
-from accel_data.plan import ShardPlan
-from accel_data.rounds import rounds
+from accel_data.dispatch import global_steps
+from accel_data.sharding import ShardPlan
 from accel_data.testing.streams import Stream
 
 KINDS = ("sequential", "random", "seedable", "replacement", "walked", "custom")
@@ -120,12 +120,12 @@ def test_what_the_main_process_reads_for_all(
 ) -> None:
     samples = torch.arange((batches - 1) * size + min(last, size))
     real: list[int] = []
-    for step in rounds(iter(samples.split(size)), processes, False, drop_last):
-        assert len(step.parts) == processes
-        for index, part in enumerate(step.parts):
+    for step in global_steps(iter(samples.split(size)), processes, False, drop_last):
+        assert len(step.batches) == processes
+        for index, part in enumerate(step.batches):
             real += part[: len(part) if step.padding is None else step.padding.of(index)].tolist()
         if step.padding is not None:
-            assert len({len(part) for part in step.parts}) == 1
+            assert len({len(part) for part in step.batches}) == 1
     dropped = len(real) if drop_last and batches % processes else len(samples)
     assert real == samples[:dropped].tolist()
     assert len(samples) - len(real) < size * processes

@@ -1,22 +1,20 @@
-"""A loader around another one: torch and users take it for a `DataLoader`, and it shows all that the inner one has."""
+"""A loader around another one: torch and users take it for a `DataLoader`, and it shows all attributes of the inner."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from accel_data.stateful import stateful_loader_class
 from accel_state.errors import NotOffered
 
-__all__ = ("DataLoaderAdapter", "opened", "rebuilt")
+__all__ = ("DataLoaderAdapter",)
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """Holds a `DataLoader` and shows its attributes as its own.
+    """Holds an inner `DataLoader` and shows its attributes as its own.
 
     Args:
         dataset: the data set.
@@ -25,7 +23,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         kwargs: of `torch.utils.data.DataLoader`.
 
     Attributes:
-        base_dataloader: the loader that is held.
+        base_dataloader: the inner loader.
         dl_state_dict: what `state_dict` returned last.
 
     Raises:
@@ -43,12 +41,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.hold(loader_class(dataset, batch_sampler=batch_sampler, **kwargs), use_stateful_dataloader)
 
     def hold(self, base: DataLoader[Any], use_stateful_dataloader: bool = False) -> None:
-        """Take the loader that this one is around."""
+        """Set the inner loader."""
         self.__dict__.update(base_dataloader=base, use_stateful_dataloader=use_stateful_dataloader)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the loader that is held, so that `isinstance` answers for both."""
+        """The class of the inner loader, so that `isinstance` answers for both."""
         return type(self.__dict__.get("base_dataloader", self))
 
     def __copy__(self) -> DataLoaderAdapter:
@@ -63,7 +61,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self.__dict__
 
     def __getattr__(self, name: str) -> Any:
-        # While a copy or a pickle is being put together nothing is held yet.
+        # A copy or a pickle that is being made has no inner loader yet.
         if name.startswith("__") or "base_dataloader" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.base_dataloader, name)
@@ -82,9 +80,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Where the loader stands.
 
         Raises:
-            NotOffered: the loader that is held knows no position.
+            NotOffered: the inner loader does not know its position.
         """
-        self.dl_state_dict = self._standing()
+        self.dl_state_dict = self._state()
         self.adjust_state_dict_for_prefetch()
         return self.dl_state_dict
 
@@ -92,17 +90,17 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Continue where `state_dict` says.
 
         Raises:
-            NotOffered: the loader that is held knows no position.
+            NotOffered: the inner loader does not know its position.
         """
         self._positioned().load_state_dict(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` in place before it is returned; for subclasses.
 
-        Nothing has to be corrected here: positions count what the loop received, not what was read ahead.
+        This class corrects nothing: positions count what the loop received, not what was read ahead.
         """
 
-    def _standing(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._positioned().state_dict()
         return state
 
@@ -110,8 +108,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         base = self.base_dataloader
         if not hasattr(base, "state_dict"):
             raise NotOffered(
-                f"The position of a {type(base).__name__} was to be saved or loaded.",
-                "Only torchdata's StatefulDataLoader and prepared loaders know theirs.",
+                f"Cannot save or load the position of a {type(base).__name__}.",
+                "Only torchdata's StatefulDataLoader and prepared loaders know their position.",
                 "Give use_stateful_dataloader=True, or prepare the loader.",
             )
         return base
@@ -121,28 +119,3 @@ def _made_of(kind: type[DataLoaderAdapter], attributes: dict[str, Any]) -> DataL
     loader = kind.__new__(kind)
     loader.__dict__.update(attributes)
     return loader
-
-
-def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A loader like another one, of the same class and with all it carries, in which some attributes are others.
-
-    Torch refuses to change the sampler of a loader that exists; this makes a new one whose workers are not started.
-    """
-    other = copy.copy(loader)
-    vars(other).update(changes, _iterator=None)
-    return other
-
-
-def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
-    """Begin to read through a loader, drawing from the process's generator what a run that was not interrupted draws.
-
-    Loading processes that stay are started in the first epoch of such a run, and torch draws a seed for them there;
-    where a run that was resumed starts them later, their seed is drawn from a generator of its own.
-    """
-    if epoch == 0 or not loader.persistent_workers or loader.generator is not None or loader._iterator is not None:
-        return iter(loader)
-    loader.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
-    try:
-        return iter(loader)
-    finally:
-        loader.generator = None

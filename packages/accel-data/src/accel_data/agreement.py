@@ -1,50 +1,46 @@
-"""Processes with streams of their own, of which nobody knows the length, taking the same number of steps.
+"""Processes with streams of their own, whose lengths nobody knows, taking the same number of steps.
 
-At every step each process says how many samples it has for the next one, and how many of these its own sampler did not
-add. Whoever has run out takes part with samples from its beginning, all of them marked as added, until the last process
-has run out too.
+At every step each process announces how many samples it has for the next one, and how many of them its own sampler did
+not add. A process whose stream has ended goes on with samples from its beginning, all of them marked as added, until
+the stream of every process has ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
-from torch.utils.data import DataLoader
-
-from accel_data.order import Draw, Draws
-from accel_data.padding import Marked, Padding
+from accel_data.batch_codec import cut, join, samples_in
+from accel_data.order import RNGState
+from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
-from accel_data.samplers import batching_of
-from accel_data.seeding import SampleSeed
-from accel_data.slicing import cut, join, samples_in
-from accel_data.sources import Source, first_batches
+from accel_data.sharding import Padding, batching_of
+from accel_data.source import Source, WrappedSource, first_batches
 from accel_data.stateful import is_finished
-from accel_state import current
+from accel_ops.pending import PendingCall, start_all_gather_bytes
 from accel_state.errors import DataError
-from accel_state.protocol import PendingCall, start_all_gather_bytes
 
 __all__ = ("AgreedSource", "in_step")
 
 _OVER: Final = object()
 _FAILED: Final = -1
-"""Told in place of a size by a process that could not read."""
+"""What a process that could not read announces in place of a size."""
 
 _SIZES: Final = struct.Struct("<qq")
 """Samples of the next batch, and how many of them are real."""
 
 
-class AgreedSource:
-    """Batches out of a source that is this process's own already.
+class AgreedSource(WrappedSource):
+    """Batches out of a source that is this process's own shard already.
 
     Args:
         inner: gives this process's batches.
         processes: how many have such a source.
         even: let all take the same number of steps, with batches of one size in each.
-        drop_last: end when the first process runs out.
-        ranks: by part of the data, a process that reads it; none where the others are not there to agree with.
+        drop_last: end as soon as the stream of one process ends.
+        ranks: by shard of the data, a process that reads it; empty where this process cannot reach the others.
         real: samples of an epoch of this process before those that its own sampler adds; None when it adds none.
     """
 
@@ -57,14 +53,19 @@ class AgreedSource:
         ranks: Sequence[int],
         real: int | None = None,
     ) -> None:
-        self.inner = inner
-        self.base: DataLoader[Any] = inner.base
-        self.processes = processes
+        super().__init__(inner)
         self.even = even
         self.drop_last = drop_last
         self.ranks = ranks
         self.real = real
-        self._asking: _Asking | None = None
+        self._processes = processes
+        # Of the epoch that was opened last.
+        self._reader: _AgreeingReader | None = None
+
+    @property
+    def processes(self) -> int:
+        """See `Source`."""
+        return self._processes
 
     @property
     def step_size(self) -> int | None:
@@ -73,56 +74,13 @@ class AgreedSource:
         return None if size is None else size * self.processes
 
     @property
-    def sample_seed(self) -> SampleSeed | None:
-        """See `Source`."""
-        return self.inner.sample_seed
-
-    @property
-    def draws(self) -> Draws:
-        """See `Source`."""
-        return self.inner.draws
-
-    @property
     def counts_steps(self) -> bool:
         """True: the processes have no order in common."""
         return True
 
     @property
-    def index(self) -> int:
-        """See `Source`."""
-        return self.inner.index
-
-    def names(self) -> Iterable[Any] | None:
-        """See `Source`."""
-        return self.inner.names()
-
-    def named(self, own: bool = False) -> AgreedSource:
-        """See `Source`."""
-        return self._over(self.inner.named(own=True))
-
-    def missing_from_len(self) -> int:
-        """See `Source`."""
-        return self.inner.missing_from_len()
-
-    def length(self) -> int | None:
-        """None: it is not known what the others have."""
-        return None
-
-    def remainder(self, start: int | None) -> int:
-        """-1: it is not known what the others have."""
-        return -1
-
-    def shortage(self) -> str | None:
-        """None: it is not known what the others have."""
-        return None
-
-    def steps(self, at: Position | None) -> int | None:
-        """None: it is not known what the others have."""
-        return None
-
-    @property
     def pads(self) -> bool:
-        """See `Source`."""
+        """False: which batches are padded is agreed on step by step."""
         return False
 
     @property
@@ -130,113 +88,103 @@ class AgreedSource:
         """See `Source`."""
         return not self.even or self.drop_last
 
-    def open(self, at: Position | None) -> Iterator[Any]:
+    def length(self) -> int | None:
+        """None: this process does not know what the others have."""
+        return None
+
+    def remainder(self, start: int | None) -> int:
+        """-1: this process does not know what the others have."""
+        return -1
+
+    def shortage(self) -> str | None:
+        """None: this process does not know what the others have."""
+        return None
+
+    def steps(self, at: Position | None) -> int | None:
+        """None: this process does not know what the others have."""
+        return None
+
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         """See `Source`."""
         inner = self.inner
         size, own = inner.step_size, None
         if at is not None:
             own = dataclasses.replace(at, samples=None if size is None else at.steps * size)
-        self._asking = None
+        self._reader = None
         if not self.even or self.processes == 1 or not self.ranks:
-            return inner.open(own)
-        steps = inner.skipped()[0] if at is None else at.steps
-        head = next(iter(first_batches(inner, 1)), None) if steps else None
+            return inner.open(own, replay)
+        steps, head = inner.skipped()[0] if at is None else at.steps, None
+        if steps:
+            first, replay = first_batches(inner, 1, replay)
+            head = next(iter(first), None)
         single, base = batching_of(self.base) is None, None if at is None else at.base
         real = None if self.real is None or size is None else self.real - steps * size
         if base is not None and is_finished(base):
-            self._asking = _Asking(iter(()), self.ranks, single, lambda: base, real)
+            self._reader = _AgreeingReader(iter(()), self.ranks, single, lambda: base, real)
         else:
-            self._asking = _Asking(inner.open(own), self.ranks, single, inner.base_state, real)
-        return in_step(self._asking, self.drop_last, head)
+            self._reader = _AgreeingReader(inner.open(own, replay), self.ranks, single, inner.base_state, real)
+        return in_step(self._reader, self.drop_last, head)
 
     @property
     def padded(self) -> Collection[int]:
-        """None of them: see `padding`."""
+        """None of them: padded batches carry their padding."""
         return ()
 
     def padding(self, number: int) -> Padding | None:
-        """None: batches that were filled up carry their own marks."""
+        """None: padded batches carry their padding."""
         return None
-
-    def upcoming(self, restored: Draw | None = None) -> Draw | None:
-        """See `Source`."""
-        return self.inner.upcoming(restored)
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `Source`."""
-        self.inner.set_epoch(epoch)
-
-    def skipping(self, steps: int) -> AgreedSource:
-        """See `Source`."""
-        return self._over(self.inner.skipping(steps))
-
-    def _over(self, inner: Source) -> AgreedSource:
-        return AgreedSource(inner, self.processes, self.even, self.drop_last, self.ranks, self.real)
 
     def skipped(self) -> tuple[int, int | None]:
         """See `Source`."""
         steps, samples = self.inner.skipped()
         return steps, None if samples is None else samples * self.processes
 
-    @property
-    def continues_from_base(self) -> bool:
+    def with_sample_ids(self, own: bool = False) -> AgreedSource:
         """See `Source`."""
-        return self.inner.continues_from_base
+        return self.over(self.inner.with_sample_ids(own=True))
 
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""
-        return self.inner.base_state() if self._asking is None else self._asking.base_given
+        return self.inner.base_state() if self._reader is None else self._reader.base_given
 
     @property
     def self_contained(self) -> bool:
-        """See `Source`."""
+        """False: the number of steps depends on the other processes."""
         return False
 
-    def identity(self) -> str:
-        """See `Source`."""
-        return self.inner.identity()
 
-    def obstacle(self) -> str | None:
-        """See `Source`."""
-        return self.inner.obstacle()
-
-    def foreign_obstacle(self) -> str | None:
-        """See `Source`."""
-        return self.inner.foreign_obstacle()
-
-
-def in_step(asking: _Asking, drop_last: bool, head: Any = None) -> Iterator[Any]:
+def in_step(reader: _AgreeingReader, drop_last: bool, head: Any = None) -> Iterator[Any]:
     """The batches of one process, as many as the process that has most of them.
 
     Args:
-        asking: reads them and tells the others.
+        reader: reads them and announces their sizes.
         drop_last: as many as the process that has fewest of them instead.
         head: the first batch of the epoch; that of `batches` when None.
 
     Raises:
-        DataError: a process has no sample at all, so it cannot take part; or another process could not read.
+        DataError: a process has no sample at all; or another process could not read.
     """
-    asking.ask()
+    reader.read()
     try:
         while True:
-            batch, sizes, real = asking.answers()
+            batch, sizes, real = reader.answers()
             if not any(sizes) or (drop_last and not all(sizes)):
                 return
             if head is None:
-                _check_all_have(sizes, asking.ranks)
+                _check_all_have(sizes, reader.ranks)
                 head = batch
-            asking.ask()
-            yield _filled(batch, head, max(sizes), real, asking.single)
+            reader.read()
+            yield _filled(batch, head, max(sizes), real, reader.single)
     finally:
-        asking.answers(fails=False)
+        reader.answers(fails=False)
 
 
-class _Asking:
-    """Reads one batch ahead and learns what the others have read.
+class _AgreeingReader:
+    """Reads one batch ahead and exchanges its size with the other processes.
 
     Args:
         batches: this process's own.
-        ranks: by part of the data, the process whose answer counts.
+        ranks: by shard of the data, the process whose answer counts.
         single: what comes are samples that are not batched.
         base_state: what torchdata needs to continue after the batch that was read last.
         real: how many samples are to come before those that the process's sampler adds; None when it adds none.
@@ -251,20 +199,19 @@ class _Asking:
         real: int | None,
     ) -> None:
         self.batches = batches
-        self.transport = current.process_or_start().transport
         self.ranks = ranks
         self.single = single
         self.base_state = base_state
         self.real = real
         self.base_read: dict[str, Any] | None = None
         self.base_given: dict[str, Any] | None = None
-        self.posted: PendingCall | None = None
-        self.told: list[tuple[int, int]] = []
+        self.pending: PendingCall | None = None
+        self.announced: list[tuple[int, int]] = []
         self.batch: Any = None
         self.failure: Exception | None = None
 
-    def ask(self) -> None:
-        """Read the next batch, which lets the one before count as given out, and start telling the others its size."""
+    def read(self) -> None:
+        """Read the next batch, so that the one before counts as given out, and start to announce its size."""
         try:
             self.base_given = self.base_read
             self.batch = next(self.batches, _OVER)
@@ -273,7 +220,7 @@ class _Asking:
             mine = _SIZES.pack(size, self._count(size))
         except Exception as error:
             self.failure, mine = error, _SIZES.pack(_FAILED, 0)
-        self.posted = start_all_gather_bytes(self.transport, "DataLoader.__next__", mine)
+        self.pending = start_all_gather_bytes(mine, "DataLoader.__next__")
 
     def _size(self) -> int:
         if self.batch is _OVER:
@@ -289,16 +236,16 @@ class _Asking:
         return real
 
     def answers(self, fails: bool = True) -> tuple[Any, list[int], list[int]]:
-        """The batch, or what says that there is none; its size in each part of the data; and what of it is real."""
-        if self.posted is not None:
-            posted, self.posted = self.posted, None
-            self.told = [_SIZES.unpack(row) for row in posted.wait()]
-        sizes, real = [size for size, _ in self.told], [real for _, real in self.told]
+        """The batch, or `_OVER`; its size in each shard of the data; and how many samples of each are real."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self.announced = [_SIZES.unpack(row) for row in pending.wait()]
+        sizes, real = [size for size, _ in self.announced], [real for _, real in self.announced]
         if fails and self.failure is not None:
             raise self.failure
         if fails and _FAILED in sizes:
             raise DataError(
-                "The next batch of streams that the processes read each for itself was asked for.",
+                "Cannot get the next batch of streams that every process reads for itself.",
                 f"Process {sizes.index(_FAILED)} could not read its stream.",
                 f"Look at the error of process {sizes.index(_FAILED)}.",
             )
@@ -309,22 +256,21 @@ def _check_all_have(sizes: list[int], ranks: Sequence[int]) -> None:
     if not all(sizes):
         without = [rank for rank, size in zip(ranks, sizes, strict=True) if not size]
         raise DataError(
-            "An epoch of streams that the processes read each for itself was begun.",
+            "Cannot begin an epoch of streams that every process reads for itself.",
             f"The stream of process {without[0]} has no sample, so it cannot take part in any step.",
-            "Divide the stream into parts that all have samples, use fewer processes, or set even_batches=False.",
+            "Divide the stream into shards that all have samples, use fewer processes, or set even_batches=False.",
         )
 
 
 def _filled(batch: Any, head: Any, wanted: int, real: list[int], single: bool) -> Any:
-    """The batch, or samples from the beginning in its place, with the mark that says what was added."""
+    """The batch, or samples from the beginning in its place, with its padding."""
     if all(count == wanted for count in real):
         return batch
     if single:
-        return Marked(
-            head if batch is _OVER else batch, Padding.by_process([None if count else 0 for count in real], 0)
-        )
+        padding = Padding.by_process([None if count else 0 for count in real], 0)
+        return PaddedBatch(head if batch is _OVER else batch, padding)
     size = 0 if batch is _OVER else samples_in(batch) or 0
     if size < wanted:
         filler = cut(join([head] * (wanted // (samples_in(head) or 1) + 1)), 0, wanted - size)
         batch = join([batch, filler]) if size else filler
-    return Marked(batch, Padding.by_process(real, wanted))
+    return PaddedBatch(batch, Padding.by_process(real, wanted))

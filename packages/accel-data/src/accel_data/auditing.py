@@ -1,4 +1,4 @@
-"""Which samples an epoch gives to which process: each once, as was promised, or not."""
+"""`audit`: which samples an epoch gives to which process, and whether it gives each of them once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from accel_data.loader import PreparedLoader
 from accel_data.mesh import coordinates
-from accel_data.prepared import PreparedLoader
 from accel_data.progress import Progress
 from accel_ops.objects import gather_object
 from accel_ops.rng import restore, snapshot
@@ -23,14 +23,14 @@ __all__ = ("Audit", "audit")
 class Audit:
     """What an epoch gives.
 
-    Samples are named by their index; those of a stream that every process reads by "loading process:position";
-    those of a stream that is divided at its source by their contents, so equal samples count as one.
+    The id of a sample is its index. In a stream that every process reads it is "DataLoader worker:position"; in a
+    stream that is divided at its source it is a digest of the contents, so equal samples count as one.
 
     Args:
         per_process: number of samples that each process gets, without those that were added.
-        added: samples that fill up steps, over all processes.
+        added: samples that complete steps, over all processes.
         twice: samples that came more than once.
-        missing: samples that did not come, as far as it is known that there are such.
+        missing: samples that did not come, as far as their ids are known.
     """
 
     per_process: tuple[int, ...]
@@ -45,45 +45,45 @@ class Audit:
 
 
 def audit(loader: Any, *others: Any) -> Audit:
-    """Walk the epoch that comes next, on all processes, without reading the samples of a data set with indices.
+    """Go through the epoch that comes next, on all processes, without reading the samples of a data set with indices.
 
-    The loader stays where it is, and no generator advances. All processes have to call it.
+    The position of the loader stays, and no generator advances. All processes have to call it.
 
     Args:
         loader: a prepared loader.
-        others: those of further processes, where one process plays all of them.
+        others: those of further processes, when one process simulates them.
 
     Raises:
-        UnknownKind: it is no prepared loader.
+        UnknownKind: it is not a prepared loader.
 
     Example:
         >>> assert audit(train_loader).exact
     """
-    parts = [_walk(part) for part in (loader, *others)]
+    shards = [_ids_of(shard) for shard in (loader, *others)]
     if not others and _shared(loader):
-        parts = _one_of_each(gather_object([(_index(loader), parts[0])]))
-    counted = Counter(name for names, _ in parts for name in names)
+        shards = _one_of_each(gather_object([(_index(loader), shards[0])]))
+    counted = Counter(sample for ids, _ in shards for sample in ids)
     return Audit(
-        per_process=tuple(len(names) for names, _ in parts),
-        added=sum(added for _, added in parts),
-        twice=tuple(sorted(name for name, count in counted.items() if count > 1)),
+        per_process=tuple(len(ids) for ids, _ in shards),
+        added=sum(added for _, added in shards),
+        twice=tuple(sorted(sample for sample, count in counted.items() if count > 1)),
         missing=_missing(loader, counted),
     )
 
 
-def _walk(loader: Any) -> tuple[list[Hashable], int]:
-    """Names of the samples of one process, and how many were added."""
+def _ids_of(loader: Any) -> tuple[list[Hashable], int]:
+    """Ids of the samples of one process, and how many were added."""
     if not isinstance(loader, PreparedLoader):
         raise UnknownKind(
-            f"audit was called with a {type(loader).__name__}.",
-            "Only a prepared loader knows how its samples are divided.",
+            f"Cannot audit a {type(loader).__name__}.",
+            "Only a prepared loader knows how its samples are sharded.",
             "Give what prepare or prepare_data_loader returned.",
         )
     source, generators, gradient = loader.source, snapshot(), current.gradient()
-    drawn, again = source.upcoming(), source.draws.again
+    upcoming = source.upcoming_rng()
     shadow: Any = loader.auditing(Progress(loader.progress.epoch), GradientState.of(GradientAccumulationPlugin()))
-    shadow.source.draws.again = again
-    names: list[Hashable] = []
+    shadow.progress.replay = loader.progress.replay
+    ids: list[Hashable] = []
     added = 0
     try:
         for batch in shadow:
@@ -91,14 +91,14 @@ def _walk(loader: Any) -> tuple[list[Hashable], int]:
             padding = shadow.progress.padding
             real = None if padding is None else padding.of(_index(loader))
             kept = given if real is None else given[:real]
-            names += kept
+            ids += kept
             added += len(given) - len(kept)
     finally:
         current.set_gradient(gradient)
         restore(generators)
-        if drawn is not None:
-            source.upcoming(drawn)
-    return names, added
+        if upcoming is not None:
+            source.upcoming_rng(upcoming)
+    return ids, added
 
 
 def _shared(loader: Any) -> bool:
@@ -107,7 +107,7 @@ def _shared(loader: Any) -> bool:
 
 
 def _index(loader: Any) -> int:
-    """Which part of the data this process gets."""
+    """Which shard of the data this process gets."""
     if not _shared(loader):
         return int(loader.source.index)
     process = current.process_or_start()
@@ -115,19 +115,19 @@ def _index(loader: Any) -> int:
 
 
 def _one_of_each(gathered: list[tuple[int, Any]]) -> list[Any]:
-    """One process for each part of the data, in order."""
+    """One process for each shard of the data, in order."""
     by_index = dict(reversed(gathered))
     return [by_index[index] for index in sorted(by_index)]
 
 
 def _missing(loader: Any, counted: Counter[Hashable]) -> tuple[Any, ...]:
-    expected = loader.source.names()
+    expected = loader.source.sample_ids()
     if expected is not None:
-        return tuple(name for name in expected if name not in counted)
+        return tuple(sample for sample in expected if sample not in counted)
     last: dict[str, int] = {}
-    for name in counted:
-        worker, found, position = str(name).partition(":")
+    for sample in counted:
+        worker, found, position = str(sample).partition(":")
         if found:
             last[worker] = max(last.get(worker, -1), int(position))
-    places = (f"{worker}:{position}" for worker, end in last.items() for position in range(end))
-    return tuple(place for place in places if place not in counted)
+    ids = (f"{worker}:{position}" for worker, end in last.items() for position in range(end))
+    return tuple(sample for sample in ids if sample not in counted)

@@ -1,4 +1,4 @@
-"""How an Accelerator prepares its loaders: the one object that holds these choices."""
+"""`DataLoaderConfiguration`: how an Accelerator prepares its loaders."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class DataLoaderConfiguration:
     """How loaders are prepared.
 
     Args:
-        split_batches: cut each batch of the script's loader into one part per process, so that its batch size is the
+        split_batches: cut each batch of the script's loader into one shard per process, so that its batch size is the
             global one; otherwise it is that of one process.
-        dispatch_batches: let the main process read every batch and send the others their part; None does so for
+        dispatch_batches: let the main process read every batch and send the others their shard; None does so for
             streams that cannot be divided at their source.
-        even_batches: fill up the last step with samples from the beginning, so that all processes have equal batches.
-        use_seedable_sampler: shuffle by seed and epoch alone, whatever else uses random numbers.
+        even_batches: complete the last step with samples from the beginning, so that all processes have equal batches.
+        use_seedable_sampler: shuffle by seed and epoch alone, whatever else draws random numbers.
         data_seed: seed of that sampler; torch's initial seed when None.
         non_blocking: let copies to the device overlap with what follows.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader` and restore the position after a load.
@@ -46,7 +46,7 @@ class DataLoaderConfiguration:
 
     Raises:
         Conflict: two of the choices contradict each other.
-        Missing: torchdata is needed and not installed.
+        Missing: torchdata is not installed.
         SettingError: there is no such way of sharding.
     """
 
@@ -66,26 +66,26 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         check_sharding(self.sharding, self.dispatch_batches)
         if self.use_stateful_dataloader:
-            TORCHDATA.demand("use_stateful_dataloader=True was asked for.")
+            TORCHDATA.demand("Cannot use use_stateful_dataloader=True.")
 
 
 def check_sharding(sharding: Sharding, dispatch_batches: bool | None) -> None:
     """Refuse a way of sharding that does not exist, or that `dispatch_batches` contradicts.
 
     Raises:
-        Conflict: one of the two asks for dispatching, the other for something else.
+        Conflict: one of the two means dispatching, the other does not.
         SettingError: there is no such way of sharding.
     """
     if not callable(sharding) and sharding not in SHARDINGS:
         near = closest(str(sharding), SHARDINGS)
         raise SettingError(
-            f"sharding={sharding!r} was asked for.",
+            f"Cannot use sharding={sharding!r}.",
             f"It has to be one of {', '.join(SHARDINGS)}, or a function.",
             f"Did you mean {near!r}?" if near else "Leave it at 'auto' unless the stream is special.",
         )
     if dispatch_batches is not None and sharding != "auto" and dispatch_batches != (sharding == "dispatch"):
         raise Conflict(
-            f"sharding={sharding!r} and dispatch_batches={dispatch_batches} were asked for.",
-            "One of them has the main process read all batches, the other has every process read its own.",
+            f"Cannot combine sharding={sharding!r} with dispatch_batches={dispatch_batches}.",
+            "With one of them the main process reads all batches, with the other every process reads its own.",
             "Leave dispatch_batches at None and let sharding decide.",
         )

@@ -2,33 +2,524 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.feed import fed
-from accel_data.indexed import MapSource
-from accel_data.padding import Marked
-from accel_data.prepared import END, PreparedLoader
-from accel_data.progress import Position, Progress
-from accel_data.samplers import BatchSamplerShard, batching_of
-from accel_data.self_contained import SelfContained
-from accel_data.sources import Source
-from accel_data.stateful import is_stateful, knows_its_order
-from accel_data.streamed import StreamSource
+from accel_data.accelerate_compat import is_torchdata_state, position_in
+from accel_data.adapter import DataLoaderAdapter
+from accel_data.batch_codec import samples_in
+from accel_data.order import RNGState
+from accel_data.padding import PaddedBatch
+from accel_data.progress import EpochInfo, Position, Progress
+from accel_data.sharding import BatchSamplerShard, batching_of, innermost_sampler
+from accel_data.source import MapSource, SelfContainedSource, Source
+from accel_data.stateful import knows_its_order
+from accel_data.stream_source import StreamSource
 from accel_ops.conversion import send_to_device
+from accel_ops.rng import restore, snapshot, synchronize_rng_states
+from accel_state import current
+from accel_state.errors import CheckpointError, CollectiveError, DataError
 from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 
-__all__ = ("DataLoaderShard", "source_of")
+__all__ = (
+    "NO_BATCH",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "DeviceTransfer",
+    "LoaderOptions",
+    "PreparedLoader",
+    "source_of",
+    "transferred",
+)
+
+P = TypeVar("P", bound="PreparedLoader")
+V = TypeVar("V")
+
+NO_BATCH: Final = object()
+"""The end of an epoch, in place of a batch."""
+
+_VERSION: Final = 1
+_ENOUGH: Final = "Check what was selected or filtered, use fewer processes, or leave even_batches on and drop_last off."
+_REPEATABLE: Final = (
+    "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or leave restoring off and call "
+    "skip_first_batches."
+)
+_OURS: Final = "accel_data."
+"""Modules whose data sets wrap one of the script."""
+_WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
+"""How torch's message begins when a DataLoader worker died or does not answer."""
+
+
+class DeviceTransfer(Protocol):
+    """Brings the batches of an epoch to the device: in threads, for example, or with a signal where a step ends.
+
+    A backend sets `PreparedLoader.device_transfer` for devices that need more than a copy. The transfer sees batches
+    alone, so a loader keeps account of its position in the loop's own time.
+
+    Example:
+        >>> def plain(pairs, ahead):
+        ...     for batch, rest in pairs:
+        ...         yield batch.to("cpu"), rest
+    """
+
+    def __call__(self, pairs: Iterator[tuple[Any, Any]], ahead: bool) -> Iterator[tuple[Any, Any]]:
+        """The pairs in their order, the tensors of their first halves on the device; the second halves unchanged.
+
+        The next pair is read when the loop has finished with the batch before the last one that was given.
+
+        Args:
+            pairs: (batch, what travels with it). What it raises must be raised from here, after the pairs before.
+            ahead: whether another thread may read it, any number of pairs ahead.
+        """
+
+
+def transferred(
+    items: Iterator[Any],
+    transfer: DeviceTransfer,
+    ahead: bool,
+    batch_of: Callable[[Any], Any],
+    replaced: Callable[[Any, Any], Any],
+) -> Iterator[Any]:
+    """Items that carry batches, with these on the device.
+
+    Args:
+        items: what a loader reads.
+        transfer: brings batches to the device.
+        ahead: whether another thread may read the items.
+        batch_of: the batch of an item.
+        replaced: the item with another batch.
+    """
+    pairs = ((batch_of(item), item) for item in items)
+    for batch, item in transfer(pairs, ahead):
+        yield replaced(item, batch)
+
+
+class DataLoaderStateMixin:
+    """What every prepared loader knows: where it stands, and whose gradient accumulation follows it.
+
+    Attributes:
+        progress: where it stands.
+        gradient_state: learns when the loader enters and leaves iteration.
+    """
+
+    progress: Progress
+    gradient_state: GradientState
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch given out last is the last one of the epoch."""
+        return self.progress.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown."""
+        return self.progress.remainder
+
+    @property
+    def iteration(self) -> int:
+        """Number of the epoch that runs or comes next."""
+        return self.progress.epoch
+
+    def reset(self) -> None:
+        """Forget how the last iteration ended."""
+        self.progress.end_of_dataloader = False
+        self.progress.remainder = -1
+
+    def begin(self) -> None:
+        """Enter iteration."""
+        self.gradient_state.begin(self)
+
+    def end(self) -> None:
+        """Leave iteration."""
+        self.gradient_state.finish(self)
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a prepared loader treats its batches and its position.
+
+    Args:
+        device: where batches are moved to; None leaves them where they are.
+        rng_types: generators made equal on all processes when an iteration begins; see `synchronize_rng_states`.
+        synchronized_generator: the one meant by "generator".
+        skip_batches: batches left out at the beginning of every epoch.
+        skips: whether the script gave a position by hand, so that none is restored.
+        restores: whether `load_state_dict` restores the position.
+        torch_device_mesh: kept for readers.
+    """
+
+    device: torch.device | None = None
+    rng_types: Sequence[str | RNGType] | None = None
+    synchronized_generator: torch.Generator | None = None
+    skip_batches: int = 0
+    skips: bool = False
+    restores: bool = False
+    torch_device_mesh: Any = None
+    _drop_last: bool = False
+    _non_blocking: bool = False
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader over a source that gives this process's shard.
+
+    The fields of `LoaderOptions` are attributes too.
+
+    Attributes:
+        source: gives this process's batches.
+        between_batches: called before each batch is read for the loop, which has finished with the one before; with
+            True before the first of an epoch.
+        device_transfer: brings batches to the device in its own way; None copies each when its turn comes.
+    """
+
+    source: Source
+    device: torch.device | None
+    rng_types: Sequence[str | RNGType] | None
+    synchronized_generator: torch.Generator | None
+    skip_batches: int
+    skips: bool
+    restores: bool
+    torch_device_mesh: Any
+    between_batches: Callable[[bool], None] | None = None
+    device_transfer: DeviceTransfer | None = None
+    _non_blocking: bool
+
+    @classmethod
+    def around(
+        cls: type[P],
+        source: Source,
+        options: LoaderOptions,
+        use_stateful_dataloader: bool = False,
+        gradient_state: GradientState | None = None,
+        progress: Progress | None = None,
+    ) -> P:
+        """A loader over a source that is sharded already.
+
+        Args:
+            source: gives this process's batches.
+            options: of the loader.
+            use_stateful_dataloader: whether the source reads through torchdata.
+            gradient_state: of the Accelerator that the loader belongs to; the current one when None.
+            progress: where the loader stands; at the beginning when None.
+        """
+        loader = cls.__new__(cls)
+        loader._read_from(source, options, use_stateful_dataloader, gradient_state, progress)
+        return loader
+
+    def _read_from(
+        self,
+        source: Source,
+        options: LoaderOptions,
+        use_stateful_dataloader: bool,
+        gradient_state: GradientState | None,
+        progress: Progress | None,
+    ) -> None:
+        self.hold(source.base, use_stateful_dataloader)
+        vars(self).update(
+            vars(options),
+            source=source,
+            gradient_state=gradient_state or GradientState(),
+            progress=progress or Progress(),
+        )
+
+    def _options(self, **changes: Any) -> LoaderOptions:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderOptions)}
+        return LoaderOptions(**own | changes)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        at, replay = self.progress.take_start()
+        if self.skips:
+            # A position that was given by hand counts from the beginning of the epoch.
+            at = None
+        resumed = at is not None or replay is not None
+        before = snapshot() if resumed else None
+        if self.rng_types and not resumed:
+            synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
+        self.begin()
+        try:
+            info = self._begin_epoch(at)
+            batches = self._open(at, replay)
+            first = self._next(batches)
+            if before is not None:
+                # What the run draws at the beginning of an epoch it had drawn before it was saved.
+                restore(before)
+            if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
+                raise self._error("cannot begin an epoch.", "It gave no sample.", _ENOUGH)
+            steps = self._give_out(batches, first)
+            between = self.between_batches
+            given = yield from (steps if between is None else _with_pauses(steps, between))
+            wrong = self._wrong_length(info, given)
+            self.progress.finish()
+            if wrong is not None:
+                raise wrong
+        except GeneratorExit:
+            if self.progress.end_of_dataloader:
+                self.gradient_state.left = self
+            raise
+        finally:
+            self.end()
+
+    def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
+        """The batches for the loop, keeping `progress` up to date; returns how many they were."""
+        raise NotImplementedError
+
+    def _begin_epoch(self, at: Position | None) -> EpochInfo:
+        source, progress = self.source, self.progress
+        source.set_epoch(progress.epoch)
+        steps, samples = source.skipped() if at is None else (at.steps, at.samples)
+        info = self._epoch_info(at, samples)
+        if info.shortage is not None:
+            raise self._error("cannot begin an epoch.", info.shortage, _ENOUGH)
+        progress.begin(steps, samples, source.step_size, info.length, info.remainder)
+        return info
+
+    def _epoch_info(self, at: Position | None, samples: int | None) -> EpochInfo:
+        source = self.source
+        return EpochInfo(source.length(), source.remainder(samples), source.steps(at), source.shortage())
+
+    def _open(self, at: Position | None, replay: RNGState | None) -> Iterator[Any]:
+        return self.source.open(at, replay)
+
+    def _count_last(self, batch: Any) -> None:
+        """Learn the remainder from the last batch, where one process reads all samples and no length gave it before."""
+        size = self.source.step_size
+        if self.source.processes > 1 or not size or self.progress.remainder >= 0:
+            return
+        count = samples_in(batch)
+        if count is not None and count <= size:
+            self.progress.remainder = count % size
+
+    def _wrong_length(self, info: EpochInfo, given: int) -> DataError | None:
+        """What is wrong with the length that was reported, now that every batch was given out."""
+        promised, remainder = info.batches, info.remainder
+        if promised is None:
+            return None
+        padding, obstacle = self.progress.padding, ""
+        real = padding.total if padding else 0 if self.source.pads else -1
+        if given != promised:
+            obstacle = f"It gave this process {given} batches; by its length they should have been {promised}."
+        elif real >= 0 <= remainder != real:
+            obstacle = f"Its last step had {real or 'all'} samples; by its length they should have been {remainder}."
+        remedy = "Let len() of the data set, the sampler or the batch sampler say how many come, or leave it out."
+        return self._error("the epoch does not have the reported length.", obstacle, remedy) if obstacle else None
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches, NO_BATCH)
+        except IndexError as error:
+            raise self._error(
+                "cannot get the next batch.",
+                f"An index that the sampler gave is not in the data set: {error}",
+                "Check that the data set's __len__ and the sampler agree with what __getitem__ can give.",
+            ) from error
+        except (CollectiveError, DataError) as error:
+            raise type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy) from error
+        except RuntimeError as error:
+            if not str(error).startswith(_WORKER_ERRORS):
+                raise
+            raise self._error(
+                "cannot get the next batch.",
+                f"A DataLoader worker died or did not answer: {error}",
+                "Look for what ended it (memory, a crash in __getitem__), or try num_workers=0.",
+            ) from error
+
+    def _error(self, asked: str, obstacle: str, remedy: str) -> DataError:
+        return DataError(f"{self._name()}: {asked}", obstacle, remedy)
+
+    def _name(self) -> str:
+        process = current.process_or_none()
+        where = "" if process is None else f"Process {process.rank} of {process.world_size}, "
+        dataset: Any = self.dataset
+        while type(dataset).__module__.startswith(_OURS) and hasattr(dataset, "dataset"):
+            dataset = dataset.dataset
+        return f"{where}loader over {type(dataset).__name__} in epoch {self.progress.epoch}"
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self.source.missing_from_len(), 0)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of all processes in one step."""
+        size = self.source.step_size or getattr(self.batch_sampler, "step_size", None)
+        if size is None:
+            raise DataError(
+                f"{self._name()}: cannot compute its total batch size.",
+                "Its batch sampler has no batch size.",
+                "Give the batch sampler a batch_size attribute.",
+            )
+        return int(size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of an epoch of all processes together, without padding."""
+        length = self.source.length()
+        return len(self.dataset) if length is None else length  # type: ignore[arg-type]
+
+    def get_sampler(self) -> Any:
+        """The sampler that gives single indices, or None."""
+        batching = batching_of(self.base_dataloader)
+        if batching is not None:
+            return innermost_sampler(batching)
+        # A loader without batches reads through a sampler of ours that takes single indices out of batches of one.
+        shard = getattr(self.sampler, "shard", None)
+        return self.sampler if shard is None else innermost_sampler(shard)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler that gives single indices.
+
+        Raises:
+            DataError: the loader reads a stream, which has no sampler.
+        """
+        below: Any = batching_of(self.base_dataloader)
+        if below is None:
+            below = getattr(self.base_dataloader.sampler, "shard", None)
+        while hasattr(below, "batch_sampler"):
+            below = below.batch_sampler
+        if below is None or isinstance(self.base_dataloader.dataset, IterableDataset):
+            raise self._error(
+                "cannot replace its sampler.",
+                "It has no sampler that gives indices of a data set.",
+                "Prepare a DataLoader over a data set with indices, or make another stream.",
+            )
+        below.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of epoch number `epoch`.
+
+        A position that is to be restored stays when it is one of that epoch.
+        """
+        if epoch != self.progress.epoch:
+            following = self.progress.following if epoch == self.progress.epoch + 1 else None
+            self.progress.replay = self.progress.following = None
+            self.progress.move_to(epoch)
+            if following is not None:
+                self.source.upcoming_rng(following)
+        self.source.set_epoch(epoch)
+
+    def skipping(self: P, steps: int) -> P:
+        """A loader without the first `steps` batches of its epochs; both share their position."""
+        options = self._options(skip_batches=self.skip_batches + steps, skips=True)
+        stateful, source = self.use_stateful_dataloader, self.source.skipping(steps)
+        other = type(self).around(source, options, stateful, self.gradient_state, self.progress)
+        other.between_batches, other.device_transfer = self.between_batches, self.device_transfer
+        return other
+
+    def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
+        """A loader over sample ids, with a progress and a gradient state of its own; see `audit`."""
+        options = self._options(device=None)
+        return type(self).around(self.source.with_sample_ids(), options, False, gradient, progress)
+
+    def _kept(self) -> dict[str, Any]:
+        # A pickle leaves out what belongs to the run.
+        return {name: value for name, value in vars(self).items() if name not in ("between_batches", "device_transfer")}
+
+    def _state(self) -> dict[str, Any]:
+        """Plain values and tensors, equal on all processes, except torchdata's.
+
+        torchdata's own state is part of it, so that its loader and the original library can continue from there. A
+        state of torchdata's that is complete is returned alone.
+        """
+        source, progress = self.source, self.progress
+        theirs = progress.final_base or progress.base if progress.resume is None else progress.resume.base
+        if source.self_contained and (theirs or progress.resume is None):
+            return dict(theirs or source.base_state() or {})
+        begun = source.last_rng.state if progress.steps else source.upcoming_rng()
+        position = progress.resume or progress.position(progress.replay or begun)
+        if not source.continues_from_base:
+            position = dataclasses.replace(position, base=None)
+        obstacle = source.obstacle() if self.restores and position.steps else None
+        if obstacle is not None:
+            raise CheckpointError(
+                f"{self._name()}: cannot save a position that can be restored.",
+                obstacle,
+                _REPEATABLE,
+            )
+        # After its last batch an epoch draws nothing more, so the next one begins with the present random state.
+        following = source.upcoming_rng() if progress.steps and progress.end_of_dataloader else progress.following
+        return {
+            **(theirs or {}),
+            "version": _VERSION,
+            **position.state_dict(),
+            "sampler": source.identity(),
+            "processes": source.processes,
+            "step_size": source.step_size,
+            "length": source.length(),
+            "following": following.state_dict() if following is not None else None,
+            "sample_seed": None if source.sample_seed is None else source.sample_seed.seed,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the epoch of `state_dict`.
+
+        The next iteration has that epoch's order. It begins at the position where the loader restores positions; else
+        at the beginning, and `skip_first_batches` leads to the position. A state of the original library does not hold
+        the number of the epoch: it is the one given to `set_epoch`, or the one that comes next.
+
+        Raises:
+            CheckpointError: the loader restores positions, and cannot restore this one exactly.
+        """
+        if is_torchdata_state(state_dict):
+            epoch = self.progress.epoch
+            if self.restores:
+                self.progress.move_to(epoch, position_in(state_dict, self.source, epoch, self._name()))
+            return
+        position = Position.from_state_dict(state_dict)
+        same = state_dict["sampler"] == self.source.identity()
+        if self.source.sample_seed is not None and state_dict["sample_seed"] is not None:
+            self.source.sample_seed.seed = state_dict["sample_seed"]
+        resumes = self.restores and position.steps > 0
+        if resumes:
+            self._check_restorable(state_dict)
+        rng_state = position.rng_state if same else None
+        following = state_dict.get("following") if same else None
+        self.progress.following = None if following is None else RNGState.from_state_dict(following)
+        self.progress.replay = rng_state if position.steps else None
+        if rng_state is not None and not position.steps:
+            self.source.upcoming_rng(rng_state)
+        self.progress.move_to(position.epoch, position if resumes else None)
+
+    def _check_restorable(self, state: Mapping[str, Any]) -> None:
+        source = self.source
+        obstacle = source.obstacle()
+        if state["sampler"] != source.identity():
+            obstacle = f"It was saved with {state['sampler']}; this loader has {source.identity()}."
+        elif state["length"] != source.length():
+            obstacle = f"It was saved over {state['length']} samples; this loader has {source.length()}."
+        elif source.counts_steps and (state["processes"], state["step_size"]) != (source.processes, source.step_size):
+            obstacle = (
+                f"Its position is in steps of {state['step_size']} samples on {state['processes']} processes; this "
+                f"loader has steps of {source.step_size} on {source.processes}."
+            )
+        if obstacle is not None:
+            raise CheckpointError(
+                f"{self._name()}: cannot restore its position in epoch {state['epoch']}.",
+                obstacle,
+                _REPEATABLE,
+            )
+
+
+def _with_pauses(steps: Generator[Any, None, int], between: Callable[[bool], None]) -> Generator[Any, None, int]:
+    """The same batches, with a call before each."""
+    between(True)
+    while True:
+        try:
+            batch = next(steps)
+        except StopIteration as end:
+            given: int = end.value
+            return given
+        yield batch
+        between(False)
 
 
 class DataLoaderShard(PreparedLoader):
-    """Gives this process's batches and keeps account of where it stands.
+    """Gives this process's batches and keeps account of its position.
 
-    Made by `prepare_data_loader`; made directly, its data set and samplers are taken as this process's own.
+    `prepare_data_loader` makes it. A script that makes it directly gives it this process's own data set and samplers.
 
     Args:
         dataset: the data set.
@@ -63,43 +554,40 @@ class DataLoaderShard(PreparedLoader):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         source = source_of(self.base_dataloader)
-        source = source.skipping(skip_batches) if skip_batches else source
-        self.hold(source.base, use_stateful_dataloader)
-        self._set(
-            source,
-            device=device,
-            rng_types=rng_types,
-            synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches,
+        options = LoaderOptions(
+            device,
+            rng_types,
+            synchronized_generator,
+            skip_batches,
             skips=skip_batches > 0,
             restores=restore_position or use_stateful_dataloader,
-            gradient_state=gradient,
-            progress=Progress(iteration),
             torch_device_mesh=torch_device_mesh,
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
         )
+        source = source.skipping(skip_batches) if skip_batches else source
+        self._read_from(source, options, use_stateful_dataloader, gradient, Progress(iteration))
 
-    def _open(self, at: Position | None) -> Iterator[Any]:
-        batches, feed = super()._open(at), self.feed
-        if is_stateful(self.base_dataloader):
+    def _open(self, at: Position | None, replay: RNGState | None) -> Iterator[Any]:
+        batches, transfer = super()._open(at, replay), self.device_transfer
+        if self.source.has_base_state:
             batches = _with_states(batches, self.source)
-        if feed is None:
+        if transfer is None:
             return batches
         # What another thread reads ahead must not draw from this process's generators.
-        return fed(batches, feed, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
+        return transferred(batches, transfer, self.base_dataloader.num_workers > 0, _batch_of, _replaced)
 
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
         progress, source = self.progress, self.source
         padded = source.padded
         device, non_blocking, fetch = self.device, self._non_blocking, self._next
         current, number = first, 0
-        while current is not END:
+        while current is not NO_BATCH:
             padding, base = source.padding(number) if padded else None, None
-            if type(current) is Marked:
+            if type(current) is PaddedBatch:
                 padding, base = current.padding or padding, current.base
                 current = current.batch
-            # Moved before the next one is read, so that a copy to the device overlaps with reading.
+            # The copy to the device begins before the next batch is read, so that both overlap.
             stays = device is None or lies_on(current, device)
             batch = current if stays else send_to_device(current, device, non_blocking)
             current = fetch(batches)
@@ -107,7 +595,7 @@ class DataLoaderShard(PreparedLoader):
             progress.steps += 1
             progress.base = base
             progress.padding = padding
-            if current is END:
+            if current is NO_BATCH:
                 progress.end_of_dataloader = True
                 progress.final_base = source.base_state()
                 if padding is not None and padding.total >= 0:
@@ -118,24 +606,24 @@ class DataLoaderShard(PreparedLoader):
         return number
 
 
-def _with_states(batches: Iterator[Any], source: Source) -> Iterator[Marked]:
+def _with_states(batches: Iterator[Any], source: Source) -> Iterator[PaddedBatch]:
     """The batches, each with torchdata's state after it, which the next one changes."""
     for batch in batches:
-        marked = batch if type(batch) is Marked else Marked(batch, None)
-        marked.base = source.base_state()
-        yield marked
+        padded = batch if type(batch) is PaddedBatch else PaddedBatch(batch, None)
+        padded.base = source.base_state()
+        yield padded
 
 
 def _batch_of(item: Any) -> Any:
-    return item.batch if type(item) is Marked else item
+    return item.batch if type(item) is PaddedBatch else item
 
 
 def _replaced(item: Any, batch: Any) -> Any:
-    return Marked(batch, item.padding, item.base) if type(item) is Marked else batch
+    return PaddedBatch(batch, item.padding, item.base) if type(item) is PaddedBatch else batch
 
 
 def lies_on(batch: Any, device: torch.device) -> bool:
-    """Whether a tensor, or a flat dict or sequence of tensors, is on a device: quicker to see than to move it there."""
+    """Whether a tensor, or a flat dict or sequence of tensors, is on a device; checking is quicker than moving."""
     kind = type(batch)
     if kind is torch.Tensor:
         return bool(batch.device == device)
@@ -153,8 +641,8 @@ def source_of(loader: DataLoader[Any]) -> Source:
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, 1, loader.batch_size, self_contained=contained)
     if contained:
-        return SelfContained(loader)
+        return SelfContainedSource(loader)
     batching = batching_of(loader)
     if isinstance(batching, BatchSamplerShard):
         return MapSource(loader, batching)
-    return MapSource.over(loader, BatchSamplerShard(batching or BatchSampler(loader.sampler, 1, False)))
+    return MapSource.reading(loader, BatchSamplerShard(batching or BatchSampler(loader.sampler, 1, False)))

@@ -15,7 +15,7 @@ _DATA_AXES: Final = ("dp", "fsdp")
 
 
 def data_coordinates(mesh: Any) -> tuple[int, int]:
-    """Number of different parts of the data on a mesh, and which of them is this process's.
+    """Number of different shards of the data on a mesh, and which of them is this process's.
 
     Axes are data axes when their name begins with "dp" or "fsdp"; processes along all other axes (tensor, context,
     sequence, pipeline) work on the same samples.
@@ -27,11 +27,11 @@ def data_coordinates(mesh: Any) -> tuple[int, int]:
         SettingError: its dimensions have no names.
     """
     count = math.prod(mesh.size(axis) for axis in _data_axes(mesh))
-    return count, _part_at(mesh, [mesh.get_local_rank(axis) for axis in range(mesh.ndim)])
+    return count, _shard_at(mesh, [mesh.get_local_rank(axis) for axis in range(mesh.ndim)])
 
 
 def coordinates(mesh: Any, world_size: int) -> list[int]:
-    """By rank, which part of the data it gets; with no mesh every process gets a part of its own.
+    """By rank, which shard of the data it gets; without a mesh every process gets a shard of its own.
 
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions over all processes, or None.
@@ -39,30 +39,30 @@ def coordinates(mesh: Any, world_size: int) -> list[int]:
     """
     if mesh is None:
         return list(range(world_size))
-    parts = [0] * world_size
+    shards = [0] * world_size
     for place in itertools.product(*(range(size) for size in mesh.mesh.shape)):
-        parts[int(mesh.mesh[place])] = _part_at(mesh, place)
-    return parts
+        shards[int(mesh.mesh[place])] = _shard_at(mesh, place)
+    return shards
 
 
 def first_of_each(mesh: Any, world_size: int) -> list[int]:
-    """By part of the data, the first process that gets it; arguments as those of `coordinates`."""
-    parts = coordinates(mesh, world_size)
-    return [parts.index(part) for part in range(max(parts) + 1)]
+    """By shard of the data, the first process that gets it; arguments as those of `coordinates`."""
+    shards = coordinates(mesh, world_size)
+    return [shards.index(shard) for shard in range(max(shards) + 1)]
 
 
 def _data_axes(mesh: Any) -> list[int]:
     if mesh.mesh_dim_names is None:
         raise SettingError(
-            "A loader for the processes of a device mesh was asked for.",
+            "Cannot shard a loader between the processes of this device mesh.",
             "Its dimensions have no names, so nothing says which processes get the same data.",
             "Make the mesh with mesh_dim_names, where the names of data axes begin with dp or fsdp.",
         )
     return [axis for axis, name in enumerate(mesh.mesh_dim_names) if name.startswith(_DATA_AXES)]
 
 
-def _part_at(mesh: Any, place: Sequence[int]) -> int:
-    part = 0
+def _shard_at(mesh: Any, place: Sequence[int]) -> int:
+    shard = 0
     for axis in _data_axes(mesh):
-        part = part * int(mesh.size(axis)) + place[axis]
-    return part
+        shard = shard * int(mesh.size(axis)) + place[axis]
+    return shard

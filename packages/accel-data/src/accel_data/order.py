@@ -1,7 +1,8 @@
-"""The global order of an epoch: drawn once from a sampler, and drawn again when an epoch is resumed.
+"""The global order of an epoch: a sampler draws it once, and it can be replayed when an epoch is resumed.
 
-Torch's own samplers give an order that can be sliced at any position; every other sampler has to be walked. Only exact
-classes are sliced: a subclass may do anything in its `__iter__`.
+Torch's own samplers and `SeedableRandomSampler` give an order that can be sliced at any position. Every other sampler
+is a custom sampler, and its indices have to be enumerated. Only exact classes are sliced, because a subclass may do
+anything in its `__iter__`.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 __all__ = (
-    "Draw",
-    "Draws",
+    "LastRNG",
     "Order",
     "Permuted",
-    "begin",
-    "begin_walk",
+    "RNGState",
+    "SeedableRandomSampler",
+    "begin_epoch",
+    "can_replay",
     "decided_by_epoch",
     "has_own_state",
     "is_stock_batching",
     "permutation",
-    "register",
-    "repeatable",
+    "replaying",
     "restore_generator",
     "torchdata_sampler",
-    "upcoming",
+    "upcoming_rng",
 )
 
 _FIRST_CHUNK: Final = 16
 _CHUNK: Final = 1024
 _SMALL: Final = 100_000_000
-"""Far below where torch shuffles in another way."""
+"""Far below the size at which torch changes its shuffling algorithm."""
 
 
 class Order(Protocol):
@@ -56,7 +57,7 @@ class Order(Protocol):
 
 
 class Ascending:
-    """0, 1, 2, ... up to a length."""
+    """The order 0, 1, 2, ... up to a length."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -77,10 +78,10 @@ class Ascending:
 
 
 class Permuted:
-    """Indices in a tensor, turned into Python numbers a thousand slices at a time.
+    """Indices in a tensor, converted to Python integers a thousand slices at a time.
 
     Args:
-        indices: 1-d.
+        indices: of shape (samples,).
         when_exhausted: what the stock sampler does at the end of its epoch.
     """
 
@@ -111,9 +112,40 @@ class Permuted:
             self._when_exhausted()
 
 
+class SeedableRandomSampler(RandomSampler):
+    """Shuffles by `initial_seed + epoch` alone, so the order of an epoch is the same in every run and on every process.
+
+    Args:
+        args: of `torch.utils.data.RandomSampler`.
+        data_seed: the seed of epoch 0; torch's initial seed when None.
+        kwargs: of `torch.utils.data.RandomSampler`.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = 0
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+
+    def __iter__(self) -> Iterator[int]:
+        self.seeded_generator()
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def seeded_generator(self) -> torch.Generator:
+        """The sampler's generator in its state before the epoch."""
+        if self.generator is None:
+            self.generator = torch.Generator()
+        generator: torch.Generator = self.generator
+        return generator.manual_seed(self.initial_seed + self.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iteration as epoch number `epoch`."""
+        self.epoch = epoch
+
+
 @dataclass(frozen=True)
-class Draw:
-    """What an epoch's order was drawn from, enough to draw it again.
+class RNGState:
+    """The random state that decides the order of an epoch, enough to replay it.
 
     Args:
         kind: "fixed" (always the same), "seed" (of a generator made for the epoch), "seeded" (seed and epoch),
@@ -129,60 +161,59 @@ class Draw:
         return {"kind": self.kind, "value": self.value}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Draw:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RNGState:
         """The inverse of `state_dict`."""
         return cls(state["kind"], state["value"])
 
 
-_UNKNOWN: Final = Draw("unknown")
+_UNKNOWN: Final = RNGState("unknown")
 
 
-class Draws:
-    """The last draw of a sampler, and the one to repeat in its next epoch; shared by all who read the same sampler."""
+class LastRNG:
+    """The random state behind the epoch that was begun last; shared by all that read the same sampler."""
 
-    __slots__ = ("again", "last")
+    __slots__ = ("state",)
 
     def __init__(self) -> None:
-        self.last: Draw | None = None
-        self.again: Draw | None = None
+        self.state: RNGState | None = None
 
 
-def begin(sampler: Iterable[int], draws: Draws) -> Order | Iterator[int]:
-    """Begin an epoch: its order, or an iterator where the sampler has to be walked.
+def begin_epoch(sampler: Iterable[int], last: LastRNG, replay: RNGState | None = None) -> Order | Iterator[int]:
+    """Begin an epoch: its order, or an iterator over the indices of a custom sampler.
 
     Args:
         sampler: gives indices.
-        draws: told what was drawn; holds the draw to repeat, if any.
+        last: receives the random state of this epoch.
+        replay: the random state to begin from; the sampler draws a new one when None.
     """
-    again, draws.again = draws.again, None
-    order, draws.last = _STOCK.get(type(sampler), _walk)(sampler, again)
+    order, last.state = _STOCK.get(type(sampler), _enumerated)(sampler, replay)
     return order
 
 
 @contextmanager
-def begin_walk(batch_sampler: Any, sampler: Any, draws: Draws) -> Iterator[None]:
-    """Begin an epoch of a batch sampler that is walked.
+def replaying(batch_sampler: Any, sampler: Any, last: LastRNG, replay: RNGState | None = None) -> Iterator[None]:
+    """Begin an epoch of a custom batch sampler, which is iterated inside the block.
 
     Args:
-        batch_sampler: about to be iterated inside the block.
+        batch_sampler: gives batches of indices.
         sampler: the one below that gives single indices, or None.
-        draws: told what was drawn; holds the draw to repeat, if any.
+        last: receives the random state of this epoch.
+        replay: the random state to begin from; the samplers draw a new one when None.
     """
-    again, draws.again = draws.again, None
     source = batch_sampler if sampler is None or _controls_itself(batch_sampler) else sampler
     if type(source) is not RandomSampler or source.generator is not None:
-        draws.last = _NOTES.get(type(source), _note)(source, again)
+        last.state = _rng_of(source, replay)
         yield
         return
-    draws.last, source.generator = _seeded_generator(again)
+    last.state, source.generator = _seeded_generator(replay)
     try:
         yield
     finally:
         source.generator = None
 
 
-def repeatable(batch_sampler: Any, sampler: Any) -> bool:
-    """Whether an epoch of this sampler, or of this batch sampler above it, can be drawn again after a resume.
+def can_replay(batch_sampler: Any, sampler: Any) -> bool:
+    """Whether an epoch of this sampler, or of this batch sampler above it, can be replayed after a resume.
 
     Args:
         batch_sampler: a custom one, or None.
@@ -196,62 +227,60 @@ def repeatable(batch_sampler: Any, sampler: Any) -> bool:
 
 
 def decided_by_epoch(sampler: Any) -> bool:
-    """Whether the number of the epoch, with what the sampler was made with, is all that its order depends on."""
-    return type(sampler) in _BY_EPOCH
+    """Whether the order of a sampler depends on its arguments and the number of the epoch alone."""
+    return type(sampler) in (SequentialSampler, SeedableRandomSampler)
 
 
-def upcoming(batch_sampler: Any, sampler: Any, restored: Draw | None = None) -> Draw | None:
-    """What the next epoch will be drawn from; None where that is decided when it begins.
+def upcoming_rng(batch_sampler: Any, sampler: Any, restored: RNGState | None = None) -> RNGState | None:
+    """The random state of the next epoch; None where the sampler decides it when the epoch begins.
 
     Args:
         batch_sampler: a custom one, or None.
         sampler: the one that gives single indices, or None.
-        restored: what it shall be drawn from.
+        restored: set the samplers to this state first.
     """
     source = batch_sampler if batch_sampler is not None and _controls_itself(batch_sampler) else sampler
-    draw = _UNKNOWN if source is None else _NOTES.get(type(source), _note)(source, restored)
-    return None if draw is _UNKNOWN else draw
+    state = _UNKNOWN if source is None else _rng_of(source, restored)
+    return None if state is _UNKNOWN else state
 
 
 def _controls_itself(sampler: Any) -> bool:
     return has_own_state(sampler) or isinstance(_generator(sampler), torch.Generator)
 
 
-def register(
-    sampler_class: type,
-    start: Callable[[Any, Draw | None], tuple[Order | Iterator[int], Draw]],
-    note: Callable[[Any, Draw | None], Draw],
-) -> None:
-    """Tell of an exact sampler class, whose order the epoch decides, how its epoch is begun.
-
-    Args:
-        sampler_class: the class.
-        start: begins an epoch, as drawn before if a draw is given.
-        note: what an epoch is drawn from, for when something above the sampler is walked.
-    """
-    _STOCK[sampler_class] = start
-    _NOTES[sampler_class] = note
-    _BY_EPOCH.add(sampler_class)
+def _sequential(sampler: SequentialSampler, replay: RNGState | None) -> tuple[Order, RNGState]:
+    return Ascending(len(sampler)), RNGState("fixed")
 
 
-def _sequential(sampler: SequentialSampler, again: Draw | None) -> tuple[Order, Draw]:
-    return Ascending(len(sampler)), Draw("fixed")
-
-
-def _random(sampler: RandomSampler, again: Draw | None) -> tuple[Order | Iterator[int], Draw]:
+def _random(sampler: RandomSampler, replay: RNGState | None) -> tuple[Order | Iterator[int], RNGState]:
     generator = sampler.generator
     if generator is not None:
-        draw = restore_generator(generator, again)
+        state = restore_generator(generator, replay)
     else:
-        draw, generator = _seeded_generator(again)
+        state, generator = _seeded_generator(replay)
     size = len(sampler.data_source)
     if sampler.replacement or sampler.num_samples != size:
         with_generator = copy.copy(sampler)
         with_generator.generator = generator
-        return iter(with_generator), draw
-    # Torch's sampler draws a second permutation when it has run out; the next epoch of a kept generator depends on it.
+        return iter(with_generator), state
+    # Torch's sampler draws a second permutation when it is exhausted; the next epoch of a kept generator depends on it.
     after = None if sampler.generator is None else lambda: permutation(size, generator)
-    return Permuted(permutation(size, generator), after), draw
+    return Permuted(permutation(size, generator), after), state
+
+
+def _seeded(sampler: SeedableRandomSampler, replay: RNGState | None) -> tuple[Order | Iterator[int], RNGState]:
+    state = _seed_and_epoch(sampler, replay)
+    size = len(sampler.data_source)
+    if sampler.replacement or sampler.num_samples != size:
+        return iter(sampler), state
+    following = sampler.epoch + 1
+    return Permuted(permutation(size, sampler.seeded_generator()), lambda: sampler.set_epoch(following)), state
+
+
+def _seed_and_epoch(sampler: SeedableRandomSampler, replay: RNGState | None) -> RNGState:
+    if replay is not None and replay.kind == "seeded":
+        sampler.initial_seed, sampler.epoch = replay.value["seed"], replay.value["epoch"]
+    return RNGState("seeded", {"seed": sampler.initial_seed, "epoch": sampler.epoch})
 
 
 def permutation(size: int, generator: torch.Generator) -> torch.Tensor:
@@ -259,43 +288,46 @@ def permutation(size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randperm(size, generator=generator, dtype=torch.int32 if size < _SMALL else torch.int64)
 
 
-def _walk(sampler: Iterable[int], again: Draw | None) -> tuple[Iterator[int], Draw]:
-    draw = _note(sampler, again)
-    return iter(sampler), draw
+def _enumerated(sampler: Iterable[int], replay: RNGState | None) -> tuple[Iterator[int], RNGState]:
+    state = _rng_of(sampler, replay)
+    return iter(sampler), state
 
 
-def _note(sampler: Any, again: Draw | None) -> Draw:
+def _rng_of(sampler: Any, replay: RNGState | None) -> RNGState:
+    """The random state that a sampler begins its next epoch from, after setting it to `replay` if one is given."""
+    if type(sampler) is SeedableRandomSampler:
+        return _seed_and_epoch(sampler, replay)
     if has_own_state(sampler):
-        if again is not None and again.kind == "sampler":
-            sampler.load_state_dict(again.value)
-        return Draw("sampler", copy.deepcopy(sampler.state_dict()))
+        if replay is not None and replay.kind == "sampler":
+            sampler.load_state_dict(replay.value)
+        return RNGState("sampler", copy.deepcopy(sampler.state_dict()))
     generator = _generator(sampler)
     if isinstance(generator, torch.Generator):
-        return restore_generator(generator, again)
+        return restore_generator(generator, replay)
     return _UNKNOWN
 
 
-def _seeded_generator(again: Draw | None) -> tuple[Draw, torch.Generator]:
-    repeats = again is not None and again.kind == "seed"
-    # The draw that torch's sampler makes, so that a prepared loader shuffles as the plain one does.
-    seed = again.value if again and repeats else int(torch.empty((), dtype=torch.int64).random_().item())
-    return Draw("seed", seed), torch.Generator().manual_seed(seed)
+def _seeded_generator(replay: RNGState | None) -> tuple[RNGState, torch.Generator]:
+    repeats = replay is not None and replay.kind == "seed"
+    # Torch's sampler draws its seed in the same way, so a prepared loader shuffles like the plain one.
+    seed = replay.value if replay and repeats else int(torch.empty((), dtype=torch.int64).random_().item())
+    return RNGState("seed", seed), torch.Generator().manual_seed(seed)
 
 
-def restore_generator(generator: torch.Generator, again: Draw | None) -> Draw:
-    """Set a generator to the state of a draw, if it is one of a generator; the state it then has."""
-    if again is not None and again.kind == "generator":
-        generator.set_state(again.value)
-    return Draw("generator", generator.get_state())
+def restore_generator(generator: torch.Generator, replay: RNGState | None) -> RNGState:
+    """Set a generator to the state of a generator that `replay` holds, if any, and return the state that it has."""
+    if replay is not None and replay.kind == "generator":
+        generator.set_state(replay.value)
+    return RNGState("generator", generator.get_state())
 
 
 def _generator(sampler: object) -> object:
     return getattr(sampler, "generator", None)
 
 
-def has_own_state(part: object) -> bool:
-    """Whether a sampler or a data set tells its state and goes back to it."""
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+def has_own_state(holder: object) -> bool:
+    """Whether a sampler or a data set can save its state and restore it."""
+    return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
 
 
 def is_stock_batching(batch_sampler: object) -> bool:
@@ -308,9 +340,8 @@ def torchdata_sampler(name: str) -> type | None:
     return getattr(sys.modules.get("torchdata.stateful_dataloader.sampler"), name, None)
 
 
-_STOCK: dict[type, Callable[[Any, Draw | None], tuple[Order | Iterator[int], Draw]]] = {
+_STOCK: Final[dict[type, Callable[[Any, RNGState | None], tuple[Order | Iterator[int], RNGState]]]] = {
     SequentialSampler: _sequential,
     RandomSampler: _random,
+    SeedableRandomSampler: _seeded,
 }
-_NOTES: dict[type, Callable[[Any, Draw | None], Draw]] = {}
-_BY_EPOCH: set[type] = {SequentialSampler}

@@ -1,63 +1,26 @@
-"""Which samples of a step were added to make the processes even, so that metrics can leave exactly those out.
+"""How padding travels with a batch, and how metrics leave out exactly the samples that were added.
 
-Added samples always stand at the end of a process's batch.
+Added samples always come last in a process's batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from accel_data.sharding import Padding
 from accel_ops.tree import recursively_apply
 
-__all__ = ("LastOfStep", "Marked", "MarkingCollate", "Padding", "drop_padding")
-
-
-@dataclass(frozen=True)
-class Padding:
-    """How many samples of one global step are real, by process.
-
-    Args:
-        total: real samples of all processes together; -1 when batches are counted, not samples.
-        batch_size: samples of one process, with those that were added.
-        processes: number of processes.
-        counts: real samples by process, None in it for a process whose batch is real as a whole; None when the real
-            samples are the first `total` ones of the step.
-    """
-
-    total: int
-    batch_size: int
-    processes: int
-    counts: tuple[int | None, ...] | None = None
-
-    @classmethod
-    def by_process(cls, counts: Sequence[int | None], batch_size: int) -> Padding:
-        """From the number of real samples of each process."""
-        total = -1 if None in counts else sum(count or 0 for count in counts)
-        return cls(total, batch_size, len(counts), tuple(counts))
-
-    def of(self, process: int) -> int | None:
-        """Real samples of one process; None means all of its batch."""
-        if self.counts is not None:
-            return self.counts[process]
-        return min(max(self.total - process * self.batch_size, 0), self.batch_size)
-
-    def of_single(self) -> Padding:
-        """The same for loaders that do not batch: what each process has is real as a whole, or not at all."""
-        return self.by_process([None if self.of(process) else 0 for process in range(self.processes)], 0)
-
-    def __bool__(self) -> bool:
-        return self.counts is not None or self.total < self.batch_size * self.processes
+__all__ = ("PaddedBatch", "PaddingCollate", "PaddingMarker", "drop_padding")
 
 
 def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None = None) -> Any:
     """What was gathered from all processes at one step, without the samples that were added.
 
-    Tensors hold the processes' parts one after another in their first dimension; those whose parts are no multiple of
-    the batch are left as they are, since their rows are no samples.
+    Tensors hold the rows of the processes one after another in their first dimension. A tensor whose rows per process
+    are no multiple of the batch size stays as it is, since its rows are not samples.
 
     Args:
         gathered: tensors in any nesting.
@@ -75,24 +38,26 @@ def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None 
 def _drop(tensor: torch.Tensor, padding: Padding, full_batch: int | None) -> torch.Tensor:
     if tensor.ndim == 0 or tensor.shape[0] % padding.processes:
         return tensor
-    part = tensor.shape[0] // padding.processes
+    rows = tensor.shape[0] // padding.processes
     size = padding.batch_size
-    if full_batch and part and part % full_batch == 0:
+    if full_batch and rows and rows % full_batch == 0:
         size = full_batch
     elif not padding:
         return tensor
-    if part == 0 or (size and part % size):
+    if rows == 0 or (size and rows % size):
         return tensor
-    rows = part // size if size else 1
+    per_sample = rows // size if size else 1
     kept = [padding.of(process) for process in range(padding.processes)]
-    if all(count is None or count * rows >= part for count in kept):
+    if all(count is None or count * per_sample >= rows for count in kept):
         return tensor
-    parts = torch.split(tensor, part)
-    return torch.cat([own if count is None else own[: count * rows] for own, count in zip(parts, kept, strict=True)])
+    split = torch.split(tensor, rows)
+    return torch.cat(
+        [own if count is None else own[: count * per_sample] for own, count in zip(split, kept, strict=True)]
+    )
 
 
-class LastOfStep:
-    """The last sample of a process's batch in a step that was filled up, on its way to the collate function.
+class PaddingMarker:
+    """The last sample of a process's batch in a padded step, on its way to the collate function.
 
     Args:
         sample: the sample.
@@ -106,8 +71,8 @@ class LastOfStep:
         self.padding = padding
 
 
-class Marked:
-    """A batch with what belongs to it, on its way to the loop.
+class PaddedBatch:
+    """A batch with its padding and the loader's state, on its way to the loop.
 
     Args:
         batch: the batch.
@@ -122,9 +87,9 @@ class Marked:
         self.padding = padding
         self.base = base
 
-    def pin_memory(self, *device: Any) -> Marked:
+    def pin_memory(self, *device: Any) -> PaddedBatch:
         """The same with its tensors in pinned memory; torch's loader calls this."""
-        return Marked(_pinned(self.batch, *device), self.padding)
+        return PaddedBatch(_pinned(self.batch, *device), self.padding)
 
 
 def _pinned(batch: Any, *device: Any) -> Any:
@@ -133,8 +98,8 @@ def _pinned(batch: Any, *device: Any) -> Any:
     return pin_memory(batch, *device)  # type: ignore[no-untyped-call]
 
 
-class MarkingCollate:
-    """A collate function that takes the mark off the last sample and puts it on the batch.
+class PaddingCollate:
+    """A collate function that moves the marker of the last sample to the batch.
 
     Args:
         collate: the loader's own.
@@ -144,9 +109,9 @@ class MarkingCollate:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        if type(samples) is LastOfStep:
-            return Marked(self.collate(samples.sample), samples.padding.of_single())
-        if type(samples) is not list or not samples or type(samples[-1]) is not LastOfStep:
+        if type(samples) is PaddingMarker:
+            return PaddedBatch(self.collate(samples.sample), samples.padding.of_single())
+        if type(samples) is not list or not samples or type(samples[-1]) is not PaddingMarker:
             return self.collate(samples)
         last = samples.pop()
-        return Marked(self.collate([*samples, last.sample]), last.padding)
+        return PaddedBatch(self.collate([*samples, last.sample]), last.padding)

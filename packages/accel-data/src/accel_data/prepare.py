@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import types
+import warnings
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-from accel_data.adapter import rebuilt
 from accel_data.agreement import AgreedSource
 from accel_data.config import Sharding, check_sharding
-from accel_data.dispatched import DispatchedSource
-from accel_data.dispatcher import DataLoaderDispatcher
-from accel_data.divide import Part, Shuffling, divide_indexed, divide_stream
-from accel_data.loader import DataLoaderShard
+from accel_data.dispatch import DataLoaderDispatcher, DispatchedSource
+from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
-from accel_data.prepared import PreparedLoader
-from accel_data.samplers import batching_of, check_split, innermost_sampler
-from accel_data.sources import Source
-from accel_data.stateful import stateful_twin
-from accel_data.streams import own_part
+from accel_data.order import SeedableRandomSampler
+from accel_data.padding import PaddingCollate
+from accel_data.seeding import SampleSeed, SeededStream
+from accel_data.sharding import BatchSamplerShard, batching_of, check_process, check_split, innermost_sampler
+from accel_data.source import MapSource, Source, rebuilt
+from accel_data.stateful import has_state, stateful_twin
+from accel_data.stream_source import StreamSource
+from accel_data.streams import IterableDatasetShard, ResumableShard, own_shard
+from accel_ops.objects import broadcast_object_list
 from accel_state import current
 from accel_state.errors import Conflict, UnknownKind
 from accel_state.gradient import GradientState
@@ -31,6 +42,56 @@ from accel_state.labels import RNGType
 __all__ = ("get_sampler", "prepare_data_loader")
 
 _READ_ONCE: Final = frozenset({types.GeneratorType, map, filter, zip})
+
+_DRAWING: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
+"""Torch's samplers that draw from the generator of the process when they have none of their own."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which shard of the data this process reads.
+
+    Args:
+        processes: how many share the data.
+        index: which of them this is.
+        split: batches are those of all processes together.
+        even: complete the last step.
+        readers: how many processes of the run draw its order together, with those that get the same shard; 1 where
+            each draws for itself.
+    """
+
+    processes: int
+    index: int
+    split: bool = False
+    even: bool = True
+    readers: int = 1
+
+    def __post_init__(self) -> None:
+        check_process(self.processes, self.index)
+
+    @property
+    def shared(self) -> bool:
+        """Whether another process reads in the same order."""
+        return self.processes > 1 or self.readers > 1
+
+
+@dataclass(frozen=True)
+class Shuffling:
+    """How a data set with indices is shuffled.
+
+    Args:
+        seedable: replace torch's `RandomSampler` by one that depends on seed and epoch alone.
+        seed: of that one; torch's initial seed when None.
+        seed_samples: seed the generators for each sample.
+        repeatable: give torch's samplers a generator even in a run of one process, so that an epoch can be replayed.
+        rereads: assume that a stream without a position gives the same samples each time, as torchdata does.
+    """
+
+    seedable: bool = False
+    seed: int | None = None
+    repeatable: bool = False
+    seed_samples: bool = False
+    rereads: bool = False
 
 
 def prepare_data_loader(
@@ -56,10 +117,10 @@ def prepare_data_loader(
     restore_position: bool = False,
     seed_samples: bool = False,
 ) -> DataLoader[Any]:
-    """A loader that gives this process its part of every epoch, on its device.
+    """A loader that gives this process its shard of every epoch, on its device.
 
     Args:
-        dataloader: as the script made it; it stays as it is. A prepared one is returned unchanged.
+        dataloader: as the script made it; it is not changed. A prepared one is returned as it is.
         device: where batches are moved to with `put_on_device`; the process's device when None.
         num_processes: how many processes share the data; all of the run (or of the mesh's data axes) when None.
         process_index: which of them this is.
@@ -73,10 +134,10 @@ def prepare_data_loader(
     The other arguments are the fields of `DataLoaderConfiguration`.
 
     Raises:
-        Conflict: two arguments contradict each other, or the position was to be restored of a stream that has none.
-        Missing: torchdata is needed and not installed.
-        SettingError: a batch cannot be cut into equal parts, or a number is out of range.
-        UnknownKind: it is no `DataLoader`.
+        Conflict: two arguments contradict each other, or `restore_position` is given for a stream without a position.
+        Missing: torchdata is not installed.
+        SettingError: a batch cannot be cut into equal shards, or a number is out of range.
+        UnknownKind: it is not a `DataLoader`.
 
     Example:
         >>> loader = prepare_data_loader(DataLoader(range(10), batch_size=2), num_processes=2, process_index=1)
@@ -87,7 +148,7 @@ def prepare_data_loader(
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise UnknownKind(
-            f"prepare_data_loader was called with a {type(dataloader).__name__}.",
+            f"Cannot prepare a {type(dataloader).__name__} as a loader.",
             "Only a DataLoader can be prepared.",
             "Wrap the data in torch.utils.data.DataLoader first.",
         )
@@ -95,123 +156,121 @@ def prepare_data_loader(
     processes, index = _place(num_processes, process_index, torch_device_mesh)
     world_size = current.process_or_start().world_size
     everyone = torch_device_mesh is not None or processes == world_size
-    part = Part(processes, index, split_batches, even_batches, world_size if everyone else 1)
+    shard = Shard(processes, index, split_batches, even_batches, world_size if everyone else 1)
     base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
-    own = _own_part(base, part, sharding, dispatch_batches)
+    own = _own_shard(base, shard, sharding, dispatch_batches)
     dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, processes, everyone)
     seedable = use_seedable_sampler and not use_configured_sampler
     rereads = use_stateful_dataloader and not restore_position
     shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples, rereads)
-    # A part that is this process's own already is read as it is; so is what the main process reads for all.
-    source, generator = _divided(
-        base if own is None else own, part if own is None and not dispatches else Part(1, 0), shuffling
+    # A loader over this process's own shard is read as it is; so is one that the main process reads for all.
+    source, generator = _sharded(
+        base if own is None else own, shard if own is None and not dispatches else Shard(1, 0), shuffling
     )
     if own is not None:
         together = first_of_each(torch_device_mesh, world_size) if everyone else ()
-        source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, part))
+        source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, shard))
     if (restore_position or use_stateful_dataloader) and isinstance(dataloader.dataset, IterableDataset):
-        wish = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
-        _check_resumable(dataloader.dataset, source, wish)
-    shared = generator if part.shared and own is None and not dispatches else None
-    options: dict[str, Any] = {
-        "device": _device(device) if put_on_device else None,
-        "rng_types": _rng_types(rng_types, shared),
-        "synchronized_generator": shared,
-        "restores": restore_position or use_stateful_dataloader,
-        "use_stateful_dataloader": use_stateful_dataloader,
-        "gradient_state": gradient,
-        "torch_device_mesh": torch_device_mesh,
-        "_drop_last": dataloader.drop_last,
-        "_non_blocking": non_blocking,
-    }
+        option = "restore_position=True" if restore_position else "use_stateful_dataloader=True"
+        _check_resumable(dataloader.dataset, source, option)
+    shared = generator if shard.shared and own is None and not dispatches else None
+    options = LoaderOptions(
+        device=_device(device) if put_on_device else None,
+        rng_types=_rng_types(rng_types, shared),
+        synchronized_generator=shared,
+        restores=restore_position or use_stateful_dataloader,
+        torch_device_mesh=torch_device_mesh,
+        _drop_last=dataloader.drop_last,
+        _non_blocking=non_blocking,
+    )
     if not dispatches:
-        return DataLoaderShard.around(source, **options)
+        return DataLoaderShard.around(source, options, use_stateful_dataloader, gradient)
     if split_batches:
         check_split(getattr(batching_of(dataloader), "batch_size", None), processes)
     steps = DispatchedSource(source, processes, split_batches, _drops_last(dataloader), slice_fn_for_dispatch)
-    return DataLoaderDispatcher.around(steps, **options)
+    return DataLoaderDispatcher.around(steps, options, use_stateful_dataloader, gradient)
 
 
-def _check_resumable(dataset: Any, source: Source, wish: str) -> None:
+def _check_resumable(dataset: Any, source: Source, option: str) -> None:
     """Refuse a stream that could not be continued after a load, before a run depends on it."""
     obstacle = source.obstacle()
     held = next((name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE), None)
     if held is not None and not source.continues_from_base:
-        obstacle = f"The stream holds {held!r}, which can be read once, so that no epoch can be begun again."
+        obstacle = f"The stream holds {held!r}, which can be read once, so no epoch can begin again."
     if obstacle is not None:
         raise Conflict(
-            f"A loader over {source.identity()} was prepared with {wish}.",
+            f"Cannot prepare a loader over {source.identity()} with {option}.",
             obstacle,
-            "Give the stream a method set_epoch(epoch), which says that an epoch gives the same samples again; or "
+            "Give the stream a method set_epoch(epoch), which means that an epoch gives the same samples again; or "
             "state_dict() and load_state_dict(), with use_stateful_dataloader=True; or leave restoring off and call "
             "skip_first_batches.",
         )
 
 
-def _own_part(
-    loader: DataLoader[Any], part: Part, sharding: Sharding, dispatch_batches: bool | None
+def _own_shard(
+    loader: DataLoader[Any], shard: Shard, sharding: Sharding, dispatch_batches: bool | None
 ) -> DataLoader[Any] | None:
-    """A loader over what is this process's own already, or can be made so at the source; None when it cannot."""
-    if dispatch_batches or (part.processes == 1 and not callable(sharding)):
+    """A loader over this process's own shard, where the data are sharded already or at their source; else None."""
+    if dispatch_batches or (shard.processes == 1 and not callable(sharding)):
         return None
     if not isinstance(loader.dataset, IterableDataset):
         if callable(sharding):
             raise Conflict(
-                "A function as sharding was given for a data set with indices.",
-                "It divides streams; indices are divided through the sampler.",
+                "Cannot use a function as sharding for a data set with indices.",
+                "It shards streams; indices are sharded through the sampler.",
                 "Leave sharding at 'auto' for this loader.",
             )
-        return loader if sharding == "already" or _divided_sampler(loader, part.processes) is not None else None
-    dataset = own_part(loader.dataset, part.processes, part.index, sharding)
+        return loader if sharding == "already" or _distributed_sampler(loader, shard.processes) is not None else None
+    dataset = own_shard(loader.dataset, shard.processes, shard.index, sharding)
     if dataset is None:
         return None
-    if not part.split:
+    if not shard.split:
         return rebuilt(loader, dataset=dataset)
-    check_split(loader.batch_size, part.processes)
-    width = (loader.batch_size or 1) // part.processes
+    check_split(loader.batch_size, shard.processes)
+    width = (loader.batch_size or 1) // shard.processes
     batch_sampler = BatchSampler(loader.sampler, width, loader.drop_last)
     return rebuilt(loader, dataset=dataset, batch_size=width, batch_sampler=batch_sampler)
 
 
-def _divided_sampler(loader: DataLoader[Any], processes: int) -> DistributedSampler[Any] | None:
-    """Torch's sampler for it, where the script divides the indices itself."""
+def _distributed_sampler(loader: DataLoader[Any], processes: int) -> DistributedSampler[Any] | None:
+    """Torch's `DistributedSampler`, where the script shards the indices itself."""
     sampler = get_sampler(loader)
-    divides = isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
-    return cast("DistributedSampler[Any]", sampler) if divides else None
+    shards = isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1
+    return cast("DistributedSampler[Any]", sampler) if shards else None
 
 
-def _real_samples(loader: DataLoader[Any], part: Part) -> int | None:
+def _real_samples(loader: DataLoader[Any], shard: Shard) -> int | None:
     """Samples that torch's sampler gives this process before it repeats some; None when it is not that sampler."""
-    sampler = None if isinstance(loader.dataset, IterableDataset) else _divided_sampler(loader, part.processes)
+    sampler = None if isinstance(loader.dataset, IterableDataset) else _distributed_sampler(loader, shard.processes)
     if sampler is None:
         return None
-    return min(sampler.num_samples, len(range(sampler.rank, len(cast("Sized", sampler.dataset)), part.processes)))
+    return min(sampler.num_samples, len(range(sampler.rank, len(cast("Sized", sampler.dataset)), shard.processes)))
 
 
-def _divided(loader: DataLoader[Any], part: Part, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:
+def _sharded(loader: DataLoader[Any], shard: Shard, shuffling: Shuffling) -> tuple[Source, torch.Generator | None]:
     if isinstance(loader.dataset, IterableDataset):
-        return divide_stream(loader, part, shuffling)
-    return divide_indexed(loader, part, shuffling)
+        return _shard_stream(loader, shard, shuffling)
+    return _shard_map_dataset(loader, shard, shuffling)
 
 
 def _dispatches(
     loader: DataLoader[Any],
-    asked: bool | None,
+    dispatch_batches: bool | None,
     sharding: Sharding,
     put_on_device: bool,
     processes: int,
     everyone: bool,
 ) -> bool:
     """Whether the main process reads for all."""
-    if asked or sharding == "dispatch":
+    if dispatch_batches or sharding == "dispatch":
         if not everyone:
             raise Conflict(
-                f"Dispatching to {processes} processes was asked for.",
+                f"Cannot dispatch to {processes} processes.",
                 f"The run has {current.process_or_start().world_size}, and the main process sends to all of them.",
                 "Leave num_processes and process_index out, or let every process read for itself.",
             )
         return True
-    undecided = asked is None and sharding == "auto" and put_on_device
+    undecided = dispatch_batches is None and sharding == "auto" and put_on_device
     return undecided and everyone and processes > 1 and isinstance(loader.dataset, IterableDataset)
 
 
@@ -229,11 +288,125 @@ def _device(device: torch.device | None) -> torch.device:
     return current.process_or_start().device if device is None else torch.device(device)
 
 
-def _rng_types(asked: Sequence[str | RNGType] | None, generator: torch.Generator | None) -> list[str | RNGType]:
-    return [kind for kind in asked or () if generator is not None or str(kind) != "generator"]
+def _rng_types(given: Sequence[str | RNGType] | None, generator: torch.Generator | None) -> list[str | RNGType]:
+    return [kind for kind in given or () if generator is not None or str(kind) != "generator"]
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler of a loader that gives single indices, below whatever divides them; None when there is none."""
+    """The sampler of a loader that gives single indices, below whatever shards them; None when there is none."""
     batching = batching_of(dataloader)
     return dataloader.sampler if batching is None else innermost_sampler(batching)
+
+
+def _shard_map_dataset(
+    loader: DataLoader[Any], shard: Shard, shuffling: Shuffling
+) -> tuple[MapSource, torch.Generator | None]:
+    """One process's shard of a loader over a data set with indices, and the generator that shuffles it."""
+    below: Any = batching_of(loader)
+    single = below is None
+    if single:
+        below = BatchSampler(loader.sampler, 1, False)
+    if shard.split:
+        check_split(None if single else getattr(below, "batch_size", None), shard.processes)
+    sampler = innermost_sampler(below)
+    if sampler is not None and getattr(below, "sampler", None) is sampler:
+        replacement = _shuffled(sampler, shard, shuffling)
+        if replacement is not sampler:
+            below = copy.copy(below)
+            below.sampler = sampler = replacement
+    batches = BatchSamplerShard(below, shard.processes, shard.index, shard.split, shard.even)
+    changes = {} if loader.batch_sampler is None or sampler is None else {"sampler": sampler}
+    source = MapSource.reading(loader, batches, _sample_seed(shard, shuffling), **changes)
+    return source, _generator_of(sampler, below)
+
+
+def _sample_seed(shard: Shard, shuffling: Shuffling) -> SampleSeed | None:
+    if not shuffling.seed_samples:
+        return None
+    return SampleSeed(_seed(shard, shuffling))
+
+
+def _seed(shard: Shard, shuffling: Shuffling) -> int:
+    return _agreed(torch.initial_seed(), shard) if shuffling.seed is None else shuffling.seed
+
+
+def _shuffled(sampler: Any, shard: Shard, shuffling: Shuffling) -> Any:
+    # A subclass that draws its indices in its own way keeps doing so.
+    if shuffling.seedable and isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
+        count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
+        seed = _seed(shard, shuffling)
+        seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, count, data_seed=seed)
+        seeded.generator = sampler.generator
+        return seeded
+    draws_globally = type(sampler) in _DRAWING and sampler.generator is None
+    if not draws_globally or not (shard.shared or shuffling.repeatable):
+        return sampler
+    own = copy.copy(sampler)
+    seed = _agreed(int(torch.empty((), dtype=torch.int64).random_().item()), shard)
+    own.generator = torch.Generator().manual_seed(seed)
+    return own
+
+
+def _agreed(seed: int, shard: Shard) -> int:
+    """The main process's seed, where the processes of the run read together."""
+    if shard.readers == 1:
+        return seed
+    agreed: int = broadcast_object_list([seed])[0]
+    return agreed
+
+
+def _generator_of(sampler: Any, batch_sampler: Any) -> torch.Generator | None:
+    for holder in (sampler, batch_sampler):
+        generator = getattr(holder, "generator", None)
+        # A sampler that is seeded anew for each epoch needs nobody to make its generator equal.
+        if isinstance(generator, torch.Generator) and not isinstance(holder, SeedableRandomSampler):
+            return generator
+    return None
+
+
+def _shard_stream(
+    loader: DataLoader[Any], shard: Shard, shuffling: Shuffling
+) -> tuple[StreamSource, torch.Generator | None]:
+    """One process's shard of a loader over a stream that every process reads, and the generator that shuffles it."""
+    source, generator = _sharded_stream(loader, shard, shuffling)
+    if shuffling.rereads and source.obstacle() is not None:
+        source.rereads = True
+        warnings.warn(
+            f"The stream {source.identity()} has no position: after a load it is read again from its beginning, "
+            "without the batches that are done. Give it state_dict() and load_state_dict(), or set_epoch(epoch), if it "
+            "does not give the same samples each time.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return source, generator
+
+
+def _sharded_stream(
+    loader: DataLoader[Any], shard: Shard, shuffling: Shuffling
+) -> tuple[StreamSource, torch.Generator | None]:
+    batch_size = loader.batch_size
+    if shard.split:
+        check_split(batch_size, shard.processes)
+    generator = getattr(loader.dataset, "generator", None)
+    generator = generator if isinstance(generator, torch.Generator) else None
+    sample_seed = _sample_seed(shard, shuffling)
+    if sample_seed is not None:
+        loader = rebuilt(loader, dataset=SeededStream.of(loader.dataset, sample_seed))
+    if shard.processes == 1:
+        return StreamSource(loader, 1, batch_size or 1), generator
+    kind = ResumableShard if has_state(loader) else IterableDatasetShard
+    own = kind(
+        loader.dataset,  # type: ignore[arg-type]
+        batch_size or 1,
+        loader.drop_last,
+        shard.processes,
+        shard.index,
+        shard.split,
+        even_batches=shard.even,
+        marking=True,
+    )
+    width = own.plan().batch_size
+    changes: dict[str, Any] = {"dataset": own, "collate_fn": PaddingCollate(loader.collate_fn)}
+    if batch_size is not None:
+        changes |= {"batch_size": width, "batch_sampler": BatchSampler(loader.sampler, width, loader.drop_last)}
+    return StreamSource(rebuilt(loader, **changes), shard.processes, width * shard.processes), generator

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_data.order import Draw
-from accel_data.padding import Padding
+from accel_data.order import RNGState
+from accel_data.sharding import Padding
 
-__all__ = ("Outlook", "Position", "Progress")
+__all__ = ("EpochInfo", "Position", "Progress")
 
 
 @dataclass(frozen=True)
@@ -19,37 +19,37 @@ class Position:
     Args:
         epoch: number of the epoch.
         steps: batches that each process has received in it.
-        samples: samples of the global order that are gone; None where a custom batch sampler decides.
-        draw: what the epoch's order is drawn from; None when that is not known before it begins.
+        samples: samples of the global order that the processes have received; None with a custom batch sampler.
+        rng_state: the random state behind the epoch's order; None when that is not known before it begins.
         base: what torchdata needs to continue here; None where the above is enough.
     """
 
     epoch: int
     steps: int
     samples: int | None
-    draw: Draw | None = None
+    rng_state: RNGState | None = None
     base: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
-        draw = None if self.draw is None else self.draw.state_dict()
+        draw = None if self.rng_state is None else self.rng_state.state_dict()
         return {"epoch": self.epoch, "steps": self.steps, "samples": self.samples, "draw": draw, "base": self.base}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
         """The inverse of `state_dict`."""
-        draw = None if state["draw"] is None else Draw.from_state_dict(state["draw"])
-        return cls(state["epoch"], state["steps"], state["samples"], draw, state["base"])
+        rng_state = None if state["draw"] is None else RNGState.from_state_dict(state["draw"])
+        return cls(state["epoch"], state["steps"], state["samples"], rng_state, state["base"])
 
 
 @dataclass(frozen=True)
-class Outlook:
+class EpochInfo:
     """What is known of an epoch, or of the rest of one, before it is read.
 
     Args:
         length: samples of the whole epoch; None when unknown.
         remainder: real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped.
-        batches: how many come for this process, if the length that was reported is true; None when none was.
+        batches: how many come for this process, if the reported length is true; None when no length was reported.
         shortage: why some process would have nothing, or None.
     """
 
@@ -71,7 +71,8 @@ class Progress:
         base: torchdata's state after the batch given out last.
         final_base: torchdata's state at the end of the epoch, once it is known that no batch follows.
         resume: where the next iteration continues, or None when it begins at the beginning.
-        following: what the epoch after this one is drawn from, where this one was restored after its last batch.
+        replay: the random state that the next iteration begins from, or None when the samplers draw a new one.
+        following: the random state of the epoch after this one, when this one was restored after its last batch.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Progress:
         "following",
         "padding",
         "remainder",
+        "replay",
         "resume",
         "steps",
     )
@@ -96,7 +98,8 @@ class Progress:
         self.remainder = -1
         self.padding: Padding | None = None
         self.resume: Position | None = None
-        self.following: Draw | None = None
+        self.replay: RNGState | None = None
+        self.following: RNGState | None = None
         self.base: dict[str, Any] | None = None
         self.final_base: dict[str, Any] | None = None
         self.steps = 0
@@ -106,11 +109,11 @@ class Progress:
         self._length: int | None = None
 
     def begin(self, steps: int, samples: int | None, step_size: int | None, length: int | None, remainder: int) -> None:
-        """An iteration begins.
+        """Begin an iteration.
 
         Args:
-            steps: batches that are gone already.
-            samples: samples that are gone already; None when they have no position.
+            steps: batches before its first one.
+            samples: samples before its first one; None when they have no position.
             step_size: samples of all processes in one step; None when it varies.
             length: samples of the epoch; None when unknown.
             remainder: see `Progress`.
@@ -125,7 +128,7 @@ class Progress:
         self._length = length
 
     def finish(self) -> None:
-        """The epoch was read to its end; the next one comes."""
+        """End an epoch that was read to its end; the next one comes."""
         self.move_to(self.epoch + 1)
 
     @property
@@ -138,18 +141,19 @@ class Progress:
         samples = self._base_samples + (self.steps - self._base_steps) * self._step_size
         return samples if self._length is None else min(samples, self._length)
 
-    def position(self, draw: Draw | None) -> Position:
-        """Where the epoch stands now, with what its order was drawn from."""
-        return Position(self.epoch, self.steps, self.samples, draw, self.base if self.steps else None)
+    def position(self, rng_state: RNGState | None) -> Position:
+        """Where the epoch stands now, with the random state behind its order."""
+        return Position(self.epoch, self.steps, self.samples, rng_state, self.base if self.steps else None)
 
     def move_to(self, epoch: int, resume: Position | None = None) -> None:
-        """Let the next iteration be the one of an epoch, continued where `resume` says."""
+        """Let the next iteration be the one of an epoch, continued at `resume` if that is given."""
         self.epoch = epoch
         self.resume = resume
         self.steps = self._base_steps = 0
         self._base_samples = 0
 
-    def take_resume(self) -> Position | None:
-        """Where the next iteration continues, if it does; the one after it begins at the beginning."""
-        resume, self.resume = self.resume, None
-        return resume
+    def take_start(self) -> tuple[Position | None, RNGState | None]:
+        """Where the next iteration continues and what it replays; the one after it begins at the beginning."""
+        start = self.resume, self.replay
+        self.resume = self.replay = None
+        return start

@@ -1,7 +1,7 @@
 """Random draws inside a data set that depend on seed, epoch and sample alone, so that they are the same after a resume.
 
-Each sample is read with Python's, numpy's and torch's generators seeded for it, and they are put back afterwards. This
-costs some tens of microseconds for a sample.
+While a sample is read, Python's, numpy's and torch's generators are seeded for it; then they are restored. This costs
+some tens of microseconds per sample.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, get_worker_info
 
-from accel_data.iterable import seed_stream
 from accel_data.order import has_own_state
+from accel_data.streams import seed_stream
 
 __all__ = ("SampleSeed", "SeededSamples", "SeededStream", "TaggedBatches")
 
@@ -25,7 +25,7 @@ _BITS: Final = 2**32
 
 
 class SampleSeed:
-    """Seed and epoch from which the seeds of samples are made.
+    """Seed and epoch that decide the seeds of samples.
 
     Args:
         seed: of the run.
@@ -66,7 +66,7 @@ class SeededBlock:
 
 
 class TaggedBatches(BatchSampler):
-    """Batches in which each index carries the key of its sample, since loading processes do not hear of epochs.
+    """Batches in which each index carries the key of its sample, since DataLoader workers do not know the epoch.
 
     Args:
         batches: the indices.
@@ -88,7 +88,7 @@ class TaggedBatches(BatchSampler):
 
     @property
     def even_batches(self) -> bool:
-        """That of the batches."""
+        """Of the batches."""
         return bool(self.batch_sampler.even_batches)  # type: ignore[attr-defined]
 
     @even_batches.setter
@@ -113,7 +113,7 @@ class SeededSamples(Dataset[Any]):
 
     @classmethod
     def of(cls, dataset: Any) -> SeededSamples:
-        """The kind that tells its state if the data set does."""
+        """The class that saves its state if the data set does."""
         return ResumableSamples(dataset) if has_own_state(dataset) else cls(dataset)
 
     def __getitem__(self, index: Any) -> Any:
@@ -134,14 +134,14 @@ class SeededSamples(Dataset[Any]):
 
 
 class ResumableSamples(SeededSamples):
-    """The same of a data set with a state of its own, defined here: from Python 3.12 on torchdata sees no other."""
+    """The same of a data set with a state of its own. The methods are defined here, where torchdata looks for them."""
 
     def state_dict(self) -> Any:
-        """That of the data set."""
+        """The state of the data set."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Let the data set go back to a state."""
+        """Restore a state of the data set."""
         self.dataset.load_state_dict(state_dict)
 
 
@@ -160,11 +160,11 @@ class SeededStream(IterableDataset[Any]):
 
     @classmethod
     def of(cls, dataset: Any, sample_seed: SampleSeed) -> SeededStream:
-        """The kind that tells its state if the stream does."""
+        """The class that saves its state if the stream does."""
         return (ResumableStream if has_own_state(dataset) else cls)(dataset, sample_seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Seed as in epoch number `epoch`, and tell the stream, or seed the generator it has."""
+        """Seed as in epoch number `epoch`, and pass the epoch on to the stream or to its generator."""
         self.sample_seed.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -172,10 +172,10 @@ class SeededStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        place, samples = (0 if worker is None else worker.id), None
+        number, samples = (0 if worker is None else worker.id), None
         self._read, self._start = self._start, 0
         for position in itertools.count(self._read):
-            with SeededBlock(self.sample_seed.key(place, position)):
+            with SeededBlock(self.sample_seed.key(number, position)):
                 try:
                     samples = iter(self.dataset) if samples is None else samples
                     sample = next(samples)
@@ -194,13 +194,13 @@ class SeededStream(IterableDataset[Any]):
 
 
 class ResumableStream(SeededStream):
-    """The same of a stream with a state of its own; how many samples were read belongs to it, since it seeds them."""
+    """The same of a stream with a state of its own; the number of samples that were read is part of it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, and how many samples were read."""
+        """The position of the stream, and how many samples were read."""
         return {"stream": self.dataset.state_dict(), "read": self._read}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from there."""
+        """Let the next iteration continue from there."""
         self.dataset.load_state_dict(state_dict["stream"])
         self._start = state_dict["read"]

@@ -6,11 +6,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.adapter import rebuilt
-from accel_data.indexed import OneByOne
-from accel_data.loader import DataLoaderShard, source_of
-from accel_data.prepared import PreparedLoader
-from accel_data.samplers import SkipBatchSampler
+from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader, source_of
+from accel_data.sharding import SkipBatchSampler, UnbatchedSampler
+from accel_data.source import rebuilt
 from accel_state.errors import SettingError, UnknownKind
 
 __all__ = ("SkipDataLoader", "skip_first_batches")
@@ -35,9 +33,9 @@ class SkipDataLoader(DataLoaderShard):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader without the first `num_batches` batches of the epoch.
 
-    What is skipped is not read where the data set has indices; a stream has to be read up to there, without collating.
-    After `load_state_dict` the batches are counted from the beginning of the epoch, also by a loader that would have
-    restored its position by itself.
+    A data set with indices does not read what is skipped; a stream is read up to there, without collating. After
+    `load_state_dict` the batches are counted from the beginning of the epoch, even when the loader restores positions
+    by itself.
 
     Args:
         dataloader: a prepared loader or a plain one.
@@ -45,14 +43,14 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Raises:
         SettingError: the number is negative.
-        UnknownKind: it is no `DataLoader`.
+        UnknownKind: it is not a `DataLoader`.
 
     Example:
         >>> rest = skip_first_batches(loader, 100)
     """
     if num_batches < 0:
         raise SettingError(
-            f"skip_first_batches was called with {num_batches} batches.",
+            f"Cannot skip {num_batches} batches.",
             "The number cannot be negative.",
             "Give the number of batches that were trained on in this epoch.",
         )
@@ -60,15 +58,17 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return dataloader.skipping(num_batches)
     if not isinstance(dataloader, DataLoader):
         raise UnknownKind(
-            f"skip_first_batches was called with a {type(dataloader).__name__}.",
+            f"Cannot skip batches of a {type(dataloader).__name__}.",
             "Only a DataLoader has batches that can be skipped.",
             "Give the loader itself, not its iterator or data set.",
         )
     if num_batches == 0:
         return dataloader
     if isinstance(dataloader.dataset, IterableDataset):
-        return DataLoaderShard.around(source_of(dataloader).skipping(num_batches), skip_batches=num_batches, skips=True)
+        return DataLoaderShard.around(
+            source_of(dataloader).skipping(num_batches), LoaderOptions(skip_batches=num_batches, skips=True)
+        )
     if dataloader.batch_sampler is None:
         single = BatchSampler(dataloader.sampler, 1, False)
-        return rebuilt(dataloader, sampler=OneByOne(SkipBatchSampler(single, num_batches)))
+        return rebuilt(dataloader, sampler=UnbatchedSampler(SkipBatchSampler(single, num_batches)))
     return rebuilt(dataloader, batch_sampler=SkipBatchSampler(dataloader.batch_sampler, num_batches))  # type: ignore[arg-type]

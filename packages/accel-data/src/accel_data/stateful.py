@@ -1,4 +1,4 @@
-"""The one door to torchdata."""
+"""torchdata's `StatefulDataLoader`: making one, and reading its state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stateful_loader_class() -> type[DataLoader[Any]]:
     Raises:
         Missing: torchdata is not installed.
     """
-    TORCHDATA.demand("A loader with use_stateful_dataloader=True was asked for.")
+    TORCHDATA.demand("Cannot make a loader with use_stateful_dataloader=True.")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader_class: type[DataLoader[Any]] = StatefulDataLoader
@@ -54,7 +54,7 @@ def is_stateful(loader: DataLoader[Any]) -> bool:
 
 
 def knows_its_order(loader: DataLoader[Any]) -> bool:
-    """Whether the state of torchdata's loader says all that an epoch depends on: it reads the same samples again."""
+    """Whether the state of torchdata's loader describes an epoch completely."""
     if not is_stateful(loader):
         return False
     if isinstance(loader.dataset, IterableDataset):
@@ -67,7 +67,7 @@ def knows_its_order(loader: DataLoader[Any]) -> bool:
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads through torchdata from a data set that goes back exactly to a state of its own."""
+    """Whether a loader reads through torchdata from a data set that restores its own state exactly."""
     dataset = loader.dataset
     if not is_stateful(loader):
         return False
@@ -75,14 +75,14 @@ def has_state(loader: DataLoader[Any]) -> bool:
 
 
 def _loses_samples(dataset: Any) -> bool:
-    """Whether a stream of Hugging Face `datasets` has a shuffle buffer, whose samples its state leaves out."""
+    """Whether a stream of Hugging Face `datasets` has a shuffle buffer; its state leaves out the samples in it."""
     buffered = getattr(sys.modules.get("datasets.iterable_dataset"), "BufferShuffledExamplesIterable", None)
     below = [] if buffered is None else [dataset]
     while below:
-        part = below.pop()
-        if isinstance(part, buffered):  # type: ignore[arg-type]
+        stage = below.pop()
+        if isinstance(stage, buffered):  # type: ignore[arg-type]
             return True
-        held = getattr(part, "__dict__", {})
+        held = getattr(stage, "__dict__", {})
         below += [held[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in held]
         below += held.get("ex_iterables", [])
     return False
@@ -113,11 +113,11 @@ def stateful_twin(loader: DataLoader[Any]) -> DataLoader[Any]:
     loader_class = stateful_loader_class()
     if isinstance(loader, loader_class):
         return loader
-    how: dict[str, Any] = {"batch_size": loader.batch_size}
+    batching: dict[str, Any] = {"batch_size": loader.batch_size}
     if isinstance(loader.dataset, IterableDataset):
-        how["drop_last"] = loader.drop_last
+        batching["drop_last"] = loader.drop_last
     elif loader.batch_sampler is not None:
-        how = {"batch_sampler": loader.batch_sampler}
+        batching = {"batch_sampler": loader.batch_sampler}
     else:
-        how["sampler"] = loader.sampler
-    return loader_class(loader.dataset, **how, **{name: getattr(loader, name) for name in _CARRIED})
+        batching["sampler"] = loader.sampler
+    return loader_class(loader.dataset, **batching, **{name: getattr(loader, name) for name in _CARRIED})

@@ -1,26 +1,41 @@
-"""Streams that can be divided at their source, so that no process reads what is not its own."""
+"""The shard of one process of a stream: divided at its source, or picked out of a stream that every process reads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
 from accel_data.config import Sharding
+from accel_data.padding import PaddingMarker
+from accel_data.sharding import ShardPlan, check_process, check_split, shard_samples
 
-__all__ = ("divided_already", "own_part")
+__all__ = (
+    "IterableDatasetShard",
+    "ResumableShard",
+    "ResumableSkip",
+    "SkippedStream",
+    "is_sharded",
+    "own_shard",
+    "seed_stream",
+)
 
 
-def own_part(dataset: Any, processes: int, index: int, sharding: Sharding) -> Any | None:
-    """The stream of one process; None when the stream has to be divided some other way.
+def own_shard(dataset: Any, processes: int, index: int, sharding: Sharding) -> Any | None:
+    """The stream of one process; None when the stream cannot be divided at its source.
 
     Args:
-        dataset: the whole stream, or one that is divided already.
+        dataset: the whole stream, or one that is sharded already.
         processes: how many share it.
-        index: which of them is asked for.
+        index: which of them.
         sharding: see `DataLoaderConfiguration`.
     """
     if callable(sharding):
         return sharding(dataset, processes, index)
-    if sharding == "already" or (sharding == "auto" and divided_already(dataset)):
+    if sharding == "already" or (sharding == "auto" and is_sharded(dataset)):
         return dataset
     if sharding != "auto" or processes == 1:
         return None
@@ -33,6 +48,162 @@ def own_part(dataset: Any, processes: int, index: int, sharding: Sharding) -> An
     return None
 
 
-def divided_already(dataset: Any) -> bool:
-    """Whether a stream says of itself that it is one process's part, as those of Hugging Face datasets do."""
+def is_sharded(dataset: Any) -> bool:
+    """Whether a stream says of itself that it is one process's shard, as those of Hugging Face datasets do."""
     return getattr(dataset, "_distributed", None) is not None
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process out of a stream.
+
+    Every process reads the whole stream, so the stream has to give the same samples in the same order to all of them.
+
+    Args:
+        dataset: the stream.
+        batch_size: samples of one process in a step; of all processes together with `split_batches`.
+        drop_last: leave out what does not fill a step.
+        num_processes: number of processes.
+        process_index: which of them.
+        split_batches: see `batch_size`.
+        even_batches: complete the last step with samples from the beginning; a single process never pads.
+        marking: give the last sample of a padded step as `accel_data.padding.PaddingMarker`, for a loader that collates
+            with `PaddingCollate`; and refuse a stream that has nothing for some process.
+
+    Raises:
+        SettingError: a number is out of range, or a batch cannot be cut into equal shards.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+        marking: bool = False,
+    ) -> None:
+        check_process(num_processes, process_index)
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.marking = marking
+        self.epoch = 0
+        self.skipped_samples = 0
+
+    @property
+    def pads(self) -> bool:
+        """Whether samples complete a short last step: a single process has nobody to be even with."""
+        return self.even_batches and self.num_processes > 1
+
+    def plan(self, length: int = 0) -> ShardPlan:
+        """This process's shard of a stream of `length` samples."""
+        width = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        start, even, drop_last = self.skipped_samples, self.pads, self.drop_last
+        return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next iteration as epoch number `epoch`, where the stream knows epochs."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        seed_stream(self.dataset, self.epoch)
+        return self._samples(None)
+
+    def _samples(self, first: list[Any] | None) -> Iterator[Any]:
+        # What one of several DataLoader workers has says nothing about the stream.
+        for_all = self.marking and get_worker_info() is None
+        for batch, padding in shard_samples(self.dataset, self.plan(), first, for_all):
+            if padding is None or not self.marking:
+                yield from batch
+                continue
+            yield from batch[:-1]
+            yield PaddingMarker(batch[-1], padding)
+
+    def __len__(self) -> int:
+        plan = self.plan(len(self.dataset))  # type: ignore[arg-type]
+        last = len(plan.tail_positions()) if plan.has_tail else 0
+        return plan.full_steps * plan.batch_size + last
+
+
+class ResumableShard(IterableDatasetShard):
+    """The same of a stream that can save and restore its position, as `StatefulDataLoader` asks for."""
+
+    _position: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the stream, which is between two steps whenever a batch was given out."""
+        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position."""
+        self._position = state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        position, self._position = self._position, None
+        if position is None:
+            return super().__iter__()
+        # The samples that complete the last step are those at the beginning of the epoch.
+        first = list(islice(iter(self.dataset), self.plan().step_size))
+        self.dataset.load_state_dict(position)  # type: ignore[attr-defined]
+        return self._samples(first)
+
+
+def seed_stream(dataset: Any, epoch: int) -> None:
+    """Seed a stream's own `generator` with the epoch, so that every process reads it in the same order.
+
+    A stream that has `set_epoch` seeds itself.
+    """
+    generator = getattr(dataset, "generator", None)
+    if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
+        generator.manual_seed(epoch)
+
+
+class SkippedStream(IterableDataset[Any]):
+    """A stream without its first samples.
+
+    Args:
+        dataset: the stream.
+        samples: how many to leave out.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], samples: int) -> None:
+        self.dataset = dataset
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.samples, None)
+
+    def __len__(self) -> int:
+        return max(len(self.dataset) - self.samples, 0)  # type: ignore[arg-type]
+
+
+class ResumableSkip(SkippedStream):
+    """The same of a stream that can restore a position, which lies after the samples that are left out."""
+
+    _resumes = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the stream."""
+        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position."""
+        self.dataset.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        self._resumes = True
+
+    def __iter__(self) -> Iterator[Any]:
+        resumes, self._resumes = self._resumes, False
+        return iter(self.dataset) if resumes else super().__iter__()

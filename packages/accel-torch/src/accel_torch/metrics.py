@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_data import Padding, drop_padding
 from accel_data.mesh import coordinates
-from accel_data.padding import Padding, drop_padding
 from accel_ops import gather, gather_object, recursively_apply
 from accel_ops.tree import leaves_with_paths
 from accel_state import current

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 
+from accel_data.order import RNGState
+from accel_data.progress import Position
+from accel_data.source import Source, WrappedSource
 from accel_state.transport.base import Reduction, Transport, Work
 
 if TYPE_CHECKING:
@@ -96,24 +99,28 @@ class _Running:
         self._stopwatch.stop()
 
 
-class TimedSource:
-    """Where a prepared loader reads, with the time that reading takes.
+class TimedSource(WrappedSource):
+    """The source of a prepared loader, with the time that reading takes.
 
     Args:
-        source: of the loader.
+        inner: the loader's own.
         stopwatch: adds the time up.
     """
 
-    def __init__(self, source: Any, stopwatch: Stopwatch) -> None:
-        self._source, self._stopwatch = source, stopwatch
+    def __init__(self, inner: Source, stopwatch: Stopwatch) -> None:
+        super().__init__(inner)
+        self._stopwatch = stopwatch
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        # A dispatching loader asks its source for more than every source has.
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
-    def open(self, at: Any) -> Iterator[Any]:
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         """Begin an epoch."""
         with self._stopwatch.on("data"):
-            batches = iter(self._source.open(at))
+            batches = self.inner.open(at, replay)
         end = object()
         while True:
             with self._stopwatch.on("data"):
@@ -121,10 +128,6 @@ class TimedSource:
             if batch is end:
                 return
             yield batch
-
-    def skipping(self, steps: int) -> TimedSource:
-        """One whose epochs begin later."""
-        return TimedSource(self._source.skipping(steps), self._stopwatch)
 
 
 class _TimedWork:

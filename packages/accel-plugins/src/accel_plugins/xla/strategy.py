@@ -27,7 +27,7 @@ from accel_plugins.precision.base import Closure
 from accel_plugins.strategy import Strategy
 from accel_plugins.xla import spmd
 from accel_plugins.xla.config import XLAPlugin
-from accel_plugins.xla.feed import XLAFeed
+from accel_plugins.xla.device_transfer import XLADeviceTransfer
 from accel_plugins.xla.moving import move, move_state
 from accel_state.errors import Conflict, NotOffered, NotReady
 from accel_state.settings.environ import publish
@@ -87,10 +87,10 @@ class XLAStrategy(Strategy):
         return model if inner is None else inner
 
     def wrap_loader(self, loader: Any) -> Any:
-        """The loader, told to feed the device as torch_xla wants it, unless it leaves batches where they are."""
+        """The loader, with torch_xla's transfer to the device, unless it leaves batches where they are."""
         if getattr(loader, "device", None) is not None:
             sharding = None if self._mesh is None else spmd.BatchSharding(self._mesh)
-            loader.feed = XLAFeed(self.context.process.device, self.config.prefetch, sharding)
+            loader.device_transfer = XLADeviceTransfer(self.context.process.device, self.config.prefetch, sharding)
         return loader
 
     # ------------------------------------------------------------------ one step

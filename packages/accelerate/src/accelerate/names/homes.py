@@ -125,13 +125,13 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.data_loader": {
         "accel_data.adapter": "DataLoaderAdapter",
-        "accel_data.dispatcher": "DataLoaderDispatcher",
-        "accel_data.iterable": "IterableDatasetShard",
-        "accel_data.loader": "DataLoaderShard",
+        "accel_data.dispatch": "DataLoaderDispatcher",
+        "accel_data.loader": "DataLoaderShard DataLoaderStateMixin",
+        "accel_data.order": "SeedableRandomSampler",
         "accel_data.prepare": "get_sampler prepare_data_loader",
-        "accel_data.prepared": "DataLoaderStateMixin",
-        "accel_data.samplers": "BatchSamplerShard SeedableRandomSampler SkipBatchSampler",
+        "accel_data.sharding": "BatchSamplerShard SkipBatchSampler",
         "accel_data.skip": "SkipDataLoader skip_first_batches",
+        "accel_data.streams": "IterableDatasetShard",
     },
     "accelerate.hooks": {
         "accel_bigmodel.align": """

@@ -19,7 +19,7 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import recursively_apply
 
-__all__ = ("XLAFeed",)
+__all__ = ("XLADeviceTransfer",)
 
 Pair = tuple[Any, Any]
 
@@ -44,8 +44,8 @@ class _Failed:
         self.error = error
 
 
-class XLAFeed:
-    """Brings batches to the device; an `accel_data.feed.Feed`.
+class XLADeviceTransfer:
+    """Brings batches to the device; an `accel_data.loader.DeviceTransfer`.
 
     Args:
         device: where they go.

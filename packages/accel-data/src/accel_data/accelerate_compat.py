@@ -1,4 +1,4 @@
-"""Positions in the states that the original library saves: those of torchdata's loader, in `dl_state_dict.bin`."""
+"""Positions in the states that Hugging Face Accelerate saves: those of torchdata's loader, in `dl_state_dict.bin`."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_data.progress import Position
-from accel_data.sources import Source
+from accel_data.source import Source
 from accel_data.stateful import steps_in
 from accel_state.errors import CheckpointError
 
-__all__ = ("is_foreign", "position_in")
+__all__ = ("is_torchdata_state", "position_in")
 
 
-def is_foreign(state: Mapping[str, Any]) -> bool:
-    """Whether a state is not one of ours."""
+def is_torchdata_state(state: Mapping[str, Any]) -> bool:
+    """Whether a state was saved by Accelerate or torchdata, and not by a prepared loader."""
     return "version" not in state
 
 
 def position_in(state: Mapping[str, Any], source: Source, epoch: int, name: str) -> Position | None:
-    """Where the epoch continues that a state tells of; None when it has not begun or is over.
+    """Where a state continues the epoch; None when the epoch has not begun or is over.
 
     Args:
         state: of torchdata's loader.
-        source: what the loader that is to continue reads from.
+        source: of the loader that continues.
         epoch: number of the epoch, which such a state does not hold.
-        name: what to call the loader in a message.
+        name: of the loader in a message.
 
     Raises:
-        CheckpointError: it is no such state, or it does not say enough to continue exactly.
+        CheckpointError: the state is not one of a loader, or it does not hold enough to continue exactly.
     """
     steps = steps_in(state)
     if steps is None:
         raise CheckpointError(
-            f"{name}: a state was to be loaded.",
-            f"It is none of a loader: it has {', '.join(sorted(map(str, state))) or 'nothing'}.",
+            f"{name}: cannot load this state.",
+            f"It is not the state of a loader: it has {', '.join(sorted(map(str, state))) or 'nothing'}.",
             "Give what state_dict() of a loader returned, or the dl_state_dict.bin of a checkpoint.",
         )
     if not steps:
         return None
-    obstacle = source.foreign_obstacle()
+    obstacle = source.obstacle_to_counting()
     if obstacle is not None:
         raise CheckpointError(
-            f"{name}: its position in a state of the original library was to be restored.",
+            f"{name}: cannot restore its position from a state of the original library.",
             obstacle,
             "Leave restoring off (use_stateful_dataloader=False) and call skip_first_batches.",
         )

@@ -1,4 +1,4 @@
-"""Names of samples in place of the samples themselves, for looking at an epoch without using it."""
+"""Sample ids in place of the samples themselves, for looking at an epoch without using it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = ("ByContents", "ByPosition", "Indices", "as_list")
+__all__ = ("ContentHashIds", "IndexIds", "PositionIds", "as_list")
 
 
-class Indices(Dataset[int]):
+class IndexIds(Dataset[int]):
     """A data set whose samples are their indices.
 
     Args:
@@ -29,12 +29,12 @@ class Indices(Dataset[int]):
         return len(self.dataset)
 
 
-class _Named(IterableDataset[Any]):
+class _StreamIds(IterableDataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, where it knows epochs."""
+        """Pass the epoch on to a stream that knows epochs."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -42,8 +42,8 @@ class _Named(IterableDataset[Any]):
         return len(self.dataset)
 
 
-class ByPosition(_Named):
-    """A stream whose samples are "loading process:position".
+class PositionIds(_StreamIds):
+    """A stream whose samples are "DataLoader worker:position".
 
     Args:
         dataset: the stream; it is read.
@@ -51,11 +51,11 @@ class ByPosition(_Named):
 
     def __iter__(self) -> Iterator[str]:
         worker = get_worker_info()
-        place = 0 if worker is None else worker.id
-        return (f"{place}:{position}" for position, _ in enumerate(self.dataset))
+        number = 0 if worker is None else worker.id
+        return (f"{number}:{position}" for position, _ in enumerate(self.dataset))
 
 
-class ByContents(_Named):
+class ContentHashIds(_StreamIds):
     """A stream whose samples are digests of their contents.
 
     Args:
@@ -67,5 +67,5 @@ class ByContents(_Named):
 
 
 def as_list(samples: Any) -> Any:
-    """A collate function that leaves a batch as it comes."""
+    """A collate function that returns its batch unchanged."""
     return samples

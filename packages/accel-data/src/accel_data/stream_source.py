@@ -3,77 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from accel_data.adapter import opened, rebuilt
-from accel_data.iterable import IterableDatasetShard
-from accel_data.names import ByContents, ByPosition, as_list
-from accel_data.order import Draw, Draws, restore_generator
-from accel_data.padding import MarkingCollate, Padding
-from accel_data.plan import ShardPlan, shortage
+from accel_data.order import LastRNG, RNGState, restore_generator
+from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
+from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
 from accel_data.seeding import SampleSeed, SeededStream
-from accel_data.sources import READS_NAMES, length_of
+from accel_data.sharding import ShardPlan, shortage
+from accel_data.source import READS_SAMPLE_IDS, Source, length_of, opened, rebuilt
 from accel_data.stateful import has_state, is_stateful
+from accel_data.streams import IterableDatasetShard, ResumableSkip, SkippedStream
 
-__all__ = ("SkippedStream", "StreamSource")
-
-
-class SkippedStream(IterableDataset[Any]):
-    """A stream without its first samples.
-
-    Args:
-        dataset: the stream.
-        samples: how many to leave out.
-    """
-
-    def __init__(self, dataset: IterableDataset[Any], samples: int) -> None:
-        self.dataset = dataset
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.dataset), self.samples, None)
-
-    def __len__(self) -> int:
-        return max(len(self.dataset) - self.samples, 0)  # type: ignore[arg-type]
+__all__ = ("StreamSource",)
 
 
-class ResumableSkip(SkippedStream):
-    """The same of a stream that can tell its position and go back to it, from where nothing is left out."""
-
-    _resumes = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the stream."""
-        state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration begin at a position."""
-        self.dataset.load_state_dict(state_dict)  # type: ignore[attr-defined]
-        self._resumes = True
-
-    def __iter__(self) -> Iterator[Any]:
-        resumes, self._resumes = self._resumes, False
-        return iter(self.dataset) if resumes else super().__iter__()
-
-
-class StreamSource:
+class StreamSource(Source):
     """Batches of a stream.
 
     Args:
         base: reads them.
         processes: number of processes that share the stream.
         step_size: samples of all processes in one step; None when unknown.
-        self_contained: whether torchdata's state says all there is to say of a position.
+        self_contained: whether torchdata's state describes a position completely.
 
     Attributes:
-        rereads: whether a stream that says nothing of itself is taken to give the same samples again.
+        rereads: whether a stream without a position gives the same samples each time it is read.
     """
 
     rereads = False
@@ -82,18 +42,19 @@ class StreamSource:
         self, base: DataLoader[Any], processes: int, step_size: int | None, *, self_contained: bool = False
     ) -> None:
         self.base = base
-        self.processes = processes
-        self.step_size = step_size
+        self.last_rng = LastRNG()
         self.skipped_steps = 0
-        self.self_contained = self_contained
-        self.draws = Draws()
-        self._reading = base
+        self._processes = processes
+        self._step_size = step_size
+        self._self_contained = self_contained
         self._continues = has_state(base)
         self._epoch = 0
+        # Of the epoch that was opened last.
+        self._reading = base
 
     @property
     def stream(self) -> Any:
-        """The stream itself, below what divides it."""
+        """The stream itself, below what shards it."""
         dataset: Any = self.base.dataset
         while isinstance(dataset, (IterableDatasetShard, SeededStream)):
             dataset = dataset.dataset
@@ -107,9 +68,9 @@ class StreamSource:
         return dataset.sample_seed if isinstance(dataset, SeededStream) else None
 
     @property
-    def counts_steps(self) -> bool:
+    def processes(self) -> int:
         """See `Source`."""
-        return self.base.num_workers > 0 or not self.step_size
+        return self._processes
 
     @property
     def index(self) -> int:
@@ -117,26 +78,26 @@ class StreamSource:
         dataset = self.base.dataset
         return dataset.process_index if isinstance(dataset, IterableDatasetShard) else 0
 
-    def missing_from_len(self) -> int:
+    @property
+    def step_size(self) -> int | None:
         """See `Source`."""
-        return self.skipped_steps
+        return self._step_size
 
-    def names(self) -> Iterable[Any] | None:
-        """None: a stream is known when it was read."""
-        return None
-
-    def named(self, own: bool = False) -> StreamSource:
+    @property
+    def counts_steps(self) -> bool:
         """See `Source`."""
-        naming, dataset = (ByContents if own else ByPosition), self.base.dataset
-        other = copy.copy(self)
-        other._continues = False
-        if isinstance(dataset, IterableDatasetShard):
-            named = copy.copy(dataset)
-            named.dataset = naming(dataset.dataset)
-            other.base = rebuilt(self.base, dataset=named, **READS_NAMES | {"collate_fn": MarkingCollate(as_list)})
-        else:
-            other.base = rebuilt(self.base, dataset=naming(dataset), **READS_NAMES)
-        return other
+        return self.base.num_workers > 0 or not self.step_size
+
+    @property
+    def pads(self) -> bool:
+        """See `Source`."""
+        dataset = self.base.dataset
+        return isinstance(dataset, IterableDatasetShard) and dataset.pads
+
+    @property
+    def may_be_empty(self) -> bool:
+        """See `Source`."""
+        return self.base.drop_last or (self.processes > 1 and not self.pads)
 
     def length(self) -> int | None:
         """See `Source`."""
@@ -162,20 +123,14 @@ class StreamSource:
         width = self.step_size // self.processes
         return len(ShardPlan(length, width, self.processes, self.index, self.pads, self.base.drop_last, start))
 
-    @property
-    def pads(self) -> bool:
+    def missing_from_len(self) -> int:
         """See `Source`."""
-        dataset = self.base.dataset
-        return isinstance(dataset, IterableDatasetShard) and dataset.pads
+        return self.skipped_steps
 
-    @property
-    def may_be_empty(self) -> bool:
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
         """See `Source`."""
-        return self.base.drop_last or (self.processes > 1 and not self.pads)
-
-    def open(self, at: Position | None) -> Iterator[Any]:
-        """See `Source`."""
-        self._note_draw()
+        generator = self._generator
+        self.last_rng.state = RNGState("fixed") if generator is None else restore_generator(generator, replay)
         self._reading = self.base
         if at is not None and at.base is not None:
             self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
@@ -198,27 +153,15 @@ class StreamSource:
         kind = ResumableSkip if self._continues else SkippedStream
         return rebuilt(self.base, dataset=kind(dataset, samples))  # type: ignore[arg-type]
 
-    def _note_draw(self) -> None:
-        again, self.draws.again = self.draws.again, None
-        generator = getattr(self.stream, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            self.draws.last = Draw("fixed")
-            return
-        self.draws.last = restore_generator(generator, again)
-
     @property
-    def padded(self) -> Collection[int]:
-        """None of them: see `padding`."""
-        return ()
-
-    def padding(self, number: int) -> Padding | None:
-        """None: the batches of a stream carry their own marks."""
-        return None
-
-    def upcoming(self, restored: Draw | None = None) -> Draw | None:
-        """See `Source`."""
+    def _generator(self) -> torch.Generator | None:
         generator = getattr(self.stream, "generator", None)
-        return restore_generator(generator, restored) if isinstance(generator, torch.Generator) else None
+        return generator if isinstance(generator, torch.Generator) else None
+
+    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
+        """See `Source`."""
+        generator = self._generator
+        return None if generator is None else restore_generator(generator, restored)
 
     def set_epoch(self, epoch: int) -> None:
         """See `Source`."""
@@ -236,10 +179,34 @@ class StreamSource:
         """See `Source`."""
         return self.skipped_steps, None if self.step_size is None else self.skipped_steps * self.step_size
 
+    def with_sample_ids(self, own: bool = False) -> StreamSource:
+        """See `Source`."""
+        ids, dataset = (ContentHashIds if own else PositionIds), self.base.dataset
+        other = copy.copy(self)
+        other._continues = False
+        if isinstance(dataset, IterableDatasetShard):
+            shard = copy.copy(dataset)
+            shard.dataset = ids(dataset.dataset)
+            changes = READS_SAMPLE_IDS | {"collate_fn": PaddingCollate(as_list)}
+            other.base = rebuilt(self.base, dataset=shard, **changes)
+        else:
+            other.base = rebuilt(self.base, dataset=ids(dataset), **READS_SAMPLE_IDS)
+        return other
+
     @property
     def continues_from_base(self) -> bool:
         """See `Source`."""
         return self._continues
+
+    @property
+    def self_contained(self) -> bool:
+        """See `Source`."""
+        return self._self_contained
+
+    @property
+    def has_base_state(self) -> bool:
+        """See `Source`."""
+        return is_stateful(self.base)
 
     def base_state(self) -> dict[str, Any] | None:
         """See `Source`."""
@@ -251,17 +218,17 @@ class StreamSource:
 
     def obstacle(self) -> str | None:
         """See `Source`."""
-        if self.continues_from_base or isinstance(getattr(self.stream, "generator", None), torch.Generator):
+        if self.continues_from_base or self._generator is not None:
             return None
-        return self.foreign_obstacle()
+        return self.obstacle_to_counting()
 
-    def foreign_obstacle(self) -> str | None:
+    def obstacle_to_counting(self) -> str | None:
         """See `Source`."""
         stream = self.stream
         if hasattr(stream, "set_epoch") or (self.continues_from_base and self.processes == 1):
             return None
-        # What divides a stream seeds its generator from the epoch.
-        if isinstance(getattr(stream, "generator", None), torch.Generator) and self.stream is not self.base.dataset:
+        # What shards a stream seeds its generator from the epoch.
+        if self._generator is not None and self.stream is not self.base.dataset:
             return None
         if self.rereads:
             return None

@@ -1,0 +1,298 @@
+"""Batches as data: cutting and joining them by samples, and packing one into a message of bytes.
+
+A message has an announcement of fixed size, then the tensors, then the other objects, pickled. All sizes are known
+before a message travels, because each one announces the length of the next. The structure of a batch travels once, and
+again only when it changes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from accel_ops.packing import PackedLayout
+from accel_ops.tree import honor_type, leaves_with_paths, map_children, recursively_apply
+from accel_state.errors import DataError
+
+__all__ = (
+    "BATCH",
+    "END",
+    "FAILURE",
+    "Announcement",
+    "PackedBatch",
+    "TreeSpec",
+    "cut",
+    "join",
+    "pack",
+    "samples_in",
+    "unpack",
+)
+
+# ------------------------------------------------------------------ samples of a batch
+
+
+def samples_in(batch: Any) -> int | None:
+    """Number of samples in a batch: the first dimension of its first tensor that has one, else the length of a list.
+
+    None when it has neither.
+    """
+    for _, leaf in leaves_with_paths(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    return len(batch) if isinstance(batch, list) else None
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of a batch.
+
+    Tensors whose first dimension has one entry for each sample are cut, and lists that have one object for each; other
+    leaves are kept.
+    """
+    size = samples_in(batch)
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[start:stop] if value.ndim and value.shape[0] == size else value
+        if _lists_samples(value, size):
+            return honor_type(value, value[start:stop])
+        return map_children(value, walk)
+
+    return walk(batch)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Batches of one structure as one batch.
+
+    Raises:
+        DataError: they differ in structure, or in the shape of their samples.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    sizes = [samples_in(batch) for batch in batches]
+    columns = [_sample_leaves(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+    if len({len(found) for found in columns}) != 1:
+        raise _unequal("They have different structures.")
+    joined = iter([_joined(column) for column in zip(*columns, strict=True)])
+    return _with_sample_leaves(batches[0], sizes[0], lambda _: next(joined))
+
+
+def _sample_leaves(batch: Any, size: int | None) -> list[Any]:
+    found: list[Any] = []
+
+    def keep(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _with_sample_leaves(batch, size, keep)
+    return found
+
+
+def _with_sample_leaves(batch: Any, size: int | None, replace: Callable[[Any], Any]) -> Any:
+    """The batch with everything in it that has one entry for each sample replaced."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return replace(value) if value.ndim and value.shape[0] == size else value
+        return replace(value) if _lists_samples(value, size) else map_children(value, walk)
+
+    return walk(batch)
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    if not isinstance(column[0], torch.Tensor):
+        return honor_type(column[0], _chained(column))
+    try:
+        return torch.cat(list(column))
+    except (RuntimeError, TypeError) as error:
+        raise _unequal(f"Their tensors cannot be concatenated: {error}") from error
+
+
+def _chained(column: Sequence[Any]) -> Iterator[Any]:
+    for leaf in column:
+        yield from leaf
+
+
+def _lists_samples(value: Any, size: int | None) -> bool:
+    if type(value) not in (list, tuple) or len(value) != size:
+        return False
+    return not any(isinstance(item, torch.Tensor) or _is_container(item) for item in value)
+
+
+def _is_container(value: Any) -> bool:
+    leaf: list[Any] = []
+    map_children(value, lambda item: item, leaf.append)
+    return not leaf
+
+
+def _unequal(obstacle: str) -> DataError:
+    return DataError(
+        "The main process cannot join batches to cut them for the other processes.",
+        obstacle,
+        "Let the collate function give batches of one structure and sample shape, use split_batches=True, or let every "
+        "process read for itself (dispatch_batches=False).",
+    )
+
+
+# ------------------------------------------------------------------ messages
+
+END: Final = 0
+BATCH: Final = 1
+FAILURE: Final = 2
+
+_WORDS: Final = 8
+ANNOUNCED: Final = 8 * _WORDS
+"""Bytes of the announcement at the beginning of a message."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the next message will be, and how much of this one's step is real.
+
+    Args:
+        kind: END, BATCH or FAILURE.
+        nbytes: length of the next message.
+        new_spec: whether a new `TreeSpec` travels before it.
+        total: real samples of this step; -1 when nothing was added.
+        batch_size: samples of each process in this step.
+        single: whether the step has samples that are not batched.
+        objects: length of the pickled objects in this message.
+    """
+
+    kind: int
+    nbytes: int = 0
+    new_spec: bool = False
+    total: int = -1
+    batch_size: int = 0
+    single: bool = False
+    objects: int = 0
+
+    def to_bytes(self) -> torch.Tensor:
+        """The first bytes of a message, as uint8."""
+        words = (self.kind, self.nbytes, self.new_spec, self.total, self.batch_size, self.single, self.objects, 0)
+        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+
+    @classmethod
+    def of(cls, message: torch.Tensor) -> Announcement:
+        """The announcement at the beginning of a message."""
+        words = message[:ANNOUNCED].view(torch.int64).tolist()
+        kind, nbytes, new_spec, total, batch_size, single, objects, _ = words
+        return cls(kind, nbytes, bool(new_spec), total, batch_size, bool(single), objects)
+
+
+class _Leaf:
+    """Marks a leaf of a `TreeSpec`: a tensor or another object."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: bool) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Leaf) and other.tensor == self.tensor
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_TENSOR: Final = _Leaf(True)
+_OBJECT: Final = _Leaf(False)
+
+
+@dataclass
+class TreeSpec:
+    """Structure of a batch: everything about it except the contents.
+
+    Args:
+        tree: the containers, with marks in place of tensors and other objects.
+        tensors: shape and dtype of each tensor.
+    """
+
+    tree: Any
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+    _packing: PackedLayout | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def packing(self) -> PackedLayout:
+        """The layout of the tensors in a message."""
+        if self._packing is None:
+            self._packing = PackedLayout(self.tensors)
+        return self._packing
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return self.tree, self.tensors
+
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        self.tree, self.tensors = state
+        self._packing = None
+
+
+@dataclass
+class PackedBatch:
+    """The batch of one process, ready to be written into a message.
+
+    Args:
+        spec: its structure.
+        tensors: its tensors.
+        objects: its other leaves, pickled; empty when there are none.
+    """
+
+    spec: TreeSpec
+    tensors: list[torch.Tensor]
+    objects: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of its message."""
+        return ANNOUNCED + self.spec.packing.nbytes + len(self.objects)
+
+    def write(self, announcement: torch.Tensor, message: torch.Tensor) -> None:
+        """Put an announcement and the contents into a message, uint8 of at least `nbytes` elements."""
+        packing = self.spec.packing
+        message[:ANNOUNCED] = announcement
+        packing.write(self.tensors, message[ANNOUNCED : ANNOUNCED + packing.nbytes])
+        if self.objects:
+            at = ANNOUNCED + packing.nbytes
+            message[at : at + len(self.objects)] = torch.frombuffer(bytearray(self.objects), dtype=torch.uint8)
+
+
+def pack(batch: Any) -> PackedBatch:
+    """A batch, taken apart into structure, tensors and other objects."""
+    tensors: list[torch.Tensor] = []
+    objects: list[Any] = []
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value.detach())
+            return _TENSOR
+        leaf: list[Any] = []
+        rebuilt = map_children(value, walk, leaf.append)
+        if not leaf:
+            return rebuilt
+        objects.append(value)
+        return _OBJECT
+
+    spec = TreeSpec(walk(batch), ())
+    spec.tensors = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+    return PackedBatch(spec, tensors, pickle.dumps(objects) if objects else b"")
+
+
+def unpack(spec: TreeSpec, message: torch.Tensor, objects: int) -> Any:
+    """The batch in a message; every tensor has memory of its own.
+
+    Args:
+        spec: its structure.
+        message: as received, uint8.
+        objects: length of the pickled objects.
+    """
+    packing = spec.packing
+    tensors = iter(packing.split(message[ANNOUNCED : ANNOUNCED + packing.nbytes]))
+    at = ANNOUNCED + packing.nbytes
+    others = iter(pickle.loads(message[at : at + objects].cpu().numpy().tobytes()) if objects else ())
+    return recursively_apply(
+        lambda leaf: next(tensors) if leaf.tensor else next(others),
+        spec.tree,
+        test_type=lambda value: isinstance(value, _Leaf),
+    )

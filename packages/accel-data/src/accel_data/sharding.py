@@ -1,0 +1,553 @@
+"""Which samples of an epoch belong to this process: arithmetic on positions, without the batches of the others.
+
+With B samples per process and P processes a step takes G = B * P samples of the global order; in step i process r has
+the positions iG + rB up to iG + (r + 1)B. The samples after the full steps are dropped, given out unevenly, or
+completed with samples from the beginning.
+
+A custom sampler has no positions: every process enumerates its indices or batches and keeps its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any, TypeVar
+
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from accel_data.order import LastRNG, RNGState, begin_epoch, is_stock_batching, replaying
+from accel_state.errors import DataError, SettingError
+
+__all__ = (
+    "BatchSamplerShard",
+    "Padding",
+    "ShardPlan",
+    "SkipBatchSampler",
+    "UnbatchedSampler",
+    "batching_of",
+    "check_process",
+    "check_split",
+    "innermost_sampler",
+    "shard_samples",
+    "shortage",
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How many samples of one global step are real, by process.
+
+    Args:
+        total: real samples of all processes together; -1 when batches are counted, not samples.
+        batch_size: samples of one process, with those that were added.
+        processes: number of processes.
+        counts: real samples by process, None in it for a process whose whole batch is real; None when the real
+            samples are the first `total` ones of the step.
+    """
+
+    total: int
+    batch_size: int
+    processes: int
+    counts: tuple[int | None, ...] | None = None
+
+    @classmethod
+    def by_process(cls, counts: Sequence[int | None], batch_size: int) -> Padding:
+        """From the number of real samples of each process."""
+        total = -1 if None in counts else sum(count or 0 for count in counts)
+        return cls(total, batch_size, len(counts), tuple(counts))
+
+    def of(self, process: int) -> int | None:
+        """Real samples of one process; None means all of its batch."""
+        if self.counts is not None:
+            return self.counts[process]
+        return min(max(self.total - process * self.batch_size, 0), self.batch_size)
+
+    def of_single(self) -> Padding:
+        """The same for loaders that do not batch: the one sample of a process is real or added."""
+        return self.by_process([None if self.of(process) else 0 for process in range(self.processes)], 0)
+
+    def __bool__(self) -> bool:
+        return self.counts is not None or self.total < self.batch_size * self.processes
+
+
+Step = tuple[list[T], Padding | None]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The shard of one process in a global order.
+
+    Args:
+        length: samples in the order.
+        batch_size: samples of one process in one step (B).
+        processes: number of processes (P).
+        index: which of them (r).
+        even: complete the last step with samples from the beginning.
+        drop_last: leave out what does not fill a step.
+        start: position of the order at which the plan begins.
+
+    Example:
+        >>> plan = ShardPlan(length=10, batch_size=2, processes=2, index=1)
+        >>> [plan.positions(step) for step in range(len(plan))]
+        [[2, 3], [6, 7], [0, 1]]
+    """
+
+    length: int
+    batch_size: int
+    processes: int = 1
+    index: int = 0
+    even: bool = True
+    drop_last: bool = False
+    start: int = 0
+
+    @property
+    def step_size(self) -> int:
+        """Samples of all processes in one step (G)."""
+        return self.batch_size * self.processes
+
+    @property
+    def full_steps(self) -> int:
+        """Steps that need no padding."""
+        return max(self.length - self.start, 0) // self.step_size
+
+    @property
+    def tail(self) -> int:
+        """Samples after the full steps."""
+        return max(self.length - self.start, 0) % self.step_size
+
+    @property
+    def first(self) -> int:
+        """Position of this process's first sample."""
+        return self.start + self.index * self.batch_size
+
+    def __len__(self) -> int:
+        return self.full_steps + self.has_tail
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether this process has a batch after the full steps."""
+        if self.drop_last or not self.tail:
+            return False
+        return self.even or self.tail > self.index * self.batch_size
+
+    def positions(self, step: int) -> list[int]:
+        """Positions in the order of this process's samples in a step."""
+        first = self.first + step * self.step_size
+        if step < self.full_steps:
+            return list(range(first, first + self.batch_size))
+        return self.tail_positions()
+
+    def tail_positions(self) -> list[int]:
+        """Positions of this process's samples in the step after the full ones; positions before `start` complete it."""
+        first = self.first + self.full_steps * self.step_size
+        real = list(range(first, min(first + self.batch_size, self.length)))
+        if not self.even:
+            return real
+        cycled = min(self.step_size, self.length)
+        return real + [(first + i - self.length) % cycled for i in range(len(real), self.batch_size)]
+
+    def padding(self) -> Padding | None:
+        """Padding of the step after the full ones; None when nothing is added."""
+        if self.drop_last or not self.even or not self.tail:
+            return None
+        return Padding(self.tail, self.batch_size, self.processes)
+
+    def remainder(self) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when it is dropped."""
+        return -1 if self.drop_last else self.tail
+
+
+def shortage(length: int | None, processes: int, pads: bool) -> str | None:
+    """Why `length` samples are too few, or None.
+
+    Args:
+        length: samples of the epoch; None when unknown.
+        processes: how many share them.
+        pads: whether samples from the beginning complete a step.
+    """
+    if length == 0:
+        return "It has no sample."
+    if length is None or length >= processes or pads:
+        return None
+    return f"It has {length} samples for {processes} processes, so process {length} would have none."
+
+
+def shard_samples(
+    samples: Iterable[T], plan: ShardPlan, begun: list[T] | None = None, for_all: bool = False
+) -> Iterator[Step[T]]:
+    """This process's batches of a sequence of unknown length, with the padding of each step.
+
+    Args:
+        samples: indices or samples of all processes.
+        plan: how to shard them; its length is not used.
+        begun: the samples of the first step, when `samples` begin later; the plan's start is not used then.
+        for_all: every process raises when some process would have no sample.
+
+    Raises:
+        DataError: see `for_all`.
+    """
+    source = iter(samples)
+    if begun is not None:
+        head, remaining = begun, source
+    else:
+        head = list(islice(source, plan.step_size))
+        remaining = chain(head[plan.start :], islice(source, max(plan.start - len(head), 0), None))
+    if for_all:
+        _check_enough(len(head), plan)
+    first = plan.index * plan.batch_size
+    while len(chunk := list(islice(remaining, plan.step_size))) == plan.step_size:
+        yield chunk[first : first + plan.batch_size], None
+    last = ShardPlan(len(chunk), plan.batch_size, plan.processes, plan.index, plan.even, plan.drop_last)
+    if last.has_tail:
+        filled = [*chunk, *islice(cycle(head), plan.step_size - len(chunk))] if plan.even else chunk
+        yield filled[first : first + plan.batch_size], last.padding()
+
+
+def _check_enough(count: int, plan: ShardPlan) -> None:
+    obstacle = shortage(count, plan.processes, plan.even and not plan.drop_last)
+    if obstacle is not None:
+        raise DataError(
+            "Cannot shard an epoch between the processes.",
+            obstacle,
+            "Use fewer processes, or leave even_batches on and drop_last off.",
+        )
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process out of those of a batch sampler.
+
+    Over torch's own samplers a process computes its own indices; it enumerates a custom sampler or batch sampler.
+
+    Args:
+        batch_sampler: gives the batches of all processes.
+        num_processes: number of processes.
+        process_index: which of them.
+        split_batches: cut each batch into one shard per process; otherwise each process takes whole batches in turn.
+        even_batches: complete the last step with samples from the beginning, so that all processes have equal batches;
+            a single process never pads.
+
+    Raises:
+        SettingError: a number is out of range, or a batch cannot be cut into equal shards.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.last_rng = LastRNG()
+        self.padded: dict[int, Padding] = {}
+        self.skipped_steps = 0
+        self._start: int | None = None
+        self._replay: RNGState | None = None
+        check_process(num_processes, process_index)
+        if split_batches:
+            check_split(self.batch_size, num_processes)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler below, or None when a custom batch sampler has none."""
+        return innermost_sampler(self.batch_sampler)
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+    @property
+    def has_custom_batches(self) -> bool:
+        """Whether a custom batch sampler gives whole batches, whose samples have no position of their own."""
+        return not is_stock_batching(self.batch_sampler)
+
+    @property
+    def pads(self) -> bool:
+        """Whether samples complete a short last step: a single process has nobody to be even with."""
+        return self.even_batches and self.num_processes > 1
+
+    @property
+    def per_process(self) -> int | None:
+        """Samples of one process in one step; None when the batch sampler has no batch size."""
+        if self.batch_size is None:
+            return None
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    @property
+    def step_size(self) -> int | None:
+        """Samples of all processes in one step; None when the batch sampler has no batch size."""
+        return None if self.per_process is None else self.per_process * self.num_processes
+
+    def skipping(self, steps: int) -> BatchSamplerShard:
+        """A shard whose epochs begin `steps` steps later, and that shares everything else."""
+        other = copy.copy(self)
+        other.skipped_steps = self.skipped_steps + steps
+        other._start = other._replay = None
+        return other
+
+    def starting(self, position: int | None, replay: RNGState | None) -> BatchSamplerShard:
+        """A shard for one epoch that is resumed, and that shares everything else.
+
+        Args:
+            position: where the epoch begins: in samples, or in steps with custom batches; after those that are skipped
+                when None.
+            replay: the random state of the epoch; the sampler draws a new one when None.
+        """
+        other = copy.copy(self)
+        other._start, other._replay = position, replay
+        return other
+
+    def plan(self, length: int, position: int | None = None) -> ShardPlan:
+        """This process's shard of an order of `length` samples from a position on."""
+        width = self.per_process or 1
+        start = self.skipped_steps * width * self.num_processes if position is None else position
+        even, drop_last = self.pads, self.drop_last
+        return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Runs when the first batch is asked for, which is when torch's own samplers draw: torch's loader makes a second
+        # iterator and throws the first one away when it has workers.
+        padded: dict[int, Padding] = {}
+        self.padded = padded
+        if self.has_custom_batches:
+            yield from _recorded(self._custom_batches(), padded)
+        else:
+            yield from self._sampled(padded)
+
+    def _sampled(self, padded: dict[int, Padding]) -> Iterator[list[int]]:
+        order = begin_epoch(self.batch_sampler.sampler, self.last_rng, self._replay)
+        if isinstance(order, Iterator):
+            yield from _recorded(shard_samples(order, self.plan(0, self._start)), padded)
+            return
+        plan = self.plan(len(order), self._start)
+        yield from order.rows(plan.first, plan.batch_size, plan.step_size, plan.full_steps)
+        if plan.has_tail:
+            added = plan.padding()
+            if added:
+                padded[plan.full_steps] = added
+            yield order.at(plan.tail_positions())
+        order.exhausted()
+
+    def _custom_batches(self) -> Iterator[Step[int]]:
+        skip = self.skipped_steps if self._start is None else self._start
+        with replaying(self.batch_sampler, self.sampler, self.last_rng, self._replay):
+            if self.split_batches:
+                yield from _split_batches(self.batch_sampler, self.plan(0), skip)
+            else:
+                yield from _whole_batches(self.batch_sampler, self, skip)
+
+    def __len__(self) -> int:
+        if not self.has_custom_batches:
+            return len(self.plan(len(self.batch_sampler.sampler)))  # type: ignore[arg-type]
+        return max(self.steps_of_custom_batches() - self.skipped_steps, 0)
+
+    def steps_of_custom_batches(self) -> int:
+        """Batches of this process by the length of a custom batch sampler, with those that are skipped."""
+        batches = len(self.batch_sampler)
+        if self.split_batches:
+            return batches
+        steps, rest = divmod(batches, self.num_processes)
+        return steps + bool(rest and not self.drop_last and (self.pads or self.process_index < rest))
+
+
+def _recorded(steps: Iterable[Step[int]], padded: dict[int, Padding]) -> Iterator[list[int]]:
+    for number, (batch, padding) in enumerate(steps):
+        if padding:
+            padded[number] = padding
+        yield batch
+
+
+def _whole_batches(batches: Iterable[Sequence[int]], shard: BatchSamplerShard, skip: int) -> Iterator[Step[int]]:
+    """This process's batches of a custom batch sampler: its own out of each step of one batch per process.
+
+    Batches keep the sizes that the sampler gave them. A shard that pads completes a step that lacks batches with
+    batches of samples from the beginning, and a short batch at the very end when the sampler has a batch size.
+
+    Args:
+        batches: of all processes.
+        shard: which of them this process takes.
+        skip: steps to leave out.
+    """
+    processes, index, batch_size = shard.num_processes, shard.process_index, shard.batch_size
+    source = iter(batches)
+    head: list[int] = []
+    upcoming = [list(batch) for batch in islice(source, processes)]
+    while upcoming:
+        step, upcoming = upcoming, [list(batch) for batch in islice(source, processes)]
+        wanted = batch_size or len(step[0])
+        head.extend(chain.from_iterable(step[: max(0, wanted * processes - len(head))]))
+        if skip:
+            skip -= 1
+        elif upcoming:
+            yield step[index], None
+        elif shard.pads and not shard.drop_last:
+            yield _completed(step, head, processes, wanted, batch_size is not None)[index]
+        elif len(step) == processes or (index < len(step) and not shard.drop_last):
+            yield step[index], _short_step(step, processes, batch_size)
+
+
+def _short_step(step: list[list[int]], processes: int, batch_size: int | None) -> Padding | None:
+    """The padding that a script adds itself when it fills results up to the sampler's batch size."""
+    counts = [len(batch) for batch in step]
+    if batch_size is None or len(step) < processes or all(count >= batch_size for count in counts):
+        return None
+    # The length of the data does not say how many samples come last, so there is no total to compare with it.
+    return Padding(-1, batch_size, processes, tuple(counts))
+
+
+def _completed(
+    step: list[list[int]], head: Sequence[int], processes: int, wanted: int, fill_short: bool
+) -> list[Step[int]]:
+    filler = cycle(head)
+    filled = [*step, *([] for _ in range(processes - len(step)))]
+    counts = [len(batch) for batch in filled]
+    for position, batch in enumerate(filled):
+        last_real = position == len(step) - 1
+        if position >= len(step) or (last_real and fill_short):
+            batch.extend(islice(filler, max(wanted - len(batch), 0)))
+    sizes = {len(batch) for batch in filled}
+    padding = None
+    if counts != [len(batch) for batch in filled]:
+        padding = Padding.by_process(counts, sizes.pop() if len(sizes) == 1 else 0)
+    return [(batch, padding) for batch in filled]
+
+
+def _split_batches(batches: Iterable[Sequence[int]], plan: ShardPlan, skip: int) -> Iterator[Step[int]]:
+    """This process's shard of each batch of a custom batch sampler.
+
+    Args:
+        batches: of all processes together.
+        plan: how to shard each of them; its length is not used.
+        skip: batches to leave out.
+
+    Raises:
+        DataError: a batch is larger than the sampler's batch size.
+    """
+    head: list[int] = []
+    for number, batch in enumerate(batches):
+        if len(batch) > plan.step_size:
+            raise DataError(
+                f"Cannot cut batch {number} into {plan.processes} shards of {plan.batch_size} (split_batches=True).",
+                f"The batch sampler gave {len(batch)} indices, more than the {plan.step_size} of its batch_size.",
+                "Let the batch sampler's batch_size be its largest batch, or leave split_batches off.",
+            )
+        if len(head) < plan.step_size:
+            head.extend(batch)
+        if number < skip:
+            continue
+        shard = ShardPlan(len(batch), plan.batch_size, plan.processes, plan.index, plan.even)
+        first = shard.first
+        if shard.full_steps:
+            yield list(batch[first : first + plan.batch_size]), None
+        elif shard.has_tail:
+            filled = [*batch, *islice(cycle(head), plan.step_size - len(batch))] if plan.even else list(batch)
+            yield filled[first : first + plan.batch_size], shard.padding()
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: gives the batches.
+        skip_batches: how many to leave out at the beginning of every epoch.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self._shard: BatchSamplerShard | None = None
+        if isinstance(batch_sampler, BatchSamplerShard):
+            self._shard = batch_sampler.skipping(skip_batches)
+        elif is_stock_batching(batch_sampler):
+            self._shard = BatchSamplerShard(batch_sampler).skipping(skip_batches)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler below, or None when a custom batch sampler has none."""
+        return innermost_sampler(self.batch_sampler)
+
+    @property
+    def total_length(self) -> int:
+        """Batches with those that are left out."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._shard is not None:
+            return iter(self._shard)
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+class UnbatchedSampler(Sampler[int]):
+    """Single indices out of batches of one, for loaders without batching.
+
+    Args:
+        shard: gives batches of one index.
+    """
+
+    def __init__(self, shard: BatchSampler) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[int]:
+        return (batch[0] for batch in self.shard)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+def batching_of(loader: DataLoader[Any]) -> Any:
+    """What gives a loader whole batches of indices, which may be its sampler; None where it gives single samples."""
+    return (
+        loader.sampler
+        if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+        else loader.batch_sampler
+    )
+
+
+def innermost_sampler(batch_sampler: Any) -> Any:
+    """The sampler that gives single indices below any number of batch samplers; None when there is none."""
+    while hasattr(batch_sampler, "batch_sampler"):
+        batch_sampler = batch_sampler.batch_sampler
+    return getattr(batch_sampler, "sampler", None)
+
+
+def check_process(num_processes: int, process_index: int) -> None:
+    """Refuse an index that is not one of the processes.
+
+    Raises:
+        SettingError: it is not.
+    """
+    if num_processes < 1 or not 0 <= process_index < num_processes:
+        raise SettingError(
+            f"Cannot shard data for process {process_index} of {num_processes}.",
+            "There is no such process.",
+            "Give num_processes of at least 1 and a process_index from 0 to num_processes - 1.",
+        )
+
+
+def check_split(batch_size: int | None, num_processes: int) -> None:
+    """Refuse a batch that cannot be cut into one equal shard per process.
+
+    Raises:
+        SettingError: it cannot.
+    """
+    if batch_size is None or batch_size % num_processes:
+        raise SettingError(
+            f"Cannot use split_batches=True with batches of {batch_size} samples and {num_processes} processes.",
+            "Each batch is cut into one equal shard per process.",
+            f"Give a batch size that is a multiple of {num_processes}, or leave split_batches off.",
+        )

@@ -1,0 +1,640 @@
+"""Where a prepared loader gets its batches, and how it begins at any position: the interface, and indexed data sets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, upcoming_rng
+from accel_data.progress import Position
+from accel_data.sample_ids import IndexIds, as_list
+from accel_data.seeding import SampleSeed, SeededSamples, TaggedBatches
+from accel_data.sharding import BatchSamplerShard, Padding, UnbatchedSampler, batching_of, shortage
+from accel_data.stateful import has_state, is_stateful, steps_in
+from accel_ops.rng import restore, snapshot
+
+__all__ = (
+    "READS_SAMPLE_IDS",
+    "MapSource",
+    "SelfContainedSource",
+    "Source",
+    "WrappedSource",
+    "first_batches",
+    "length_of",
+    "opened",
+    "rebuilt",
+)
+
+W = TypeVar("W", bound="WrappedSource")
+
+READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": False, "worker_init_fn": None}
+"""Changes to a loader that reads sample ids in place of samples."""
+
+
+class Source:
+    """Where a prepared loader gets its batches, and what is known of them.
+
+    Positions are counted in samples of the global order, or in steps when `counts_steps`. What a subclass leaves out
+    is the answer of a source of one process of which nothing is known.
+
+    Attributes:
+        base: the loader that reads the batches.
+        last_rng: the random state behind the order of the epoch that was begun last.
+    """
+
+    base: DataLoader[Any]
+    last_rng: LastRNG
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """The seed of the samples, if they are seeded."""
+        return None
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return 1
+
+    @property
+    def index(self) -> int:
+        """Which of the processes this is."""
+        return 0
+
+    @property
+    def step_size(self) -> int | None:
+        """Samples of all processes in one step; None when it varies."""
+        return None
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a position is known in steps only."""
+        return True
+
+    @property
+    def pads(self) -> bool:
+        """Whether samples always complete a last step that is not full."""
+        return False
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether an epoch without a single batch follows from the options."""
+        return False
+
+    def length(self) -> int | None:
+        """Samples of an epoch of all processes together; None when unknown."""
+        return None
+
+    def remainder(self, start: int | None) -> int:
+        """Real samples of an incomplete last step; 0 when it is complete, -1 when unknown or dropped."""
+        return -1
+
+    def shortage(self) -> str | None:
+        """Why an epoch of this length has nothing for some process, or None."""
+        return None
+
+    def steps(self, at: Position | None) -> int | None:
+        """Steps that this process takes from a position on, if the reported length is true.
+
+        None where no length was reported, or where the DataLoader workers divide the data in a way of their own.
+        """
+        return None
+
+    def missing_from_len(self) -> int:
+        """Batches that the base loader counts and this source leaves out."""
+        return 0
+
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
+        """Begin an epoch.
+
+        Args:
+            at: where it begins; at its beginning, after what is skipped, when None.
+            replay: the random state behind its order; the samplers draw a new one when None.
+        """
+        raise NotImplementedError
+
+    @property
+    def padded(self) -> Collection[int]:
+        """Numbers of the batches whose padding `padding` knows; grows while the epoch is read."""
+        return ()
+
+    def padding(self, number: int) -> Padding | None:
+        """Padding of batch `number` since the epoch was opened; None where batches carry it themselves."""
+        return None
+
+    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
+        """The random state of the next epoch, where it is known beforehand; set to `restored` first, if given."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the epoch to the data set and the samplers."""
+
+    def skipping(self, steps: int) -> Source:
+        """A source whose epochs begin `steps` steps later."""
+        raise NotImplementedError
+
+    def skipped(self) -> tuple[int, int | None]:
+        """Steps and samples by which all epochs begin later."""
+        return 0, 0
+
+    def sample_ids(self) -> Iterable[Any] | None:
+        """Ids of all samples, as `with_sample_ids` gives them; None when they are not known beforehand."""
+        return None
+
+    def with_sample_ids(self, own: bool = False) -> Source:
+        """A source that gives sample ids in place of samples, and lists in place of batches.
+
+        Args:
+            own: the data are this process's own, so a position means nothing to the others.
+        """
+        raise NotImplementedError
+
+    @property
+    def continues_from_base(self) -> bool:
+        """Whether torchdata continues an epoch by itself, because the data set has a state of its own."""
+        return False
+
+    @property
+    def self_contained(self) -> bool:
+        """Whether torchdata's state describes a position completely."""
+        return False
+
+    @property
+    def has_base_state(self) -> bool:
+        """Whether the loader that reads the batches is torchdata's."""
+        return False
+
+    def base_state(self) -> dict[str, Any] | None:
+        """torchdata's state after the batch given out last; None of a loader that is not torchdata's."""
+        return None
+
+    def identity(self) -> str:
+        """The samplers, or the stream, that give the order."""
+        raise NotImplementedError
+
+    def obstacle(self) -> str | None:
+        """Why an epoch cannot be continued in its middle, or None."""
+        return None
+
+    def obstacle_to_counting(self) -> str | None:
+        """Why an epoch of which only a number of batches is known cannot be continued there, or None."""
+        return None
+
+
+class WrappedSource(Source):
+    """A source that passes everything on to another one; subclasses change what differs.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+        self.base = inner.base
+        self.last_rng = inner.last_rng
+
+    def over(self: W, inner: Source) -> W:
+        """The same over another source."""
+        other = copy.copy(self)
+        other.inner, other.base, other.last_rng = inner, inner.base, inner.last_rng
+        return other
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """See `Source`."""
+        return self.inner.sample_seed
+
+    @property
+    def processes(self) -> int:
+        """See `Source`."""
+        return self.inner.processes
+
+    @property
+    def index(self) -> int:
+        """See `Source`."""
+        return self.inner.index
+
+    @property
+    def step_size(self) -> int | None:
+        """See `Source`."""
+        return self.inner.step_size
+
+    @property
+    def counts_steps(self) -> bool:
+        """See `Source`."""
+        return self.inner.counts_steps
+
+    @property
+    def pads(self) -> bool:
+        """See `Source`."""
+        return self.inner.pads
+
+    @property
+    def may_be_empty(self) -> bool:
+        """See `Source`."""
+        return self.inner.may_be_empty
+
+    def length(self) -> int | None:
+        """See `Source`."""
+        return self.inner.length()
+
+    def remainder(self, start: int | None) -> int:
+        """See `Source`."""
+        return self.inner.remainder(start)
+
+    def shortage(self) -> str | None:
+        """See `Source`."""
+        return self.inner.shortage()
+
+    def steps(self, at: Position | None) -> int | None:
+        """See `Source`."""
+        return self.inner.steps(at)
+
+    def missing_from_len(self) -> int:
+        """See `Source`."""
+        return self.inner.missing_from_len()
+
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
+        """See `Source`."""
+        return self.inner.open(at, replay)
+
+    @property
+    def padded(self) -> Collection[int]:
+        """See `Source`."""
+        return self.inner.padded
+
+    def padding(self, number: int) -> Padding | None:
+        """See `Source`."""
+        return self.inner.padding(number)
+
+    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
+        """See `Source`."""
+        return self.inner.upcoming_rng(restored)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Source`."""
+        self.inner.set_epoch(epoch)
+
+    def skipping(self, steps: int) -> Source:
+        """See `Source`."""
+        return self.over(self.inner.skipping(steps))
+
+    def skipped(self) -> tuple[int, int | None]:
+        """See `Source`."""
+        return self.inner.skipped()
+
+    def sample_ids(self) -> Iterable[Any] | None:
+        """See `Source`."""
+        return self.inner.sample_ids()
+
+    def with_sample_ids(self, own: bool = False) -> Source:
+        """See `Source`."""
+        return self.over(self.inner.with_sample_ids(own))
+
+    @property
+    def continues_from_base(self) -> bool:
+        """See `Source`."""
+        return self.inner.continues_from_base
+
+    @property
+    def self_contained(self) -> bool:
+        """See `Source`."""
+        return self.inner.self_contained
+
+    @property
+    def has_base_state(self) -> bool:
+        """See `Source`."""
+        return self.inner.has_base_state
+
+    def base_state(self) -> dict[str, Any] | None:
+        """See `Source`."""
+        return self.inner.base_state()
+
+    def identity(self) -> str:
+        """See `Source`."""
+        return self.inner.identity()
+
+    def obstacle(self) -> str | None:
+        """See `Source`."""
+        return self.inner.obstacle()
+
+    def obstacle_to_counting(self) -> str | None:
+        """See `Source`."""
+        return self.inner.obstacle_to_counting()
+
+
+class MapSource(Source):
+    """Batches of a data set with indices.
+
+    Args:
+        base: reads them; its (batch) sampler is, or wraps, `shard`.
+        shard: this process's batches of indices.
+        sample_seed: the seed of the samples, if they are seeded.
+    """
+
+    def __init__(self, base: DataLoader[Any], shard: BatchSamplerShard, sample_seed: SampleSeed | None = None) -> None:
+        self.base = base
+        self.shard = shard
+        self.last_rng = shard.last_rng
+        self._sample_seed = sample_seed
+        self._has_base_state = is_stateful(base)
+        self._continues = has_state(base)
+        self._epoch = 0
+        # Of the epoch that was opened last.
+        self._reading: tuple[DataLoader[Any], BatchSamplerShard] = base, shard
+        self._unseen = 0
+
+    @classmethod
+    def reading(
+        cls, base: DataLoader[Any], shard: BatchSamplerShard, sample_seed: SampleSeed | None = None, **changes: Any
+    ) -> MapSource:
+        """A source that reads through a loader like `base`, with this process's shard as its (batch) sampler.
+
+        Args:
+            base: the loader.
+            shard: this process's batches of indices.
+            sample_seed: the seed of the samples, if they are seeded.
+            changes: other attributes of the loader.
+        """
+        indices = shard if sample_seed is None else TaggedBatches(shard, sample_seed)
+        name = "sampler" if base.batch_sampler is None else "batch_sampler"
+        changes[name] = UnbatchedSampler(indices) if batching_of(base) is None else indices
+        if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
+            changes["dataset"] = SeededSamples.of(base.dataset)
+        return cls(rebuilt(base, **changes), shard, sample_seed)
+
+    @property
+    def single(self) -> bool:
+        """Whether the loader gives samples without batching them."""
+        return batching_of(self.base) is None
+
+    @property
+    def sample_seed(self) -> SampleSeed | None:
+        """See `Source`."""
+        return self._sample_seed
+
+    @property
+    def processes(self) -> int:
+        """See `Source`."""
+        return self.shard.num_processes
+
+    @property
+    def index(self) -> int:
+        """See `Source`."""
+        return self.shard.process_index
+
+    @property
+    def step_size(self) -> int | None:
+        """See `Source`."""
+        return None if self.shard.has_custom_batches else self.shard.step_size
+
+    @property
+    def counts_steps(self) -> bool:
+        """See `Source`."""
+        return self.shard.has_custom_batches
+
+    @property
+    def pads(self) -> bool:
+        """See `Source`."""
+        return self.shard.pads and not self.shard.has_custom_batches
+
+    @property
+    def may_be_empty(self) -> bool:
+        """True: `shortage` was checked before."""
+        return True
+
+    def length(self) -> int | None:
+        """See `Source`."""
+        if not self.shard.has_custom_batches:
+            return length_of(self.shard.sampler)
+        return length_of(self.base.dataset)
+
+    def remainder(self, start: int | None) -> int:
+        """See `Source`."""
+        length, size = self.length(), self.shard.step_size
+        if length is None or not size or self.shard.drop_last:
+            return -1
+        return max(length - (start or 0), 0) % size
+
+    def shortage(self) -> str | None:
+        """See `Source`."""
+        shard = self.shard
+        return shortage(self.length(), shard.num_processes, shard.pads and not shard.drop_last)
+
+    def steps(self, at: Position | None) -> int | None:
+        """See `Source`."""
+        shard = self.shard
+        if not shard.has_custom_batches:
+            length = length_of(shard.sampler)
+            return None if length is None else len(shard.plan(length, None if at is None else at.samples))
+        # Which of the batches that are cut has nothing for a process is known when they come.
+        if length_of(shard.batch_sampler) is None or (shard.split_batches and not shard.pads):
+            return None
+        return max(shard.steps_of_custom_batches() - (shard.skipped_steps if at is None else at.steps), 0)
+
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
+        """See `Source`."""
+        self._unseen = 0
+        self._reading = self.base, self.shard
+        if at is None and replay is None:
+            return opened(self.base, self._epoch)
+        shard, base_state = self.shard, None if at is None else at.base
+        position = None if at is None else at.steps if shard.has_custom_batches else at.samples
+        if at is not None and base_state is not None:
+            # The data set goes back to its own state, and torchdata passes over the indices of these batches.
+            self._unseen = steps_in(base_state) or 0
+            before = at.steps - self._unseen
+            position = before if shard.has_custom_batches else before * (shard.step_size or 1)
+        shard = shard.starting(position, replay)
+        base = MapSource.reading(self.base, shard, self._sample_seed).base
+        if base_state is not None:
+            base.load_state_dict(base_state)  # type: ignore[attr-defined]
+        self._reading = base, shard
+        return opened(base, self._epoch)
+
+    @property
+    def padded(self) -> Collection[int]:
+        """See `Source`."""
+        return self._reading[1].padded
+
+    def padding(self, number: int) -> Padding | None:
+        """See `Source`."""
+        padding = self._reading[1].padded.get(number + self._unseen)
+        if padding is None or not self.single:
+            return padding
+        return padding.of_single()
+
+    def upcoming_rng(self, restored: RNGState | None = None) -> RNGState | None:
+        """See `Source`."""
+        custom = self.shard.batch_sampler if self.shard.has_custom_batches else None
+        return upcoming_rng(custom, self.shard.sampler, restored)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Source`."""
+        self._epoch = epoch
+        if self._sample_seed is not None:
+            self._sample_seed.epoch = epoch
+        for holder in (self.base.dataset, self.shard.batch_sampler, self.shard.sampler):
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+
+    def skipping(self, steps: int) -> MapSource:
+        """See `Source`."""
+        return self.reading(self.base, self.shard.skipping(steps), self._sample_seed)
+
+    def skipped(self) -> tuple[int, int | None]:
+        """See `Source`."""
+        steps, size = self.shard.skipped_steps, self.step_size
+        return steps, None if size is None else steps * size
+
+    def sample_ids(self) -> Iterable[Any] | None:
+        """See `Source`."""
+        length = length_of(self.base.dataset)
+        return None if length is None else range(length)
+
+    def with_sample_ids(self, own: bool = False) -> MapSource:
+        """See `Source`."""
+        shard = self.shard.skipping(0)
+        return MapSource.reading(self.base, shard, dataset=IndexIds(self.base.dataset), **READS_SAMPLE_IDS)
+
+    @property
+    def continues_from_base(self) -> bool:
+        """See `Source`."""
+        return self._continues
+
+    @property
+    def has_base_state(self) -> bool:
+        """See `Source`."""
+        return self._has_base_state
+
+    def base_state(self) -> dict[str, Any] | None:
+        """See `Source`."""
+        base: Any = self._reading[0]
+        return base.state_dict() if self._has_base_state else None
+
+    def identity(self) -> str:
+        """See `Source`."""
+        classes = (type(part) for part in (self.shard.batch_sampler, self.shard.sampler) if part is not None)
+        return " over ".join(f"{known.__module__}.{known.__qualname__}" for known in classes)
+
+    def obstacle(self) -> str | None:
+        """See `Source`."""
+        if can_replay(self.shard.batch_sampler if self.shard.has_custom_batches else None, self.shard.sampler):
+            return None
+        return f"The order of {self.identity()} cannot be replayed: it has neither a generator nor a state of its own."
+
+    def obstacle_to_counting(self) -> str | None:
+        """See `Source`."""
+        if not self.shard.has_custom_batches and decided_by_epoch(self.shard.sampler):
+            return None
+        return f"It does not hold the random state behind the order of {self.identity()}."
+
+
+class SelfContainedSource(MapSource):
+    """Batches read through torchdata's loader as it was made: its own state holds the position and the order.
+
+    Args:
+        base: the loader, over a data set with indices.
+    """
+
+    def __init__(self, base: DataLoader[Any]) -> None:
+        super().__init__(base, BatchSamplerShard(batching_of(base) or BatchSampler(base.sampler, 1, False)))
+
+    @property
+    def counts_steps(self) -> bool:
+        """True: torchdata counts batches."""
+        return True
+
+    def steps(self, at: Position | None) -> int | None:
+        """See `Source`."""
+        return super().steps(None) if at is None else None
+
+    def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[Any]:
+        """See `Source`."""
+        if at is not None and at.base is not None:
+            self.base.load_state_dict(at.base)  # type: ignore[attr-defined]
+            return opened(self.base, self._epoch)
+        # Batches that are skipped are read all the same: torchdata counts what it reads.
+        skipped = self.shard.skipped_steps if at is None else at.steps
+        batches = opened(self.base, self._epoch)
+        return islice(batches, skipped, None) if skipped else batches
+
+    def skipping(self, steps: int) -> SelfContainedSource:
+        """See `Source`."""
+        other = copy.copy(self)
+        other.shard = self.shard.skipping(steps)
+        return other
+
+    def missing_from_len(self) -> int:
+        """See `Source`."""
+        return self.shard.skipped_steps
+
+    @property
+    def continues_from_base(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def self_contained(self) -> bool:
+        """True."""
+        return True
+
+    def obstacle_to_counting(self) -> str | None:
+        """None: a state of torchdata's holds those of the samplers."""
+        return None
+
+
+def first_batches(source: Source, count: int, replay: RNGState | None) -> tuple[list[Any], RNGState | None]:
+    """The first batches of an epoch that is about to be opened at a later position; fewer if it has fewer.
+
+    Args:
+        source: of the epoch.
+        count: how many.
+        replay: the random state that the epoch begins from, or None.
+
+    Returns:
+        The batches, and the random state to open the epoch with, so that it has the order of these batches.
+    """
+    generators = snapshot()
+    first = list(islice(source.open(Position(epoch=0, steps=0, samples=0), replay), count))
+    restore(generators)
+    drawn = source.last_rng.state
+    # A seed that comes from the process's generator is drawn again from there.
+    return first, replay or (None if drawn is None or drawn.kind == "seed" else drawn)
+
+
+def length_of(source: Any) -> int | None:
+    """What `len` says, or None when it cannot be asked."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A loader of the same class and with the same attributes, except for the changes.
+
+    Torch refuses to change the sampler of a loader that exists; this makes a new one whose workers are not started.
+    """
+    other = copy.copy(loader)
+    vars(other).update(changes, _iterator=None)
+    return other
+
+
+def opened(loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
+    """Begin to read through a loader, drawing from the process's generator what a run that was not interrupted draws.
+
+    Persistent DataLoader workers start in the first epoch of such a run, and torch draws a seed for them there. Where
+    a run that was resumed starts them later, their seed is drawn from a generator of its own.
+    """
+    if epoch == 0 or not loader.persistent_workers or loader.generator is not None or loader._iterator is not None:
+        return iter(loader)
+    loader.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = None
