@@ -63,7 +63,7 @@ _STEPS = (
     Step("accel_data.loader", "accel_ops.conversion", "accel_data.loader"),
     Step("accel_data.source", "accel_data.dispatch", "accel_data.dispatch"),
     Step("accel_data.dispatch", "accel_ops.pending", "accel_data.dispatch"),
-    Step("accel_ops.pending", "accel_state.transport", "accel_ops.posted"),
+    Step("accel_ops.pending", "accel_state.transport", "accel_ops.pending"),
     Step("accel_state.transport", "accel_ops.conversion", "accel_data.dispatch"),
     Step("accel_plugins.strategy", "accel_torch.step", "accel_torch.step"),
     Step("accel_torch.metrics", "accel_ops.collectives", "accel_torch.metrics"),

@@ -19,7 +19,7 @@ from accel_data.progress import Position
 from accel_data.sharding import Padding, batching_of
 from accel_data.source import Source, WrappedSource, first_batches
 from accel_data.stateful import is_finished
-from accel_ops.pending import PendingCall, start_all_gather_bytes
+from accel_ops.pending import PendingCall, async_all_gather_bytes
 from accel_state.errors import DataError
 
 __all__ = ("AgreedSource", "in_step")
@@ -220,7 +220,7 @@ class _AgreeingReader:
             mine = _SIZES.pack(size, self._count(size))
         except Exception as error:
             self.failure, mine = error, _SIZES.pack(_FAILED, 0)
-        self.pending = start_all_gather_bytes(mine, "DataLoader.__next__")
+        self.pending = async_all_gather_bytes(mine, "DataLoader.__next__")
 
     def _size(self) -> int:
         if self.batch is _OVER:

@@ -23,8 +23,8 @@ __all__ = (
     "END",
     "FAILURE",
     "Announcement",
+    "BatchSpec",
     "PackedBatch",
-    "TreeSpec",
     "cut",
     "join",
     "pack",
@@ -155,7 +155,7 @@ class Announcement:
     Args:
         kind: END, BATCH or FAILURE.
         nbytes: length of the next message.
-        new_spec: whether a new `TreeSpec` travels before it.
+        new_spec: whether a new `BatchSpec` travels before it.
         total: real samples of this step; -1 when nothing was added.
         batch_size: samples of each process in this step.
         single: whether the step has samples that are not batched.
@@ -184,7 +184,7 @@ class Announcement:
 
 
 class _Leaf:
-    """Marks a leaf of a `TreeSpec`: a tensor or another object."""
+    """Marks a leaf of a `BatchSpec`: a tensor or another object."""
 
     __slots__ = ("tensor",)
 
@@ -202,7 +202,7 @@ _OBJECT: Final = _Leaf(False)
 
 
 @dataclass
-class TreeSpec:
+class BatchSpec:
     """Structure of a batch: everything about it except the contents.
 
     Args:
@@ -239,7 +239,7 @@ class PackedBatch:
         objects: its other leaves, pickled; empty when there are none.
     """
 
-    spec: TreeSpec
+    spec: BatchSpec
     tensors: list[torch.Tensor]
     objects: bytes = b""
 
@@ -274,12 +274,12 @@ def pack(batch: Any) -> PackedBatch:
         objects.append(value)
         return _OBJECT
 
-    spec = TreeSpec(walk(batch), ())
+    spec = BatchSpec(walk(batch), ())
     spec.tensors = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
     return PackedBatch(spec, tensors, pickle.dumps(objects) if objects else b"")
 
 
-def unpack(spec: TreeSpec, message: torch.Tensor, objects: int) -> Any:
+def unpack(spec: BatchSpec, message: torch.Tensor, objects: int) -> Any:
     """The batch in a message; every tensor has memory of its own.
 
     Args:

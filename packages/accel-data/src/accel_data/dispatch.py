@@ -1,6 +1,6 @@
 """The dispatching loader: the main process reads for all, and each process receives its own shard of every step.
 
-Every step is one message to each process. It announces the next one, so nobody is asked for sizes; the message after it
+Every step is one message to each process. It announces the next one, so no process asks for sizes; the message after it
 is under way while the loop works on this one.
 """
 
@@ -19,8 +19,8 @@ from accel_data.batch_codec import (
     END,
     FAILURE,
     Announcement,
+    BatchSpec,
     PackedBatch,
-    TreeSpec,
     cut,
     join,
     pack,
@@ -35,7 +35,7 @@ from accel_data.sharding import Padding, shortage
 from accel_data.source import Source, WrappedSource, first_batches
 from accel_ops.conversion import send_to_device
 from accel_ops.objects import broadcast_object_list, gather_object
-from accel_ops.pending import PendingScatter, begin_scatters, start_scatter, transport_device
+from accel_ops.pending import PendingScatter, async_scatter, begin_scatters, transport_device
 from accel_ops.tree import recursively_apply
 from accel_state import current
 from accel_state.errors import DataError
@@ -471,7 +471,7 @@ class _OutgoingStep:
         known: the structures that the processes know already.
     """
 
-    def __init__(self, step: GlobalStep, shard_of_rank: Sequence[int], known: list[TreeSpec] | None) -> None:
+    def __init__(self, step: GlobalStep, shard_of_rank: Sequence[int], known: list[BatchSpec] | None) -> None:
         self.step = step
         self.packed = [pack(step.batches[shard]) for rank, shard in enumerate(shard_of_rank) if rank != _MAIN]
         self.specs = _shared_specs(self.packed, known or [])
@@ -479,7 +479,7 @@ class _OutgoingStep:
         self.nbytes = max(batch.nbytes for batch in self.packed)
 
 
-def _shared_specs(packed: list[PackedBatch], known: list[TreeSpec]) -> list[TreeSpec]:
+def _shared_specs(packed: list[PackedBatch], known: list[BatchSpec]) -> list[BatchSpec]:
     """The structures of the batches, or one when they are alike; those known already, which have their packing."""
     specs = [batch.spec for batch in packed]
     if all(spec == specs[0] for spec in specs[1:]):
@@ -498,7 +498,7 @@ class _Sender:
     def __init__(self, steps: Iterator[GlobalStep], shard_of_rank: Sequence[int]) -> None:
         self.steps = steps
         self.shard_of_rank = shard_of_rank
-        self.specs: list[TreeSpec] | None = None
+        self.specs: list[BatchSpec] | None = None
         # Two sets in turn: one may still be under way. The main process's own message carries nothing and does not
         # travel, but all messages must have one length.
         self.buffers: list[list[torch.Tensor]] = [[], []]
@@ -529,7 +529,7 @@ class _Sender:
             batch.write(header, message)
         device = transport_device()
         own = own.to(device)
-        return start_scatter(own, [own, *(message.to(device) for message in messages)], _NEXT, _MAIN)
+        return async_scatter(own, [own, *(message.to(device) for message in messages)], _NEXT, _MAIN)
 
     def _messages(self, nbytes: int) -> list[torch.Tensor]:
         self.buffers.reverse()
@@ -579,7 +579,7 @@ class _Receiver:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.device = transport_device()
-        self.spec = TreeSpec(None, ())
+        self.spec = BatchSpec(None, ())
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def post_recv(self, announced: Announcement) -> tuple[torch.Tensor, PendingScatter | None]:
@@ -593,7 +593,7 @@ class _Receiver:
         self.buffers.reverse()
         if self.buffers[0].numel() != announced.nbytes:
             self.buffers[0] = torch.empty(announced.nbytes, dtype=torch.uint8, device=self.device)
-        return self.buffers[0], start_scatter(self.buffers[0], None, _NEXT, _MAIN)
+        return self.buffers[0], async_scatter(self.buffers[0], None, _NEXT, _MAIN)
 
 
 def _announced(following: _Upcoming) -> Announcement:

@@ -98,7 +98,7 @@ class _Weighted:
         """Weights in the order of the sources, as integers without a common divisor; a source left out has weight 0."""
         failed = f"Cannot mix the sources {', '.join(self._names)} with the weights {weights!r}."
         if not isinstance(weights, Mapping):
-            raise UnknownKind(failed, "The weights are no dict.", 'Give them by source: {"code": 0.7, "text": 0.3}.')
+            raise UnknownKind(failed, "The weights are not a dict.", 'Give them by source: {"code": 0.7, "text": 0.3}.')
         unknown = next((name for name in weights if name not in self._names), None)
         if unknown is not None:
             near = closest(str(unknown), self._names)
@@ -179,7 +179,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         SettingError: a weight is negative, all are 0, one is for an unknown source, the schedule is out of order, or
             `num_samples` is not given with "repeat".
         DataError: a source has no sample.
-        UnknownKind: the sources are no dict, or one has no indices.
+        UnknownKind: the sources are not a dict, or one has no indices.
 
     Example:
         >>> mixture = MixtureDataset({"code": "abc", "text": "xy"}, {"code": 2, "text": 1}, shuffle=False)
@@ -538,7 +538,7 @@ class MixtureStream(_Weighted, IterableDataset[Any]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the samples of epoch number `epoch`; streams with `set_epoch` are told when they begin."""
+        """Give the samples of epoch number `epoch`; streams with `set_epoch` receive it when they begin."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:

@@ -20,7 +20,7 @@ def drop_padding(gathered: Any, padding: Padding | None, full_batch: int | None 
     """What was gathered from all processes at one step, without the samples that were added.
 
     Tensors hold the rows of the processes one after another in their first dimension. A tensor whose rows per process
-    are no multiple of the batch size stays as it is, since its rows are not samples.
+    are not a multiple of the batch size stays as it is, since its rows are not samples.
 
     Args:
         gathered: tensors in any nesting.

@@ -19,7 +19,7 @@ class Permutation:
     exclusive or with its own upper half; both are bijections of b bits (as in the finalisers of MurmurHash3 and
     SplitMix64), and their constants are drawn from the key. A result that is not below `size` is mixed again until it
     is ("cycle walking": J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, 2002), which takes less than
-    two passes on average. That is enough to shuffle data; it is no cipher.
+    two passes on average. That is enough to shuffle data; it is not a cipher.
 
     Args:
         size: at least 1.

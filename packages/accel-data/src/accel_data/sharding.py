@@ -317,7 +317,7 @@ class BatchSamplerShard(BatchSampler):
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Runs when the first batch is asked for, which is when torch's own samplers draw: torch's loader makes a second
+        # Runs for the first batch, which is when torch's own samplers draw: torch's loader makes a second
         # iterator and throws the first one away when it has workers.
         padded: dict[int, Padding] = {}
         self.padded = padded

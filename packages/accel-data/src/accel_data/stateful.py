@@ -89,7 +89,7 @@ def _loses_samples(dataset: Any) -> bool:
 
 
 def steps_in(state: Mapping[str, Any]) -> int | None:
-    """Batches of the running epoch that a state of torchdata's loader counts; None when it is no such state."""
+    """Batches of the running epoch that a state of torchdata's loader counts; None when it is not such a state."""
     if "_num_yielded" in state:
         steps = int(state["_num_yielded"])
     elif "_snapshot" in state:

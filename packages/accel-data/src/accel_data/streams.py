@@ -190,7 +190,7 @@ class SkippedStream(IterableDataset[Any]):
 
 
 class ResumableSkip(SkippedStream):
-    """The same of a stream that can restore a position, which lies after the samples that are left out."""
+    """The same of a stream that can restore a position, which is after the samples that are left out."""
 
     _resumes = False
 

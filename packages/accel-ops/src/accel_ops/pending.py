@@ -1,6 +1,6 @@
 """Collectives that start now and are waited for later, behind the checked header of all collectives.
 
-    pending = start_all_gather_bytes(data, "DataLoader.__next__")     # starts
+    pending = async_all_gather_bytes(data, "DataLoader.__next__")     # starts
     ...                                                             # computes meanwhile
     everyones = pending.wait()                                      # the bytes of all processes, by rank
 
@@ -17,16 +17,15 @@ import torch
 
 from accel_state import current
 from accel_state.errors import AccelError, CollectiveError
-from accel_state.protocol import HeaderCall, PendingCall
-from accel_state.protocol import start_all_gather_bytes as _start
+from accel_state.protocol import HeaderCall, PendingCall, start_all_gather_bytes
 from accel_state.transport.base import Transport
 
 __all__ = (
     "PendingCall",
     "PendingScatter",
+    "async_all_gather_bytes",
+    "async_scatter",
     "begin_scatters",
-    "start_all_gather_bytes",
-    "start_scatter",
     "transport_device",
 )
 
@@ -36,14 +35,14 @@ def transport_device() -> torch.device:
     return current.process_or_start().transport.device
 
 
-def start_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
+def async_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
     """Start to gather a few bytes of every process; `wait` on the result returns those of all, by rank.
 
     Args:
         data: at most as many bytes as fit into a header, about 1 KiB; lengths may differ.
         operation: name of the function that the user called, for error messages.
     """
-    return _start(current.process_or_start().transport, operation, data)
+    return start_all_gather_bytes(current.process_or_start().transport, operation, data)
 
 
 _broken: WeakSet[Transport] = WeakSet()
@@ -77,7 +76,7 @@ def begin_scatters(data: bytes, operation: str) -> list[bytes]:
     return everyones
 
 
-def start_scatter(
+def async_scatter(
     output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, operation: str, src: int = 0
 ) -> PendingScatter:
     """Start to send each process its own tensor out of those of one process.
@@ -92,11 +91,11 @@ def start_scatter(
 
 
 class PendingScatter:
-    """A scatter that was started; see `start_scatter`."""
+    """A scatter that was started; see `async_scatter`."""
 
     def __init__(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, operation: str, src: int) -> None:
         self._transport = current.process_or_start().transport
-        self._header = _start(self._transport, operation, b"")
+        self._header = start_all_gather_bytes(self._transport, operation, b"")
         self._work = self._transport.scatter(output, inputs, src)
 
     def wait(self) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from accel_data import Padding, drop_padding
 from accel_data.mesh import coordinates
-from accel_ops import gather, gather_object, recursively_apply
-from accel_ops.tree import leaves_with_paths
+from accel_ops.collectives import gather
+from accel_ops.objects import gather_object
+from accel_ops.tree import leaves_with_paths, recursively_apply
 from accel_state import current
 
 if TYPE_CHECKING:
