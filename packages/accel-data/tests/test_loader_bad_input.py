@@ -227,7 +227,7 @@ def dying(dispatch: bool) -> str:
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_dataloader_worker_that_dies_is_an_error_on_every_process(two: Processes, dispatch: bool) -> None:
     first, second = two.run(dying, dispatch)
-    assert "A loading process died" in (first if dispatch else second)
+    assert "A DataLoader worker died" in (first if dispatch else second)
     assert not dispatch or "could not read it" in second
 
 

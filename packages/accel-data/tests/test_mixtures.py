@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[AccelError], str]] = {
     "all 0": ({"weights": {"code": 0, "text": 0}}, SettingError, "All weights are 0"),
     "empty": ({"weights": {}}, SettingError, "All weights are 0"),
     "unknown source": ({"weights": {"code": 1, "tekst": 1}}, SettingError, "no source 'tekst'.*Did you mean 'text'"),
-    "no dict": ({"weights": [0.5, 0.5]}, UnknownKind, "no dict"),
+    "no dict": ({"weights": [0.5, 0.5]}, UnknownKind, "not a dict"),
     "no weights": ({"weights": None}, SettingError, "No weights are given for sample 0"),
     "late weights": ({"weights": None, "schedule": [(5, {"code": 1})]}, SettingError, "No weights are given"),
     "out of order": ({"schedule": [(9, {"code": 1}), (5, {"text": 1})]}, SettingError, "the samples 9, 5"),

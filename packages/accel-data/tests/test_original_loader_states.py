@@ -120,7 +120,7 @@ def test_whoever_does_not_restore_begins_the_epoch(name: str) -> None:
 
 def test_what_an_epoch_was_drawn_from_cannot_be_guessed() -> None:
     loader = prepared(DataLoader(range(21), batch_size=2, shuffle=True))
-    with pytest.raises(CheckpointError, match="does not say what the order of"):
+    with pytest.raises(CheckpointError, match="does not hold the random state behind the order of"):
         loader.load_state_dict(saved("one_process_shuffled"))
 
 
