@@ -8,7 +8,7 @@ from accel_state.lazy import lazy_names
 
 if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
-    from accel_plugins.checkpoint.config import ProjectConfiguration
+    from accel_plugins.checkpoint.config import ContinuousSavePolicy, ProjectConfiguration
     from accel_plugins.context import Context
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.ddp.hook_types import DDPCommunicationHookType
@@ -41,6 +41,7 @@ __all__ = (
     "Axis",
     "Bundle",
     "Context",
+    "ContinuousSavePolicy",
     "DDPCommunicationHookType",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
@@ -71,7 +72,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "accel_plugins.bundle": ("Bundle",),
-        "accel_plugins.checkpoint.config": ("ProjectConfiguration",),
+        "accel_plugins.checkpoint.config": ("ContinuousSavePolicy", "ProjectConfiguration"),
         "accel_plugins.context": ("Context",),
         "accel_plugins.ddp.config": ("DistributedDataParallelKwargs",),
         "accel_plugins.ddp.hook_types": ("DDPCommunicationHookType",),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
+    from accel_plugins.checkpoint.continuous import ContinuousSaver
     from accel_plugins.checkpoint.preemption import Preemption
     from accel_plugins.checkpoint.upload import Uploader
     from accel_plugins.transform import Transform
@@ -40,3 +41,4 @@ class Parts:
     _saver: BackgroundSaver | None
     _preemption: Preemption | None = None
     _uploader: Uploader | None = None
+    _continuous: ContinuousSaver | None = None

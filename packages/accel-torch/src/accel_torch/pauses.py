@@ -1,10 +1,12 @@
-"""What happens between two batches of a prepared loader: torn checkpoints are taken again, and a run may end."""
+"""What happens between two batches of a prepared loader: a run may save, take a torn checkpoint again, or end."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from accel_state.hang_report.rank_status import PROGRESS
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.boundaries import StepBoundaries
@@ -23,15 +25,18 @@ class Pause:
     Args:
         parts: the Accelerator.
         ending: ends the run here if it was asked to end.
+        saving: saves here if it is time.
     """
 
-    __slots__ = ("_ending", "_parts", "_seen", "_steps")
+    __slots__ = ("_all_steps", "_ending", "_parts", "_saving", "_seen", "_steps")
 
-    def __init__(self, parts: Parts, ending: Callable[[], None] | None) -> None:
+    def __init__(
+        self, parts: Parts, ending: Callable[[], None] | None, saving: Callable[[], None] | None = None
+    ) -> None:
         # The Accelerator keeps the loader, which keeps this.
-        self._parts, self._ending = weakref.ref(parts), ending
+        self._parts, self._ending, self._saving = weakref.ref(parts), ending, saving
         self._seen: StepBoundaries | None = None
-        self._steps = 0
+        self._steps = self._all_steps = 0
 
     def __call__(self, first: bool) -> None:
         parts = self._parts()
@@ -43,6 +48,10 @@ class Pause:
                 saver.between_steps()
                 seen = saver.boundaries
             self._seen, self._steps = seen, 0 if seen is None else seen.steps
+        if self._saving is not None and parts is not None:
+            if not first and PROGRESS.steps > self._all_steps and parts.gradient_state.sync_gradients:
+                self._saving()
+            self._all_steps = PROGRESS.steps
         if self._ending is not None and not first:
             self._ending()
 
@@ -54,4 +63,9 @@ def pause(parts: Parts, loader: Any) -> None:
         from accel_torch.preemption import ending_of
 
         ending = ending_of(parts)
-    loader.between_batches = Pause(parts, ending)
+    saving = None
+    if parts._options.project.save_policy is not None:
+        from accel_torch.continuous import continuous_saving
+
+        saving = continuous_saving(parts)
+    loader.between_batches = Pause(parts, ending, saving)

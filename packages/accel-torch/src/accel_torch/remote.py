@@ -40,7 +40,7 @@ def probe(parts: Parts) -> None:
 
     failed = f"Cannot keep checkpoints in {project.remote}."
     raise_on_any_rank(process, "remote", work, failed, project.deadline, CheckpointError)
-    parts._uploader = Uploader(remote, project.total_limit if project.automatic_checkpoint_naming else None)
+    parts._uploader = Uploader(remote, *project.retention)
 
 
 def upload(parts: Parts, folder: Path) -> None:

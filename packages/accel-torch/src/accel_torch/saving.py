@@ -302,9 +302,9 @@ def _after_commit(parts: Parts, target: Path) -> None:
         from accel_torch.remote import upload
 
         upload(parts, target)
-    limited = project.automatic_checkpoint_naming and project.total_limit is not None
-    if limited and parts.state.process_index == 0:
-        remove_oldest(target.parent, project.total_limit or 1, _in_use(parts))
+    limit, period = project.retention
+    if limit is not None and parts.state.process_index == 0:
+        remove_oldest(target.parent, limit, _in_use(parts), period)
 
 
 def _in_use(parts: Parts) -> frozenset[Path]:

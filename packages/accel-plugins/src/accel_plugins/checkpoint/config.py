@@ -3,11 +3,74 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import Final
 
-from accel_state.errors import SettingError
+from accel_state.errors import Conflict, SettingError
 
-__all__ = ("ProjectConfiguration",)
+__all__ = ("ContinuousSavePolicy", "ProjectConfiguration")
+
+_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True)
+class ContinuousSavePolicy:
+    """Save again and again while training goes on, as often as a share of the run's time allows.
+
+    Each save begins at the first boundary between two steps at which the one before is complete and the saves so far,
+    with one more like the last, slow the run down by at most `max_overhead`.
+
+    Args:
+        max_overhead: the share of the run's time that saving may cost, above 0 and at most 1.
+        keep_last: how many of the newest checkpoints stay.
+        keep_every: of the older ones, the first of each such period stays, in seconds or as "90s", "30min", "1h",
+            "1d"; None keeps none of them.
+
+    Raises:
+        SettingError: a value cannot be used.
+
+    Example:
+        >>> ContinuousSavePolicy(keep_every="30min").period
+        1800.0
+    """
+
+    max_overhead: float = 0.02
+    keep_last: int = 3
+    keep_every: str | float | None = "1h"
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_overhead": (0 < self.max_overhead <= 1, "a number above 0 and at most 1, such as 0.02 for 2 %"),
+            "keep_last": (type(self.keep_last) is int and self.keep_last >= 1, "an integer of at least 1"),
+            "keep_every": (
+                self.keep_every is None or _seconds(self.keep_every) > 0,
+                "a positive number of seconds, a period such as '30min' or '1h', or None",
+            ),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise SettingError(
+                    f"Cannot use ContinuousSavePolicy({name}={getattr(self, name)!r}).",
+                    f"It has to be {rule}.",
+                    "Leave it out for the default.",
+                )
+
+    @property
+    def period(self) -> float | None:
+        """`keep_every` in seconds."""
+        return None if self.keep_every is None else _seconds(self.keep_every)
+
+
+def _seconds(period: str | float) -> float:
+    """A period in seconds; 0 where it is none."""
+    if not isinstance(period, str):
+        return float(period)
+    found = re.fullmatch(rf"([0-9.]+) *({'|'.join(_UNITS)})", period.strip())
+    try:
+        return float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        return 0.0
 
 
 @dataclass
@@ -29,11 +92,14 @@ class ProjectConfiguration:
         remote: URL of a place that each checkpoint is copied to after it was saved, in the background: `s3://bucket/run`,
             `gs://`, `az://` (extra `accel-plugins[remote]`) or `file://`. One run writes to one URL. `load_state()`
             takes the newest checkpoint of both places.
+        save_policy: save without a call of `save_state`, between the steps of a loop over a prepared loader, see
+            `ContinuousSavePolicy`; needs automatic naming, and takes the place of `total_limit`.
         save_on_signal: on SIGTERM or SIGUSR1 to any process, save between two batches of a prepared loader and end with
             exit code 75 (`accel_state.exit_codes.RESUME`), which `accel launch` passes on; needs automatic naming.
 
     Raises:
         SettingError: a number or a word cannot be used.
+        Conflict: `save_policy` and `total_limit` are given together.
     """
 
     project_dir: str | None = None
@@ -49,6 +115,7 @@ class ProjectConfiguration:
     deadline: float = 600.0
     save_on_signal: bool = False
     remote: str | None = None
+    save_policy: ContinuousSavePolicy | None = None
 
     def __post_init__(self, iteration_checkpoints: bool) -> None:
         self.automatic_checkpoint_naming |= iteration_checkpoints
@@ -62,6 +129,10 @@ class ProjectConfiguration:
                 self.remote is None or (isinstance(self.remote, str) and "://" in self.remote),
                 "a URL, such as 's3://bucket/run'",
             ),
+            "save_policy": (
+                self.automatic_checkpoint_naming or self.save_policy is None,
+                "given together with automatic_checkpoint_naming=True, which says what the checkpoints are called",
+            ),
             "save_on_signal": (
                 self.automatic_checkpoint_naming or not self.save_on_signal,
                 "given together with automatic_checkpoint_naming=True, which says what the checkpoint is called",
@@ -74,6 +145,20 @@ class ProjectConfiguration:
                     f"It has to be {rule}.",
                     "Leave it out for the default.",
                 )
+
+        if self.save_policy is not None and self.total_limit is not None:
+            raise Conflict(
+                "Cannot use ProjectConfiguration(save_policy=..., total_limit=...).",
+                "The policy says by itself which checkpoints stay.",
+                "Leave total_limit out, and give ContinuousSavePolicy(keep_last=...).",
+            )
+
+    @property
+    def retention(self) -> tuple[int | None, float | None]:
+        """How many of the newest automatically named checkpoints stay, and of which period one of the older ones."""
+        if self.save_policy is not None:
+            return self.save_policy.keep_last, self.save_policy.period
+        return (self.total_limit if self.automatic_checkpoint_naming else None), None
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Use this folder, also for logs where they have none of their own."""

@@ -30,6 +30,7 @@ import xxhash
 
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, parse_manifest, read_manifest
+from accel_plugins.checkpoint.retention import beyond
 from accel_plugins.checkpoint.sealing import fsync_path
 from accel_plugins.checkpoint.store import CheckpointStore, open_store, store_errors
 from accel_state.errors import CheckpointError, SettingError
@@ -406,11 +407,17 @@ class RemoteCheckpoints:
                 self.store.remove([file for file in files if _MANIFEST.fullmatch(file)])
                 self.store.remove([file for file in files if not _MANIFEST.fullmatch(file)])
 
-    def surplus(self, keep: int) -> list[str]:
-        """The oldest numbered checkpoints beyond those to keep; the newest complete one is never among them."""
-        known = [one for one in self.committed() if one.number >= 0]
-        newest_good = next((one for one in reversed(known) if not list(_missing(one))), None)
-        return [one.name for one in known[: max(0, len(known) - keep)] if one is not newest_good]
+    def surplus(self, keep: int, period: float | None = None) -> list[str]:
+        """The numbered checkpoints that are to be removed; the newest complete one is never among them.
+
+        Args:
+            keep: how many of the newest stay.
+            period: see `accel_plugins.checkpoint.retention.beyond`.
+        """
+        known = {one.name: one for one in self.committed() if one.number >= 0}
+        newest_good = next((name for name in reversed(known) if not list(_missing(known[name]))), None)
+        written = {name: one.manifest.written for name, one in known.items()}
+        return [name for name in beyond(written, keep, period) if name != newest_good]
 
     def newest(self) -> RemoteCheckpoint | None:
         """The newest numbered checkpoint whose files are all there."""

@@ -11,18 +11,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 from accel_plugins.checkpoint.manifest import Verdict, verify
 from accel_plugins.checkpoint.ownership import Claim
 from accel_plugins.checkpoint.recovery import discard, fingerprint, located, missing, recover
 from accel_state.errors import CheckpointError
 
-__all__ = ("Checkpoint", "available", "checkpoints", "find_newest", "remove_oldest", "surplus")
+__all__ = ("Checkpoint", "available", "beyond", "checkpoints", "find_newest", "remove_oldest", "surplus")
 
 _NAME: Final = re.compile(r"checkpoint_(\d+)")
 
 _NONE: Final[Mapping[Path, str]] = MappingProxyType({})
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +99,39 @@ def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, st
     )
 
 
-def surplus(folder: Path, limit: int, in_use: Collection[Path] = ()) -> list[Path]:
+def beyond(written: Mapping[T, float], limit: int, period: float | None = None) -> list[T]:
+    """What is to be removed of some checkpoints.
+
+    Args:
+        written: when each was written, in seconds since 1970; the oldest comes first.
+        limit: how many of the newest stay.
+        period: seconds; of the older ones the first of each such period stays. None keeps none of them.
+
+    Example:
+        >>> beyond({"a": 0.0, "b": 50.0, "c": 70.0, "d": 80.0}, 1, 60.0)
+        ['b']
+    """
+    older = list(written)[: max(0, len(written) - limit)]
+    if period is None:
+        return older
+    first: dict[int, T] = {}
+    for one in written:
+        first.setdefault(int(written[one] // period), one)
+    kept = set(first.values())
+    return [one for one in older if one not in kept]
+
+
+def surplus(folder: Path, limit: int, in_use: Collection[Path] = (), period: float | None = None) -> list[Path]:
     """What `remove_oldest` would remove."""
-    known = checkpoints(folder)
-    newest_good = next((c for c in reversed(known) if c.verdict().good), None)
-    oldest = (checkpoint for checkpoint in known[: max(0, len(known) - limit)] if checkpoint != newest_good)
-    return [checkpoint.path for checkpoint in oldest if checkpoint.path not in in_use]
+    known, written, newest_good = checkpoints(folder), dict[Path, float](), None
+    for checkpoint in known:
+        verdict = checkpoint.verdict()
+        written[checkpoint.path] = verdict.manifest.written if verdict.manifest is not None else 0.0
+        newest_good = checkpoint.path if verdict.good else newest_good
+    return [path for path in beyond(written, limit, period) if path != newest_good and path not in in_use]
 
 
-def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = ()) -> list[Path]:
+def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = (), period: float | None = None) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left, and return what was removed.
 
     Called after a commit. The newest good checkpoint is never removed: what is damaged or without a manifest does not
@@ -115,10 +141,11 @@ def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = ()) -> li
         folder: holds the checkpoints.
         limit: how many to leave.
         in_use: checkpoints that are still to be copied elsewhere, which stay until the next call.
+        period: see `beyond`.
     """
     removed = []
     seen = dict(_fingerprints(folder))
-    for path in surplus(folder, limit, in_use):
+    for path in surplus(folder, limit, in_use, period):
         try:
             with ExitStack() as claimed:
                 if path in seen and _is_removed(path, _aside(path, claimed), seen[path]):

@@ -39,11 +39,12 @@ class Uploader:
 
     Args:
         remote: where to.
-        keep: how many numbered checkpoints to keep there; None keeps all.
+        keep: how many of the newest numbered checkpoints to keep there; None keeps all.
+        period: see `accel_plugins.checkpoint.retention.beyond`.
     """
 
-    def __init__(self, remote: RemoteCheckpoints, keep: int | None = None) -> None:
-        self.remote, self.keep = remote, keep
+    def __init__(self, remote: RemoteCheckpoints, keep: int | None = None, period: float | None = None) -> None:
+        self.remote, self.keep, self.period = remote, keep, period
         self._waiting: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
         self._failed: list[_Upload] = []
         self._busy: list[_Upload] = []
@@ -118,7 +119,7 @@ class Uploader:
         try:
             self.remote.upload(upload.folder, upload.folder.name, upload.data, upload.rank, upload.ranks)
             if self.keep is not None and upload.rank == upload.ranks[0]:
-                self.remote.remove(self.remote.surplus(self.keep))
+                self.remote.remove(self.remote.surplus(self.keep, self.period))
         except CheckpointError as error:
             return error
         except Exception as error:  # training goes on whatever a store of somebody else raises

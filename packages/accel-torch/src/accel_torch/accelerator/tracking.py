@@ -123,6 +123,8 @@ class TrackingPage(Parts):
         if self._tracking is not None:
             self._tracking.finish()
         self.state.wait_for_everyone()
+        if self._continuous is not None:
+            self._continuous.leave()
         if self._saver is not None:
             self._saver.wait()
         if self._uploader is not None:
