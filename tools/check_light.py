@@ -24,9 +24,9 @@ HEAVY = ("numpy", "torch")
 LIGHT = (
     ("accel-state", "accel_state/__init__.py"),
     ("accel-state", "accel_state/errors.py"),
-    ("accel-state", "accel_state/hang_report/status.py"),
+    ("accel-state", "accel_state/hang_report/rank_status.py"),
+    ("accel-state", "accel_state/hang_report/report.py"),
     ("accel-state", "accel_state/labels.py"),
-    ("accel-state", "accel_state/marks.py"),
     ("accel-state", "accel_state/proc.py"),
     ("accel-state", "accel_state/run_status/*.py"),
     ("accel-state", "accel_state/topology.py"),
