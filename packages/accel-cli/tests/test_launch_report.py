@@ -41,7 +41,7 @@ def test_the_first_failure_is_the_cause_of_the_others():
 
 def waited(rank, missed, time):
     """The failure of a process that waited for others."""
-    failure = Failure(rank, 1, record("CollectiveError: gather() could not be completed.", time))
+    failure = Failure(rank, 1, record("CollectiveError: Cannot complete gather().", time))
     failure.record["extraInfo"]["missed"] = missed
     return failure
 

@@ -142,11 +142,11 @@ def collective_error(
         world_size: number of processes.
         monitor: reads the statuses of the others.
     """
-    what = f"{call.operation}() at {call.location} (call {call.number})" if call else "A collective"
+    what = f"{call.operation}() at {call.location} (call {call.number})" if call else "a collective"
     with _deferred_termination() as termination:
         where, missed = _everyone(monitor, rank, world_size, termination)
         report = CollectiveError(
-            f"{what} on rank {rank} could not be completed.",
+            f"Cannot complete {what} on rank {rank}.",
             f"{where}\n  The backend said: {_first_line(error)}",
             _REMEDY,
         )

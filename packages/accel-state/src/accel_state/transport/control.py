@@ -1,13 +1,13 @@
 """Short signed messages between the processes of a run, through its store; every call keeps its deadline.
 
 A call of torch's store cannot be interrupted, and it blocks for as long as the process that hosts the store is stopped
-or cannot be reached. So each `ControlStore` has a connection of its own and a thread that uses it. A caller whose
-deadline passes leaves the thread behind; the next call opens another connection.
+or out of reach. So each `ControlStore` has a connection of its own and a thread that uses it. A caller whose deadline
+passes abandons the thread; the next call opens another connection.
 
 Whoever reaches the port of the store can write to it. Messages therefore carry an HMAC under the secret of the run
 (`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and the
-message. A message that was not signed with this secret, or is older than one that was read before, is ignored and
-reported once. Without a secret, as under plain torchrun, messages are not authenticated.
+message. A reader ignores a message that was not signed with this secret, or is older than one that it read before, and
+warns once. Without a secret, as under plain torchrun, messages are not authenticated.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ANSWER: Final = 10.0
 """Seconds that `wait` gives a single request before it tries another connection."""
 
 _ANSWER_IN: Final = 2.0
-"""Seconds beyond the time for which a request waits at the store until its answer counts as lost."""
+"""Seconds after which the answer counts as lost, beyond the time for which a request waits at the store."""
 
 _DIAL: Final = timedelta(seconds=3)
-"""How long a connection is tried to be opened again, and a value that was just seen is waited for."""
+"""How long to try to open a connection again, and to wait for a value that was there a moment ago."""
 
 _MOST_LEFT: Final = 3
-"""Threads that may be left behind in requests that the store has not answered."""
+"""Abandoned threads, in requests that the store has not answered, beyond which no further connection is opened."""
 
 _MOST_BREAKS: Final = 2
 """Connections that may break in a row before `wait` gives up: the process that hosts the store is gone."""
@@ -54,7 +54,7 @@ _MOST_BREAKS: Final = 2
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
 _FAREWELL: Final = 2.0
-"""Seconds that requests under way are given to end before the interpreter ends: a thread that returned from C++ later
+"""Seconds for which the interpreter waits at its end for requests under way: a thread that returned from C++ later
 would abort the process (before Python 3.14)."""
 
 _FORM: Final = b"accel1"
@@ -70,7 +70,7 @@ class ControlStore:
     Each caller that may wait for long should have a `ControlStore` of its own: requests on one are served in turn.
 
     Args:
-        store: the store of torch that the processes share, with the prefixes of the attempt; it is only cloned.
+        store: the store of torch that the processes share, with the prefixes of the attempt; this only clones it.
         rank: index of this process, which signs its messages.
         scope: what `store` puts before keys; part of the signature.
         secret: secret of the run; by default that of the environment. Empty: messages are not authenticated.
@@ -104,7 +104,7 @@ class ControlStore:
         self._request(lambda store: store.set(key, signed), timeout)
 
     def compare_set(self, key: str, value: bytes, timeout: float) -> bytes:
-        """Write a message where there is none yet, and return the one that is there then.
+        """Write a message where there is none yet, and return the one that is there afterwards.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -112,7 +112,7 @@ class ControlStore:
         signed = self._signer.sign(key, self._rank, value)
         there = self._signer.read(key, self._request(lambda store: bytes(store.compare_set(key, "", signed)), timeout))
         if there is None:
-            # Somebody who does not belong to the run has written it.
+            # A program that does not belong to the run has written it.
             self._report(key)
             self._request(lambda store: store.set(key, signed), timeout)
         return value if there is None else there
@@ -126,7 +126,7 @@ class ControlStore:
         return self._request(lambda store: int(store.add(key, 1)), timeout)
 
     def check(self, keys: Sequence[str], timeout: float) -> bool:
-        """Whether all keys hold something; not authenticated, so only worth a look with `get_many`.
+        """Whether all keys hold something; not authenticated, so read them with `get_many` afterwards.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -134,7 +134,7 @@ class ControlStore:
         return self._request(lambda store: bool(store.check(list(keys))), timeout)
 
     def get_many(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages under some keys, by key; keys without one are left out. Does not wait for any.
+        """The authentic messages under some keys, by key, without keys that hold none. Does not wait for any.
 
         Takes two requests where all are there, and up to two more for each key where some are not.
 
@@ -154,7 +154,8 @@ class ControlStore:
     def receive(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         """The authentic messages under some keys once all hold something, none when time is up; one request.
 
-        The store itself waits, and prints a warning when time is up.
+        The store itself waits. When time is up, torch prints a warning. A caller that polled `check` would avoid it,
+        for a request at each poll: with 1,024 ranks those cost more than one line in a run that fails.
 
         Raises:
             StoreUnreachable: the store did not answer within `timeout` seconds.
@@ -174,14 +175,14 @@ class ControlStore:
         return messages
 
     def wait(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        """The authentic messages under some keys, as soon as all are there or time is up; those that came by then.
+        """The authentic messages under some keys, as soon as all are there; when time is up, those that are there.
 
-        A request that gets no answer is repeated on another connection.
+        Repeats a request that gets no answer, on another connection.
 
         Raises:
             StoreUnreachable: the store is gone, or did not answer within `timeout` seconds.
         """
-        # Part of the time is kept to find out who came.
+        # Part of the time is for finding out which keys are there.
         until = time.monotonic() + timeout - min(2.0, timeout / 4)
         found: dict[str, bytes] = {}
         missing, pause, breaks = list(keys), _FIRST_PAUSE, 0
@@ -218,14 +219,14 @@ class ControlStore:
         self._request(remove, timeout)
 
     def close(self) -> None:
-        """Let the connection go; does not wait for a request under way. The next call would open another."""
+        """Release the connection without waiting for a request under way. The next call would open another."""
         if os.getpid() == self._pid:
             self._drop()
 
     def _request(self, action: Callable[[Any], T], timeout: float) -> T:
         if os.getpid() != self._pid:
             raise NotReady(
-                "A message to the other processes was requested in a forked process.",
+                "Cannot send or read a message in a forked process.",
                 "The connection to the store of the run belongs to its parent.",
                 "Send messages from the processes that were launched.",
             )
@@ -240,7 +241,7 @@ class ControlStore:
                 answered = request.done.wait(max(until - time.monotonic(), 0.0))
             finally:
                 if not request.done.is_set():
-                    # Also after an interrupt: nobody knows when this connection is free again.
+                    # Also after an interrupt: it is unknown when this connection is free again.
                     self._left.append(line)
                     self._drop()
             if not answered:
@@ -262,7 +263,7 @@ class ControlStore:
         try:
             line = _Line(self._dialer)
         except RuntimeError as error:
-            # While the interpreter ends no thread can be started.
+            # An interpreter that ends starts no thread.
             raise _unreachable(str(error)) from error
         finalize(self, line.end).atexit = False
         return line
@@ -277,8 +278,8 @@ class ControlStore:
             self._reported = True
             _logger.warning(
                 "Ignored a message in the store of this run, under %r: it was not signed with the secret of the run, "
-                "or is an old one. Some program that does not belong to the run writes to its store. Further ones are "
-                "ignored without a report.",
+                "or is an old one. A program that does not belong to the run writes to its store. Further messages are "
+                "ignored without a warning.",
                 key,
             )
 
@@ -342,7 +343,7 @@ def _read_all(store: Any, keys: list[str]) -> dict[str, bytes]:
 
 def _unreachable(obstacle: str) -> StoreUnreachable:
     return StoreUnreachable(
-        "A message to the other processes could not be sent or read.",
+        "Cannot send or read a message to the other processes.",
         f"The store of the run: {obstacle}",
         "Look at the process that hosts the store (rank 0, or torchrun), and at the network between the machines.",
     )
@@ -360,7 +361,7 @@ class _Dialer:
         _knock(self._source)
         own = self._source.clone()
         own.set_timeout(_DIAL)
-        # The next one is copied from this one: dialling takes as long as the time-out of the store that is copied.
+        # The next connection is cloned from this one: dialling takes as long as the timeout of the cloned store.
         self._source = own
         return own
 
@@ -368,10 +369,10 @@ class _Dialer:
 def _knock(store: Any) -> None:
     """Return when the host of a store accepts connections.
 
-    torch tries for longer, prints how it fails, and aborts a process that ends meanwhile; a socket of Python does not.
+    torch tries for longer, prints its failures, and aborts a process that ends meanwhile; a socket of Python does not.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: the host accepts none.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -384,7 +385,7 @@ def _knock(store: Any) -> None:
 
 
 class _Request:
-    """One call on the store, and what came of it."""
+    """One call on the store, and its outcome."""
 
     __slots__ = ("action", "answer", "done", "error")
 
@@ -421,7 +422,7 @@ class _Line:
             except BaseException as error:
                 request.error = error
             request.done.set()
-            # A request that nobody waits for any more must not keep what it refers to.
+            # A request that nobody waits for must not keep its references alive.
             self.under_way = request = None
 
 
@@ -444,16 +445,16 @@ class _Read(NamedTuple):
 
 
 class _Signer:
-    """Signs messages and tells which ones are authentic and new.
+    """Signs messages, and accepts those that are authentic and new.
 
     Args:
-        scope: what all keys are under.
+        scope: prefix of all keys.
         secret: secret of the run, or empty.
     """
 
     def __init__(self, scope: str, secret: str) -> None:
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # Attempts count where they share a store; a machine that replaced another one counts its own only.
+        # The attempt counts where attempts share a store; a machine that replaced another one counts only its own.
         names = ("TORCHELASTIC_RUN_ID", *(("TORCHELASTIC_RESTART_COUNT",) if shared else ()))
         self._run = "\0".join([*(os.environ.get(name, "") for name in names), scope]).encode()
         self._secret = secret.encode()
@@ -496,7 +497,7 @@ def _parse(text: bytes) -> _Read | None:
 
 
 def _next_sequence() -> int:
-    """A number above all that this process has used, and above those of a process that had its rank before."""
+    """A number above all that this process used, and above those of an earlier process of its rank."""
     global _last_sequence
     with _sequence_lock:
         _last_sequence = max(_last_sequence + 1, time.time_ns())
