@@ -238,7 +238,9 @@ REWORDED = (
     "docs/index.md",
     "packages/*/README.md",
     "packages/accel-data/src/**/*.py",
+    "packages/accel-torch/src/**/*.py",
     "packages/accel-tracking/src/**/*.py",
+    "packages/accelerate/src/**/*.py",
 )
 """Files whose docstrings, comments, messages and prose are free of retired phrases, as patterns from the root."""
 

@@ -86,13 +86,13 @@ class Accumulation:
         """
         if self._counted_by_strategy:
             raise NotOffered(
-                "accumulate(model, weight=...) was asked for.",
+                "Cannot weigh micro-batches with accumulate(model, weight=...).",
                 "The backend of this run accumulates by itself and divides by the number of micro-batches.",
-                "Leave out the weight, or use another backend.",
+                "Remove the weight, or use another backend.",
             )
         if loss_is not in ("mean", "sum"):
             raise SettingError(
-                f"accumulate(model, loss_is={loss_is!r}) was asked for.",
+                f"Cannot accumulate with loss_is={loss_is!r}.",
                 "The loss of a micro-batch is the mean or the sum over its tokens.",
                 "Give 'mean' or 'sum'.",
             )
@@ -117,7 +117,7 @@ class Accumulation:
     def _refuse_mixing(mixed: bool) -> None:
         if mixed:
             raise Conflict(
-                "accumulate(model, weight=...) was asked for.",
+                "Cannot weigh micro-batches with accumulate(model, weight=...).",
                 "Some micro-batches of this window have a weight and others have none.",
                 "Give every micro-batch a weight, or none.",
             )

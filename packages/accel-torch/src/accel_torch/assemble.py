@@ -52,12 +52,12 @@ def assemble(options: Options, report: StragglerReport | None = None) -> tuple[A
     """Join the other processes, choose the backend and start the run; or share the run there is.
 
     Args:
-        options: what was asked for.
+        options: arguments of the Accelerator.
         report: is to time the collectives of this process.
 
     Raises:
         Conflict: an option differs from the one that the run was made with, or cannot differ from it.
-        SettingError, Missing, NotOffered: what was asked for cannot be had.
+        SettingError, Missing, NotOffered: an option has an invalid value, needs a package, or is not supported.
     """
     group = options.handler(InitProcessGroupKwargs)
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
@@ -83,14 +83,14 @@ def _gradient(options: Options, engine: Engine) -> GradientState:
     """The gradient state of another Accelerator: its own, or that of the engine which counts micro-batches by itself.
 
     Raises:
-        Conflict: the engine counts otherwise than was asked for.
+        Conflict: the engine accumulates differently.
     """
     if not engine.owns(Duty.ACCUMULATION):
         return GradientState.of(options.accumulation)
     shared, asked = engine.strategy.context.gradient, options.accumulation
     if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
         raise Conflict(
-            f"An Accelerator with {asked!r} was asked for.",
+            f"Cannot construct an Accelerator with {asked!r}.",
             f"The backend {engine.manifest.name!r} accumulates by itself, alike for all Accelerators of a run, and the "
             f"run was made with {shared.plugin!r}.",
             "Give the same to every Accelerator, or give it to the first one only.",

@@ -63,7 +63,7 @@ def _decided_by_main(
 
 
 def automatic_folder(project: ProjectConfiguration) -> Path:
-    """Where automatically named checkpoints lie."""
+    """The folder of automatically named checkpoints."""
     return Path(project.project_dir or ".") / "checkpoints"
 
 

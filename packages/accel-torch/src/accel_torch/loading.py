@@ -65,8 +65,8 @@ def _place(parts: Parts, asked: Any) -> Any:
     places = {None: "cpu", "cpu": "cpu", "on_device": parts.state.device}
     if not isinstance(asked, (str, type(None))) or asked not in places:
         raise UnknownKind(
-            f"load_state(map_location={asked!r}) was asked for.",
+            f"Cannot load a state with map_location={asked!r}.",
             "It can be 'cpu' or 'on_device'.",
-            "Leave it out: whatever is read goes to where the prepared objects are.",
+            "Remove it: tensors move to the device of the prepared objects.",
         )
     return places[asked]

@@ -31,8 +31,8 @@ class LocalSGD:
         enabled: False leaves gradients synchronised as without the block; a single process has nothing to average.
 
     Raises:
-        SettingError: `local_sgd_steps` is not a whole number of at least 1.
-        NotOffered: the backend gives each process another part of the parameters.
+        SettingError: `local_sgd_steps` is not an int of at least 1.
+        NotOffered: the backend gives each process another shard of the parameters.
 
     Example:
         >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -47,16 +47,16 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise SettingError(
-                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}) was asked for.",
+                f"Cannot use LocalSGD with local_sgd_steps={local_sgd_steps!r}.",
                 "It is the number of optimizer steps between two averages.",
-                "Give a whole number of at least 1.",
+                "Pass an int of at least 1.",
             )
         self.enabled = enabled and accelerator.use_distributed
         manifest = accelerator._engine.manifest
         if self.enabled and Ability.AVERAGE in manifest.lacks:
             raise NotOffered(
-                "LocalSGD was asked for.",
-                f"With the backend {manifest.name!r} each process has another part of the parameters.",
+                f"Cannot use LocalSGD with the backend {manifest.name!r}.",
+                "Each process has another shard of the parameters.",
                 "Use the backend 'ddp', or LocalSGD(..., enabled=False).",
             )
         self.num_steps = 0

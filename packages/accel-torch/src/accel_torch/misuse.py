@@ -183,9 +183,9 @@ class MisuseGuard:
             return
         if self._scaler._scale is None and any(one.grad is not None for one in _parameters(optimizer)):
             raise Conflict(
-                "An optimizer was to step in a run with mixed_precision='fp16'.",
+                "Cannot step an optimizer with mixed_precision='fp16'.",
                 "Its gradients come from loss.backward(): the loss was not scaled, so small gradients became zero.",
-                "Call accelerator.backward(loss) in place of loss.backward().",
+                "Call accelerator.backward(loss) instead of loss.backward().",
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What an Accelerator was asked for: its constructor's arguments, checked and sorted, before anything is started."""
+"""The arguments of an Accelerator, checked and sorted before anything starts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Options(NamedTuple):
 
     Args:
         cpu: work on the CPU even if another device is present.
-        mixed_precision: name of the precision that was asked for by argument, or None.
-        backend: name of the backend that was asked for by argument, or None.
+        mixed_precision: name of the precision that the argument selects, or None.
+        backend: name of the backend that the argument selects, or None.
         backend_config: settings object of a backend, or None.
         device_placement: move models and batches to the device.
         loader: how loaders are prepared.
@@ -93,12 +93,12 @@ class Options(NamedTuple):
     straggler_report: bool = False
 
     def handler(self, kind: type[H]) -> H | None:
-        """The settings object of a kind, or None when none was given."""
+        """The settings object of a class, or None."""
         return next((handler for handler in self.handlers if isinstance(handler, kind)), None)
 
 
 def precision_given(mixed_precision: PrecisionType | str | None) -> str | None:
-    """The precision that was asked for by argument; None when it was not.
+    """Name of the precision that the argument selects; None without an argument.
 
     Raises:
         SettingError: there is no such precision.
@@ -131,7 +131,7 @@ def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[s
         configured = getattr(given, name)
         if configured not in (value, getattr(defaults, name)):
             raise Conflict(
-                f"Accelerator({name}={value!r}) was asked for.",
+                f"Cannot construct an Accelerator with {name}={value!r}.",
                 f"The dataloader_config says {name}={configured!r}.",
                 f"Give {name} in the DataLoaderConfiguration only.",
             )
@@ -159,13 +159,13 @@ def accumulation_plugin(
     """
     if given is not None and loader.gradient_accumulation_kwargs is not None:
         raise Conflict(
-            "gradient_accumulation_plugin and DataLoaderConfiguration(gradient_accumulation_kwargs=...) were given.",
+            "Cannot combine gradient_accumulation_plugin and DataLoaderConfiguration.gradient_accumulation_kwargs.",
             "They configure the same thing.",
             "Give the plugin only.",
         )
     if given is not None and steps != 1:
         raise Conflict(
-            f"gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin were both given.",
+            f"Cannot combine gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin.",
             "They configure the same thing.",
             "Give GradientAccumulationPlugin(num_steps=...) only.",
         )
@@ -177,7 +177,7 @@ def accumulation_plugin(
 
 
 def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...]:
-    """Names of the generators to synchronise; that of the sampler alone when nothing was asked for.
+    """Names of the generators to synchronise; by default that of the sampler.
 
     Raises:
         SettingError: there is no such generator.
@@ -186,7 +186,7 @@ def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...
     for name in names:
         if name not in RNGType:
             raise SettingError(
-                f"rng_types={list(names)} was asked for.",
+                f"Cannot synchronise rng_types={list(names)}.",
                 f"There is no generator {name!r}.",
                 f"Choose from {', '.join(RNGType.list())}.",
             )
@@ -197,7 +197,7 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
     """Settings objects, at most one of each kind.
 
     Raises:
-        UnknownKind: one of them is no settings object.
+        UnknownKind: one of them is not a settings object.
         Conflict: there are two of a kind.
     """
     checked: list[KwargsHandler] = []
@@ -222,11 +222,11 @@ def either(name: str, given: Any, older_name: str, older: Any) -> Any:
     """One value out of two spellings of an argument.
 
     Raises:
-        Conflict: both were given.
+        Conflict: both have a value.
     """
     if given is not None and older is not None:
         raise Conflict(
-            f"{name} and {older_name} were both given.",
+            f"Cannot combine {name} and {older_name}.",
             "They are two spellings of one argument.",
             f"Give {name} only.",
         )

@@ -72,7 +72,7 @@ def _tensor_parallel(options: Options, parallelism_config: ParallelismConfig) ->
 
     if parallelism_config.tp_handler is not None and parallelism_config.tp_handler.enable_async_tp:
         raise NotOffered(
-            "TorchTensorParallelConfig(enable_async_tp=True) was asked for.",
+            "Cannot use TorchTensorParallelConfig(enable_async_tp=True).",
             "It needs symmetric memory between the GPUs and a compiler pass of torch that is not stable.",
             "Leave it out.",
         )

@@ -25,8 +25,8 @@ def ending_of(parts: Parts) -> Callable[[], None]:
     if parts._preemption is None:
         if threading.current_thread() is not threading.main_thread():
             raise NotOffered(
-                "ProjectConfiguration(save_on_signal=True) was asked for.",
-                "Signals reach the main thread alone, and this is another.",
+                "Cannot handle signals for ProjectConfiguration(save_on_signal=True).",
+                "Only the main thread receives signals, and this is another thread.",
                 "Prepare loaders in the main thread.",
             )
 

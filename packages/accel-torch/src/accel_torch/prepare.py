@@ -37,7 +37,7 @@ def prepare(
     Args:
         parts: the Accelerator.
         objects: models, optimizers, schedulers and loaders; what is of another kind comes back as it is.
-        device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
+        device_placement: for each object, whether it is moved to the device; that of the Accelerator when None.
         slice_fn_for_dispatch: cuts a batch when the main process reads it.
 
     Raises:
@@ -90,7 +90,7 @@ def _placement(parts: Parts, objects: Sequence[Any], asked: Sequence[bool] | Non
         asked = [parts._options.device_placement] * len(objects)
     if len(asked) != len(objects):
         raise SettingError(
-            f"prepare(device_placement={list(asked)!r}) was asked for.",
+            f"Cannot prepare with device_placement={list(asked)!r}.",
             f"It has {len(asked)} entries for {len(objects)} objects.",
             "Give one entry for each object, or none.",
         )

@@ -82,13 +82,13 @@ class ProfileKwargs(KwargsHandler):
         for activity in self.activities or ():
             if activity not in known:
                 raise SettingError(
-                    f"ProfileKwargs(activities={self.activities!r}) was asked for.",
+                    f"Cannot profile with activities={self.activities!r}.",
                     f"There is no activity {activity!r}.",
                     f"Choose from {', '.join(known)}.",
                 )
         if self.schedule_option is not None and "active" not in self.schedule_option:
             raise SettingError(
-                f"ProfileKwargs(schedule_option={self.schedule_option!r}) was asked for.",
+                f"Cannot profile with schedule_option={self.schedule_option!r}.",
                 "It does not say how many steps are recorded in a cycle.",
                 "Add 'active', for example {'wait': 1, 'warmup': 1, 'active': 3}.",
             )
@@ -121,7 +121,7 @@ def _activity(name: str) -> Any:
     found = getattr(torch.profiler.ProfilerActivity, name.upper(), None)
     if found is None:
         raise SettingError(
-            f"ProfileKwargs(activities=[{name!r}]) was asked for.",
+            f"Cannot profile with activities=[{name!r}].",
             "The profiler of the torch that is installed does not know it.",
             "Leave it out, or install the torch of that device.",
         )

@@ -30,12 +30,12 @@ def reduced(values: Mapping[str, Any], reduction: str) -> dict[str, float]:
         reduction: one of `REDUCTIONS`.
 
     Raises:
-        SettingError: there is no such reduction; on every process: a value is no number.
+        SettingError: an unknown reduction; on every process, a value that is not a number.
         ShapeMismatch: on every process, when they have different names.
     """
     if reduction not in REDUCTIONS:
         raise SettingError(
-            f"log(reduce={reduction!r}) was asked for.",
+            f"Cannot log with reduce={reduction!r}.",
             "There is no such reduction.",
             f"Choose from {', '.join(REDUCTIONS)}.",
         )
@@ -56,7 +56,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """Numbers by name; None for what is none, so that all processes can be told."""
+    """Numbers by name; None for another value, so that every process can report it."""
     found: dict[str, float] = {}
     alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, value in values.items():
@@ -94,7 +94,7 @@ def _check_numbers(everyones: list[dict[str, float | None]]) -> None:
     if wrong:
         listed = ", ".join(f"{name!r} (process {rank})" for name, rank in wrong)
         raise SettingError(
-            "log(reduce=...) was asked for.",
-            f"These values are no numbers: {listed}.",
+            "Cannot log with reduce=...",
+            f"These values are not numbers: {listed}.",
             "Log texts, images and the like without reduce=.",
         )

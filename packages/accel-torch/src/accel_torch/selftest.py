@@ -47,7 +47,7 @@ def _expect(holds: bool, what: str, accelerator: Accelerator) -> None:
         raise CollectiveError(
             "`accel test` checked whether training works here.",
             f"On process {accelerator.process_index}, {what}.",
-            "Compare `accel env` of all machines; `accel doctor --nodes` looks at what lies between them.",
+            "Compare `accel env` of all machines; `accel doctor --nodes` tests the network between them.",
         )
 
 

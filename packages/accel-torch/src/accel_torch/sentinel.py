@@ -37,7 +37,7 @@ _PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 class ReplicasDiffer(AccelError, RuntimeError):
-    """Raised on every process when processes that should hold the same weights, or stand at the same place, do not."""
+    """Raised on every process when processes that should have equal weights and equal positions differ."""
 
 
 class Witness(NamedTuple):
@@ -81,7 +81,7 @@ class Sentinel:
             self._check(optimizer, steps)
 
     def watching(self, stepping: Stepping) -> Watched:
-        """The same way to step, of which the sentinel is told."""
+        """The same stepper, which reports each step to the sentinel."""
         return Watched(stepping, self)
 
     def _check(self, optimizer: Optimizer, steps: int) -> None:
@@ -133,7 +133,7 @@ class Watched:
 
     Args:
         stepping: how optimizers step.
-        sentinel: is told.
+        sentinel: receives each step.
     """
 
     __slots__ = ("_sentinel", "_stepping")

@@ -55,18 +55,18 @@ def fused_backward(parts: Parts, loss: Tensor, learning_rate: float | None) -> N
     """Backward in which optimizers such as LOMO change each parameter as soon as its gradient is there.
 
     Raises:
-        SettingError: no learning rate was given, or no such optimizer was prepared.
+        SettingError: without a learning rate, or without such an optimizer.
         NotOffered: gradients would have to be gathered first, over processes or micro-batches.
     """
     fused = [optimizer for optimizer in parts._registry.optimizers if _steps_in_backward(optimizer)]
-    asked = "A backward pass in which the optimizer steps (LOMO) was asked for."
+    asked = "Cannot step the optimizer during backward (LOMO)."
     if not fused:
         raise SettingError(
-            asked, "No prepared optimizer does that.", "Prepare a Lomo or AdaLomo, or use backward(loss)."
+            asked, "No prepared optimizer supports it.", "Prepare a Lomo or AdaLomo, or use backward(loss)."
         )
     if learning_rate is None:
         raise SettingError(
-            asked, "No learning rate was given.", "Give backward(loss, learning_rate=...): the step happens there."
+            asked, "The learning rate is missing.", "Call backward(loss, learning_rate=...): the step happens there."
         )
     if parts.gradient_state.num_steps > 1 or parts.state.use_distributed:
         raise NotOffered(

@@ -39,7 +39,7 @@ class StragglerReport:
         current.set_process(process._replace(transport=transport))
 
     def watch_methods(self, accelerator: Any) -> None:
-        """Time methods of one Accelerator, in place of a question in each of them that all others would have to ask."""
+        """Time methods of one Accelerator by wrapping them, so that the methods of other Accelerators check nothing."""
         accelerator.backward = self._backward(accelerator.backward)
         for name in ("save", "save_model", "save_state", "wait_for_checkpoint"):
             setattr(accelerator, name, self.stopwatch.timed("saving", getattr(accelerator, name)))

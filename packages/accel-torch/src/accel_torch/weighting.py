@@ -110,7 +110,7 @@ class Weighting:
         if not math.isfinite(total):
             wrong = [str(rank) for rank, (sent, _) in enumerate(self._everyones) if not math.isfinite(sent)]
             raise SettingError(
-                "accumulate(model, weight=...) was asked for.",
+                "Cannot weigh micro-batches with accumulate(model, weight=...).",
                 f"A weight was negative or not finite on process {', '.join(wrong)}.",
                 "Give the number of tokens (or samples) that the loss of the micro-batch is over.",
             )

@@ -19,7 +19,7 @@ __all__ = ("OldModule", "UnknownName", "serve", "why_not")
 
 
 class UnknownName(AccelError, AttributeError):
-    """Raised when an attribute is asked for that a module at an old address does not have."""
+    """Raised when a module at an old address does not have an attribute."""
 
 
 _NO_NAME: Final = "This module has no such name."
@@ -117,8 +117,8 @@ def _read(owner: Owner, address: str) -> Any:
 
         distribution = owner.module.partition(".")[0].replace("_", "-")
         raise UnknownName(
-            f"{owner.name!r} was asked for from {address}, which has it from {owner.module}.",
-            f"{distribution} {installed_version(distribution)} has none, so it does not fit accelerate {VERSION}.",
+            f"Cannot read {owner.name!r} from {address}, which has it from {owner.module}.",
+            f"{distribution} {installed_version(distribution)} lacks it, so it does not fit accelerate {VERSION}.",
             f"Install versions that belong together: pip install --force-reinstall accelerate {distribution}",
         ) from None
 

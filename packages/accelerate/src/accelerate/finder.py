@@ -47,7 +47,7 @@ def install(folders: Iterable[str]) -> list[str]:
 
 def _hook(entry: str) -> Finder:
     if entry not in _PACKAGES:
-        raise ImportError(f"{entry} does not stand for names of this library")
+        raise ImportError(f"{entry} is not a path entry of this library")
     return Finder(_PACKAGES[entry])
 
 

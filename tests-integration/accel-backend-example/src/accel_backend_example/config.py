@@ -55,7 +55,7 @@ class ExampleConfig(KwargsHandler):
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise SettingError(
-                f"ExampleConfig(keep={self.keep!r}) was asked for.",
+                f"Cannot use ExampleConfig(keep={self.keep!r}).",
                 "It is the share of the gradients that is sent.",
                 "Give a number above 0 and at most 1.",
             )

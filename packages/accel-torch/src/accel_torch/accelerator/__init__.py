@@ -80,7 +80,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
     Raises:
         SettingError: an argument or a variable holds what cannot be used.
         Conflict: two of them contradict each other, or the run was made with others.
-        NotOffered: the device or the backend cannot do what was asked for.
+        NotOffered: the device or the backend does not support an argument.
 
     Example:
         >>> from accel_torch import Accelerator

@@ -29,7 +29,7 @@ class DataPage(Parts):
 
         Args:
             data_loader: a `torch.utils.data.DataLoader`.
-            device_placement: whether batches are moved to the device; as the Accelerator was told when None.
+            device_placement: whether batches are moved to the device; that of the Accelerator when None.
             slice_fn_for_dispatch: cuts a batch into the parts of the processes when the main process reads it.
         """
         from accel_torch.prepare import prepare_loader

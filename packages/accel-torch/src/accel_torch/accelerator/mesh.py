@@ -80,7 +80,7 @@ class MeshPage(Parts):
             NotOffered: always; training runs in no pipeline.
         """
         raise NotOffered(
-            "accelerator.pipeline_parallel_rank was asked for.",
+            "Cannot read accelerator.pipeline_parallel_rank.",
             "Training is not divided into a pipeline.",
             "Use prepare_pippy for inference, or another axis of ParallelismConfig.",
         )
@@ -88,7 +88,7 @@ class MeshPage(Parts):
     def _place(self, axis: Axis) -> int:
         if self.parallelism_config is None:
             raise NotReady(
-                f"The place of this process on the axis {axis.value!r} was asked for.",
+                f"Cannot read the rank on the mesh axis {axis.value!r}.",
                 "This run has no ParallelismConfig.",
                 "Give parallelism_config=ParallelismConfig(...) to the Accelerator.",
             )

@@ -24,7 +24,7 @@ class ObservingPage(Parts):
         """A block that is profiled on every process; gives torch's profiler.
 
         Args:
-            profile_handler: how, in place of what the Accelerator was given; see `ProfileKwargs`.
+            profile_handler: replaces the one of the Accelerator; see `ProfileKwargs`.
 
         Example:
             >>> with accelerator.profile(ProfileKwargs(output_trace_dir="traces")) as profiler:

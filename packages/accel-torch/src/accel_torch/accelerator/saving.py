@@ -143,7 +143,7 @@ class SavingPage(Parts):
         Args:
             obj: what is written; a mapping of names to tensors with `safe_serialization`.
             f: the file; what was there stays until the new one is complete.
-            safe_serialization: safetensors in place of `torch.save`.
+            safe_serialization: write safetensors files instead of those of `torch.save`.
         """
         from accel_plugins.checkpoint.objects import save
 

@@ -15,7 +15,7 @@ class TrackingPage(Parts):
 
     @property
     def log_with(self) -> list[Any]:
-        """Trackers that were asked for."""
+        """The trackers of `log_with=`."""
         return list(self._options.log_with)
 
     @log_with.setter
@@ -52,13 +52,13 @@ class TrackingPage(Parts):
         *,
         strict: bool = False,
     ) -> None:
-        """Start the trackers that were asked for.
+        """Start the trackers of `log_with=`.
 
         Args:
             project_name: name of the project or run, as each tracker understands it.
             config: what the run was configured with; stored by every tracker.
             init_kwargs: arguments for single trackers, by their name.
-            strict: let errors of trackers end the run, in place of a warning and a count.
+            strict: let errors of trackers end the run; otherwise they are warned about and counted.
         """
         from accel_tracking.group import TrackerGroup
 
@@ -79,11 +79,11 @@ class TrackingPage(Parts):
             values: by name; numbers, texts or nested dicts of those.
             step: where on the x-axis they belong.
             log_kwargs: arguments for single trackers, by their name.
-            reduce: "mean", "sum", "min" or "max" logs one number for all processes in place of the main process's own;
-                called on every process then, with the same names, which costs one collective.
+            reduce: "mean", "sum", "min" or "max" logs one number for all processes instead of that of the main process.
+                Every process then calls it with the same names, at the cost of one collective.
 
         Raises:
-            SettingError: there is no such reduction; on every process: a value is no number.
+            SettingError: an unknown reduction; on every process, a value that is not a number.
             ShapeMismatch: on every process, when they log different names.
 
         Example:

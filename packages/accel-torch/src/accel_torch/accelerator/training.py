@@ -87,7 +87,7 @@ class TrainingPage(Parts):
         Args:
             args: what is to be prepared, in any order; a single one comes back by itself. What is of another kind
                 comes back as it is.
-            device_placement: for each object, whether it is moved to the device; as the Accelerator was told when None.
+            device_placement: for each object, whether it is moved to the device; that of the Accelerator when None.
 
         Raises:
             NoState: the state was reset after this Accelerator was made.
@@ -166,7 +166,7 @@ class TrainingPage(Parts):
         return WeightedMicroBatch(self._accumulation, models, weight, loss_is)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute gradients, in place of `loss.backward()`.
+        """Compute gradients; call it instead of `loss.backward()`.
 
         Args:
             loss: divided by the number of micro-batches first, or multiplied by the weight of this one.
@@ -280,10 +280,10 @@ class TrainingPage(Parts):
     def autocast(
         self, autocast_handler: AutocastKwargs | bool | None = None, cache_enabled: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block in which operations compute in the precision of the run, for what lies outside of a prepared model.
+        """A block in which operations outside of a prepared model compute in the precision of the run.
 
         Args:
-            autocast_handler: how, in place of what the Accelerator was given; a bool is taken as `cache_enabled`.
+            autocast_handler: replaces the one of the Accelerator; a bool sets `cache_enabled`.
             cache_enabled: keep cast weights until the block is left.
         """
         if isinstance(autocast_handler, bool):

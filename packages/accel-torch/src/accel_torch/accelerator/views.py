@@ -34,7 +34,7 @@ class _Registered:
     """An attribute that is one of the registry's.
 
     Args:
-        name: what it is called there.
+        name: its name there.
     """
 
     def __init__(self, name: str) -> None:
@@ -172,7 +172,7 @@ class ViewsPage(Parts):
         """Where checkpoints and logs go.
 
         Raises:
-            SettingError: what is assigned is no `ProjectConfiguration`.
+            SettingError: the assigned value is not a `ProjectConfiguration`.
         """
         return self._options.project
 
@@ -206,7 +206,7 @@ class ViewsPage(Parts):
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether a settings object for training in 8 bits was given."""
+        """Whether the Accelerator has a settings object for training in 8 bits."""
         return any((self.ao_recipe_handler, self.te_recipe_handler, self.msamp_recipe_handler))
 
     @property

@@ -266,13 +266,13 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Whether torch_xla has devices to offer, on request only those of one kind.
 
     Raises:
-        SettingError: both kinds were asked for.
+        SettingError: both arguments are True.
     """
     if check_is_tpu and check_is_gpu:
         raise SettingError(
-            "is_torch_xla_available(check_is_tpu=True, check_is_gpu=True) was asked for.",
+            "Cannot check is_torch_xla_available(check_is_tpu=True, check_is_gpu=True).",
             "A runtime has devices of one kind.",
-            "Ask for one of the two.",
+            "Set one of the two.",
         )
     if not _device("xla"):
         return False

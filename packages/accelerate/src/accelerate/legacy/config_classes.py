@@ -66,7 +66,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """The fields that a file's table stands for: keys of today, and values for what old files leave out."""
+        """The fields of a config file: current keys, and values for keys that old files lack."""
         values = dict(config_dict)
         for key, word in _WORDS_OF_FALSE.items():
             if values.get(key) is False:

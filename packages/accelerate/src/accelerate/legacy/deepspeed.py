@@ -41,7 +41,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> Any:
     plugin = state.deepspeed_plugin
     if plugin is None:
         raise SettingError(
-            "The DeepSpeed configuration of the run was asked for.",
+            "Cannot read the DeepSpeed configuration of the run.",
             "The run was made without DeepSpeed.",
             "Give DeepSpeedPlugin(...) to the Accelerator, or launch with --use_deepspeed.",
         )

@@ -83,7 +83,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     """The first number of at least 0 that one of the variables holds, else the default.
 
     Raises:
-        SettingError: a variable holds something that is no number.
+        SettingError: a variable has a value that is not a number.
     """
     for key in env_keys:
         text = os.environ.get(key, "").strip()

@@ -69,8 +69,8 @@ def fsdp2_load_full_state_dict(
     Args:
         accelerator: its processes.
         model: a sharded model.
-        full_sd: whole weights on the first process; ignored elsewhere.
-        cpu_offload: the model's shards lie in host memory, and stay there.
+        full_sd: full weights on the main process; ignored elsewhere.
+        cpu_offload: the model's shards are in CPU memory, and stay there.
     """
     loading.distribute(model, full_sd if accelerator.is_main_process else {})
 
@@ -125,7 +125,7 @@ def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: M
 
 
 class _Ignoring:
-    """Stands for settings of which only this is asked."""
+    """Settings of which only this field is read."""
 
     def __init__(self, modules: Any) -> None:
         self.ignored_modules = modules

@@ -68,7 +68,7 @@ def model_provider_func(
     Args:
         pre_process: whether it has the embedding.
         post_process: whether it has the head.
-        add_encoder: has no effect: encoder and decoder stand in one stage.
+        add_encoder: has no effect: encoder and decoder are in one stage.
         add_decoder: likewise.
     """
     from accel_plugins.megatron import building, models

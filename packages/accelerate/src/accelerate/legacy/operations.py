@@ -140,7 +140,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Shape, as a tensor of whole numbers, and number of the dtype of the tensor that one process has.
+    """Shape, as a tensor of integers, and number of the dtype of the tensor that one process has.
 
     Args:
         tensor: the tensor, or None on the processes that have none.

@@ -110,7 +110,7 @@ def default_of(known: Setting) -> Any:
 
 def add_launch_arguments(parser: ArgumentParser) -> None:
     """Declare the options of `accelerate launch`, and what it starts with all that follows."""
-    parser.add_argument("--config_file", help="Config file to read in place of the default one.")
+    parser.add_argument("--config_file", help="Config file to read instead of the default one.")
     for flag, known in settings_by_flag(launch_classes()).items():
         to: dict[str, Any] = {"dest": name_of(flag), "default": default_of(known)}
         if is_switch(known):
@@ -122,7 +122,7 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(*names, help=_escaped(known.help), **to, **how)
     for names, meaning in (
         (("-q", "--quiet"), "Say nothing of what the launcher does."),
-        (("-m", "--module"), "Run a module in place of a script."),
+        (("-m", "--module"), "Run a module instead of a script."),
         (("--no_python",), "Run a program that is not a Python script."),
     ):
         parser.add_argument(*names, action="store_true", default=None, help=meaning)

@@ -24,8 +24,8 @@ class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
     def __setitem__(self, name: str, value: type[GeneralTracker]) -> None:
         if value.name != name:
             raise SettingError(
-                f"LOGGER_TYPE_TO_CLASS[{name!r}] = {value.__name__} was asked for.",
-                f"The class calls itself {value.name!r}, and trackers are found by that.",
+                f"Cannot set LOGGER_TYPE_TO_CLASS[{name!r}] = {value.__name__}.",
+                f"The name of the class is {value.name!r}, and trackers are found by their name.",
                 "Give the class that name, or use its own as the key.",
             )
         register_tracker_class(value)

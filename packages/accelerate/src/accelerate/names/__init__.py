@@ -98,7 +98,7 @@ class Owner(namedtuple("Owner", ("module", "name"))):
 
     Args:
         module: one of our modules; what is assigned at the old address is set there.
-        name: what it is called there.
+        name: its name there.
     """
 
     __slots__ = ()
