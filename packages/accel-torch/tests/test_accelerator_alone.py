@@ -229,7 +229,7 @@ def test_unwrapping_gives_the_model_back_as_it_was() -> None:
         ({"rng_types": ["dice"]}, "no generator 'dice'"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
-            "both given",
+            "Cannot combine",
         ),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
     ],
