@@ -260,7 +260,7 @@ def test_every_class_of_errors_is_in_the_catalogue(library: Library, links: Link
         assert f"| [{name}]({name}.md) |" in pages["errors/index.md"]
     assert {name for name in published if "## Messages" not in pages[f"errors/{name}.md"]} == set()
     assert "ProcessesFailed" in pages["errors/index.md"].partition("## Outside of this tree")[2]
-    row = "| `accel_cli.command` `_unknown` | The command `accel ‹name›` was asked for. | There is no such command. |"
+    row = "| `accel_cli.command` `_unknown` | Cannot run `accel ‹name›`. | There is no such command. |"
     assert row in pages["errors/SettingError.md"]
 
 

@@ -131,9 +131,9 @@ def test_one_checkpoint_in_detail(project: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "sentence"),
     [
         (("list", "nowhere"), "There is no such folder."),
-        (("info", "."), "it is no checkpoint of ours"),
+        (("info", "."), "it is not a checkpoint of accel"),
         (("prune", "."), "Give --keep N"),
-        (("prune", ".", "--keep", "0"), "One has to be kept."),
+        (("prune", ".", "--keep", "0"), "At least one has to stay."),
     ],
 )
 def test_what_cannot_be_done_is_said(

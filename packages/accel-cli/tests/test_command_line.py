@@ -90,7 +90,7 @@ def test_an_unknown_command_names_the_closest(accel):
     finished = accel("lunch")
     assert finished.returncode == 2
     assert finished.stderr.splitlines() == [
-        "accel: The command `accel lunch` was asked for.",
+        "accel: Cannot run `accel lunch`.",
         "  There is no such command.",
         "  Did you mean `accel launch`?",
     ]

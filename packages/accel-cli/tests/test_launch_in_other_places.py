@@ -178,7 +178,7 @@ def test_read_hostfile(tmp_path, text, expected):
     ("text", "said"),
     [
         ("", "names no machine"),
-        ("a\nb c d\n", "hosts:2 is no machine"),
+        ("a\nb c d\n", "hosts:2 is not a machine"),
         ("a\na\n", "hosts:2 names a again"),
         ("a slots=x", ":1"),
     ],
@@ -275,7 +275,7 @@ def test_a_job_of_sagemaker_that_lacks_something(accel, script, tmp_path):
     config = tmp_path / "job.yaml"
     config.write_text("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\niam_role_name: r\n")
     done = accel("launch", "--config_file", config, script(""))
-    assert (done.returncode, "ec2_instance_type is not given" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "ec2_instance_type is missing" in done.stderr) == (2, True), done.stderr
     config.write_text(config.read_text() + "ec2_instance_type: ml.p3.2xlarge\n")
     done = accel("launch", "--config_file", config, script(""))
     assert (done.returncode, "pip install" in done.stderr) == (2, True), done.stderr

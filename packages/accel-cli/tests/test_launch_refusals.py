@@ -20,7 +20,7 @@ def refused(finished):
     ("arguments", "said"),
     [
         (["--mixed_precision", "bf17", "job.py"], "Did you mean 'bf16'?"),
-        (["missing.py"], "The script missing.py was to be started."),
+        (["missing.py"], "Cannot start the script missing.py."),
         (["train"], "give -m to run a module"),
         (["folder"], "It is a folder without a __main__.py."),
         (["--num_processes", "0", "job.py"], "an integer of at least 1"),
@@ -30,8 +30,8 @@ def refused(finished):
         (["--main_process_port", "65536", "job.py"], "a port from 0"),
         (["--no_such_option", "job.py"], "--no_such_option"),
         (["--cpu=1", "job.py"], "ignored explicit argument"),
-        ([], "No script was named."),
-        ([""], "No script was named."),
+        ([], "The script is missing."),
+        ([""], "The script is missing."),
         (["--backend", "dpp", "job.py"], "Did you mean 'ddp'?"),
         (
             ["--machine_rank", "2", "--num_machines", "2", "--main_process_ip", "h", "job.py"],
@@ -41,7 +41,7 @@ def refused(finished):
         (["--launcher", "spawner", "--max_restarts", "2", "job.py"], "max_restarts=2 (--max_restarts)"),
         (["-m", "no_such_module.train"], "There is no module 'no_such_module'."),
         (["-m", "job.py"], "Leave out -m, or write job."),
-        (["-m", "./job.py"], "That is no name of a module."),
+        (["-m", "./job.py"], "The name is not that of a module."),
         (["--no_python", "no-such-program"], "no such executable file"),
         (["--no_python", "-m", "x"], "--module and --no_python"),
         (["--config_file", "none.yaml", "job.py"], "There is no such file."),
@@ -193,7 +193,7 @@ def test_a_backend_whose_requirement_is_missing_is_refused_before_any_process_st
     finished = accel("launch", "--cpu", "--num_processes", count, "--backend", "comet", body, env=comet)
     assert (finished.returncode, body.with_suffix(".py.started").exists()) == (2, False)
     assert finished.stderr.splitlines() == [
-        "accel: The backend 'comet' was asked for (--backend).",
+        "accel: Cannot start the backend 'comet' (--backend).",
         "  The package 'no_such_engine' is not installed.",
         '  Run: pip install "comet[engine]"',
     ]
@@ -203,7 +203,7 @@ def test_the_line_of_the_file_that_chose_a_backend_is_named(accel, script, tmp_p
     (tmp_path / "run.yaml").write_text("mixed_precision: 'no'\nbackend: comet\n")
     finished = accel("launch", "--config_file", "run.yaml", script("print('ran')"), env=comet)
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert "The backend 'comet' was asked for (run.yaml:2)." in finished.stderr
+    assert "Cannot start the backend 'comet' (run.yaml:2)." in finished.stderr
 
 
 def test_a_program_of_another_installation_may_have_what_this_one_lacks(accel, comet):
@@ -215,7 +215,7 @@ def test_a_chosen_backend_that_cannot_be_loaded_is_refused(accel, script):
     env = {"PYTHONPATH": str(script("import no_such_module_anywhere", "site/ruin.py").parent)}
     finished = accel("launch", "--backend", "ruin", script("print('ran')"), env=env)
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert "The backend 'ruin' was asked for (--backend)." in finished.stderr
+    assert "Cannot start the backend 'ruin' (--backend)." in finished.stderr
     assert "no_such_module_anywhere" in finished.stderr
 
 
@@ -259,7 +259,7 @@ def test_a_requirement_that_is_missing_is_found_by_the_doctor(accel, script, com
     finished = accel("doctor", "--json", "--", "--backend", "comet", script(""), env=comet)
     findings = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
     assert (finished.returncode, findings["script"]["verdict"]) == (1, "fine")
-    assert "asked for (--backend). The package 'no_such_engine' is not installed." in findings["backend"]["told"]
+    assert "(--backend). The package 'no_such_engine' is not installed." in findings["backend"]["told"]
 
 
 ORIGINS_READ = """

@@ -102,7 +102,7 @@ def test_a_report_ends_with_the_traceback(capsys):
 def test_a_traceback_that_was_shown_is_not_repeated(capsys):
     report([Failure(0, 1, record(shown=True))], 1)
     assert capsys.readouterr().err == (
-        "accel launch: The script ended with exit code 1. Its traceback stands above:\n  ValueError: wrong\n"
+        "accel launch: The script ended with exit code 1. Its traceback is above:\n  ValueError: wrong\n"
     )
 
 
@@ -133,4 +133,4 @@ def test_the_first_part_of_an_error_is_shown_in_the_summary(capsys, text, part):
 
 def test_a_traceback_that_stands_above_is_summarised(capsys):
     report([Failure(0, 1, record("E: asked\n  obstacle\n  remedy", shown=True))], 2)
-    assert capsys.readouterr().err.endswith("Its traceback stands above:\n  E: asked obstacle\n")
+    assert capsys.readouterr().err.endswith("Its traceback is above:\n  E: asked obstacle\n")

@@ -85,7 +85,7 @@ def test_a_given_port_is_used_and_one_in_use_is_refused_with_its_owner(accel, sc
         taken = server.getsockname()[1]
         finished = accel("launch", "--num_processes", "2", "--main_process_port", taken, script(PLACE))
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert f"main_process_port={taken} was asked for (--main_process_port)." in finished.stderr
+    assert f"Cannot use main_process_port={taken} (--main_process_port)." in finished.stderr
     assert f"(pid {os.getpid()})" in finished.stderr
     assert "0 to have a free one chosen" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -278,15 +278,15 @@ def describe(folder: Path) -> dict[str, Any]:
     """Everything the manifest of one checkpoint says, and how the folder compares with it.
 
     Raises:
-        SettingError: it is no checkpoint of ours.
+        SettingError: the folder is not a checkpoint of accel.
         CheckpointError: its manifest cannot be read.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         raise SettingError(
-            f"`accel checkpoint info {folder}` was asked for.",
-            f"It has no {MANIFEST_NAME}, so it is no checkpoint of ours, or it is a folder of several.",
-            "Name one checkpoint; `accel checkpoint list` shows which there are.",
+            f"Cannot describe the checkpoint {folder}.",
+            f"It has no {MANIFEST_NAME}, so it is not a checkpoint of accel, or it is a folder of several.",
+            "Name one checkpoint; `accel checkpoint list` shows them.",
         )
     return _described(str(folder), manifest, verify(folder))
 

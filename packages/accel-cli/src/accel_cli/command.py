@@ -135,7 +135,7 @@ def find_command(name: str) -> Command:
     rivals = [] if extension.origin == "accel-cli" else [e for e in extensions(GROUP) if e.name == name]
     if len(rivals) > 1:
         raise PluginError(
-            f"The command `accel {name}` was asked for.",
+            f"Cannot load the command `accel {name}`.",
             f"Several packages offer it: {', '.join(rival.origin for rival in rivals)}.",
             "Uninstall all but one of them.",
         )
@@ -143,7 +143,7 @@ def find_command(name: str) -> Command:
         command: Command = extension.load()
     except Exception as error:
         raise PluginError(
-            f"The command `accel {name}` was asked for.",
+            f"Cannot load the command `accel {name}`.",
             f"{extension.target} of {extension.origin} could not be loaded: {type(error).__name__}: {error}",
             f"Repair or reinstall {extension.origin.split()[0]}.",
         ) from error
@@ -155,7 +155,7 @@ def _unknown(name: str, known: Iterable[str]) -> SettingError:
 
     near = closest(name, known)
     return SettingError(
-        f"The command `accel {name}` was asked for.",
+        f"Cannot run `accel {name}`.",
         "There is no such command.",
         f"Did you mean `accel {near}`?" if near else "`accel --help` lists the commands.",
     )

@@ -22,7 +22,7 @@ REQUIREMENT: Final = Requirement("argcomplete", extra="accel-cli[completion]")
 
 
 def answer(prog: str) -> None:
-    """Tell the shell what could stand at the cursor, and leave."""
+    """Print the completions at the cursor for the shell, and exit."""
     import argcomplete
 
     argcomplete.autocomplete(whole_parser(prog, _command_of_line(os.environ.get("COMP_LINE", ""))))

@@ -21,7 +21,7 @@ _COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
-    """Run the command line and return its exit code: 2 when what was asked for cannot be done.
+    """Run the command line and return its exit code: 2 when the command fails with an error of these packages.
 
     Args:
         argv: the arguments after the program's name; those of this process by default.
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "accel") -> int:
             raise
         from accel_state.untrusted import printable
 
-        # What a file or another machine said may stand in it, and must not control the terminal.
+        # It may quote a file or another machine, and must not control the terminal.
         print(printable(f"{prog}: {error}", keep="\n\t"), file=sys.stderr)
         return 2
     except BrokenPipeError:

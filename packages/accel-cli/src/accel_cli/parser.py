@@ -18,7 +18,7 @@ class Parser(ArgumentParser):
     Args:
         prog: what the command is called.
         about: one sentence on what it does.
-        manual: writes the help text, in place of argparse; given `prog`.
+        manual: writes the help text instead of argparse; it receives `prog`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Parser(ArgumentParser):
         return super().format_help() if self._manual is None else self._manual(self.prog)
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise in place of printing the usage and leaving.
+        """Raise instead of printing the usage and exiting.
 
         Raises:
             SettingError: always.

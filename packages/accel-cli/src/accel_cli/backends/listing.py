@@ -34,8 +34,8 @@ class Row(NamedTuple):
         package, version: the distribution that offers it.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
         priority: of the backends whose circumstances are present, the one with the highest is taken.
-        state: "default" for what a process started here alone uses when nothing is asked for, "available" for others
-            that can be asked for, "unusable" when something stands in the way, "unknown" when it was not asked.
+        state: "default" for the backend of a single process without options, "available" for others that can run,
+            "unusable" with an obstacle, "unknown" without a probe.
         obstacle: what stands in the way of using it; empty when nothing does.
         failure: the traceback of what failed; empty when nothing did.
     """

@@ -24,7 +24,7 @@ def probe() -> dict[str, Any]:
     from accel_state import current
 
     process = current.process_or_start()
-    # A name that two packages use stands for none of them.
+    # A name that two packages use selects neither.
     return {found.name: _ask(found.manifest, process) for found in resolve.available() if found.manifest is not None}
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ("COMMAND", "Backends")
 
 _END: Final = (
-    "A process that is started here alone uses the 'default' one when nothing is asked for. "
-    "`accel launch --backend NAME` asks for an 'available' one; the document on what is supported explains the tiers."
+    "A single process without options uses the 'default' backend. "
+    "`accel launch --backend NAME` selects an 'available' one; the document on what is supported explains the tiers."
 )
 
 

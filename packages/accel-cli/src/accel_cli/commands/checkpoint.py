@@ -57,7 +57,7 @@ class Checkpoint:
             code, rows, lines = actions[arguments.action](checkpoints, place, arguments)
         except OSError as error:
             raise CheckpointError(
-                f"Run `accel checkpoint {arguments.action} {place}`.",
+                f"Cannot run `accel checkpoint {arguments.action} {place}`.",
                 f"A file or folder cannot be read: {error}.",
                 "Check that this user may read it, and that nobody removes it meanwhile.",
             ) from error
@@ -123,7 +123,7 @@ def _pruned(prune: Any, place: Path | str, arguments: Namespace) -> Answer:
     if arguments.keep is None or arguments.keep < 1:
         raise SettingError(
             f"Cannot prune the checkpoints in {place}.",
-            "The number of checkpoints to keep is missing." if arguments.keep is None else "One has to be kept.",
+            "The number of checkpoints to keep is missing." if arguments.keep is None else "At least one has to stay.",
             "Give --keep N, with N from 1 on.",
         )
     gone = prune(place, arguments.keep, dry_run=arguments.dry_run)

@@ -26,7 +26,7 @@ class Completion:
         """Print the lines."""
         from accel_cli.completion import REQUIREMENT
 
-        REQUIREMENT.demand(f"Completion for {arguments.shell} was asked for.")
+        REQUIREMENT.demand(f"Cannot complete commands in {arguments.shell}.")
         from argcomplete.shell_integration import shellcode
 
         print(shellcode(["accel"], shell=arguments.shell))

@@ -21,7 +21,7 @@ class Config:
     help = "write a config file, by answering questions or without"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Where the file lies, and the two ways without questions."""
+        """The path of the file, and the two ways without questions."""
         from argparse import SUPPRESS
 
         from accel_state.settings.run import RunSettings
@@ -74,7 +74,7 @@ def _write_default(path: str, arguments: Namespace) -> str:
 
     precision = settings_of(RunSettings)["mixed_precision"].parse(arguments.mixed_precision, "--mixed_precision")
     if os.path.exists(path):
-        asked = f"The usual config file was to be written to {path}."
+        asked = f"Cannot write the default config file {path}."
         raise SettingError(asked, "There is a file already.", "Remove it, give another --config_file, or update it.")
     write_config(path, usual_config(best_devices(), precision))
     return f"Written to {path}."

@@ -130,7 +130,7 @@ def _devices() -> dict[str, Any]:
     from accel_cli.launch.devices import ask_torch
 
     try:
-        answer = ask_torch("The devices of this machine were asked for.")
+        answer = ask_torch("Cannot list the devices of this machine.")
     except AccelError as error:
         return {"not known": error.obstacle}
     broken = {name: f"could not be loaded: {error}" for name, error in answer["failed"].items()}
@@ -142,7 +142,7 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
     if not os.path.isfile(path):
         if config_file is None:
             return {"path": f"{path} (there is none)"}
-        asked = f"The config file {path} was to be shown."
+        asked = f"Cannot show the config file {path}."
         raise SettingError(asked, "There is no such file.", "Check the path.")
     from accel_cli.config.document import read_document
 
@@ -158,7 +158,7 @@ def _concerns_us(name: str) -> bool:
 
 
 def _masked(name: str, value: str) -> str:
-    """A value that may be shown to strangers."""
+    """The value, or asterisks for a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
     return "***" if secret else value
 

@@ -24,7 +24,7 @@ class MergeWeights:
         parser.add_argument(
             *spelled("--unsafe_serialization"),
             action="store_true",
-            help="Write pytorch_model.bin, a pickle, in place of safetensors.",
+            help="Write pytorch_model.bin, a pickle, instead of safetensors.",
         )
         parser.add_argument(
             *spelled("--remove_checkpoint_dir"),

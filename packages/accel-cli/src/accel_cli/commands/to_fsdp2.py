@@ -56,7 +56,7 @@ def target_of(arguments: Namespace) -> str:
         AlreadyExists: writing would lose a file that nobody said may be lost.
         SettingError: no file to write is named.
     """
-    asked = f"{arguments.config_file} was to be converted to FSDP version 2."
+    asked = f"Cannot convert {arguments.config_file} to FSDP version 2."
     if not Path(arguments.config_file).exists():
         raise NotFound(asked, "There is no such file.", "Check the path.")
     target: str = arguments.output_file or arguments.config_file

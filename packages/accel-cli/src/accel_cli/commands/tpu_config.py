@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "TPUConfig", "call", "command_line_of", "pod_command")
 
-_ASKED: Final = "The machines of a TPU pod were to be set up."
+_ASKED: Final = "Cannot set up the machines of a TPU pod."
 _PACKAGE: Final = "accel-torch"
 
 

@@ -1,7 +1,7 @@
-"""Reading a YAML or JSON file into its entries, each with the line it stands on.
+"""Reads a YAML or JSON file into entries, each with its line number.
 
 Scalars keep their text: the setting that an entry belongs to knows how to read it, so that `mixed_precision: no` means
-the word and not a truth value.
+the word and not a bool.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def read_document(path: str) -> tuple[Entry, ...]:
 
     Raises:
         NotFound: there is no such file.
-        SettingError: the file cannot be read, is not valid YAML or JSON, has two values for a key, or is no
-            table of keys.
+        SettingError: the file cannot be read, is not valid YAML or JSON, has two values for a key, or is not
+            a table of keys.
     """
-    asked = f"The config file {path} was to be read."
+    asked = f"Cannot read the config file {path}."
     try:
         text = _text(path)
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def read_tables(path: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = yaml.safe_load(_text(path).replace("\t", " ")) or {}
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError) as error:
-        asked = f"The config file {path} was to be read."
+        asked = f"Cannot read the config file {path}."
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingError(asked, f"One of its values cannot be made: {reason}.", "Quote that value.") from None
     return found
@@ -65,13 +65,13 @@ def read_tables(path: str) -> dict[str, Any]:
 def _from_library(text: str, asked: str, path: str) -> Iterator[Entry]:
     if path.endswith(".json"):
         _check_json(text, asked, path)
-        # Tabs are no YAML, and JSON never has them inside a text.
+        # YAML forbids tabs, and JSON never has them inside a string.
         text = text.replace("\t", " ")
     root = _compose(text, asked, path)
     if root is None or root.tag == _NULL:
         return
     if root.id != "mapping":
-        obstacle = f"{path}:{root.start_mark.line + 1} begins with something that is no table of keys."
+        obstacle = f"{path}:{root.start_mark.line + 1} begins with something other than a table of keys."
         raise SettingError(asked, obstacle, "Write one `key: value` a line.")
     yield from _entries(root, "", asked, path)
 
@@ -109,7 +109,7 @@ def _compose(text: str, asked: str, path: str) -> Any:
     import yaml
 
     try:
-        # An alias can stand for a table of any size, or for the table it stands in.
+        # An alias can expand to a table of any size, or contain itself.
         events = yaml.parse(text) if "*" in text else ()
         alias = next((event for event in events if isinstance(event, yaml.AliasEvent)), None)
         if alias is None:
@@ -131,7 +131,7 @@ def _entries(table: Any, prefix: str, asked: str, path: str) -> Iterator[Entry]:
     for key_node, value_node in table.value:
         line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
-            raise SettingError(asked, f"{path}:{line} has a key that is no text.", "Write one `key: value` a line.")
+            raise SettingError(asked, f"{path}:{line} has a key that is not text.", "Write one `key: value` a line.")
         key = prefix + key_node.value
         first = seen.setdefault(key, (line, value_node))
         if first[1] is not value_node:

@@ -60,7 +60,7 @@ def difference_table(one: Effective, other: Effective, names: tuple[str, str]) -
 
 
 def shown(effect: Effect, value: Any) -> str:
-    """A value as a file or a command line would have it; `-` stands for none of it."""
+    """A value as in a file or on a command line; `-` for no value."""
     return "-" if value in (None, ()) else effect.setting.type.format(value)
 
 

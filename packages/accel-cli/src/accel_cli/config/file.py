@@ -24,10 +24,10 @@ class ConfigFile(NamedTuple):
     """What a config file says.
 
     Args:
-        path: where it lies.
+        path: path of the file.
         values: values by the label of their setting, with file and line as origin.
         unread: entries that no installed part reads and that ask for something.
-        additional: what stands below `additional_args`, by name; the launcher of SageMaker passes it on.
+        additional: entries below `additional_args`, by name; the launcher of SageMaker passes it on.
     """
 
     path: str
@@ -101,5 +101,5 @@ def _unknown(entry: Entry, path: str, keys: Iterable[str]) -> SettingError:
     near = closest(entry.key, {*keys, *KNOWN})
     remedy = f"Did you mean {near!r}?" if near else "Remove the line, or update the package that reads it."
     return SettingError(
-        f"The config file {path} was to be read.", f"{path}:{entry.line} has the unknown key {entry.key!r}.", remedy
+        f"Cannot read the config file {path}.", f"{path}:{entry.line} has the unknown key {entry.key!r}.", remedy
     )

@@ -53,7 +53,7 @@ def convert(config: Mapping[str, Any]) -> Conversion:
     table = config.get(_TABLE)
     if not isinstance(table, dict) or not table:
         raise SettingError(
-            "A config file was to be converted to FSDP version 2.",
+            "Cannot convert a config file to FSDP version 2.",
             f"It has no table {_TABLE!r}.",
             "Give a config file of a run with FSDP.",
         )
@@ -83,7 +83,7 @@ def _reshards(strategy: str, notes: list[str]) -> bool:
         return name == "TRUE"
     if name not in _RESHARDS:
         raise SettingError(
-            f"{_STRATEGY}={strategy} was to be converted.",
+            f"Cannot convert {_STRATEGY}={strategy}.",
             "There is no such sharding strategy.",
             f"It has to be one of {', '.join(names)}, or its number from 1.",
         )

@@ -87,7 +87,7 @@ KNOWN: Final = (
     _TOP_LEVEL | _DEEPSPEED | _DYNAMO | _FP8 | _FSDP | _MEGATRON | _PARALLELISM | {"mpirun_config.mpirun_hostfile"}
 )
 
-# What `accelerate config` writes for everybody, whether it was asked for or not.
+# Values that `accelerate config` writes into every file.
 _USUAL: Final = {
     "downcast_bf16": ("no", "false"),
     "main_training_function": ("main",),
@@ -113,7 +113,7 @@ def with_prefix(key: str) -> str:
 
 
 def is_known(key: str) -> bool:
-    """Whether files of Accelerate may hold a key; what stands below `additional_args` is up to the user."""
+    """Whether files of Accelerate may hold a key; any key below `additional_args` is allowed."""
     return key in KNOWN or key.startswith("additional_args.")
 
 

@@ -1,4 +1,4 @@
-"""Where a user's own config file lies."""
+"""The path of the user's own config file."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Lines:
             try:
                 answer = input(f"{question} [{default}] " if default else f"{question} ").strip() or default
             except EOFError:
-                asked = f"The question {question!r} was asked."
+                asked = f"Cannot ask the question {question!r}."
                 remedy = "Answer in a terminal, or run `accel config default`."
                 raise SettingError(asked, "The input ended before the answer.", remedy) from None
             wrong = problem(answer)

@@ -87,7 +87,7 @@ def _ask(prompter: Prompter, known: Setting, suggestion: str | None) -> Any:
 
 
 def _problem(known: Setting, text: str) -> str | None:
-    """Why a text is no answer, or None."""
+    """Why a text is not an answer, or None."""
     if not text.strip():
         return "An answer is needed here." if known.name in _NEEDED else None
     try:

@@ -41,7 +41,7 @@ def write_config(path: str, values: Mapping[str, Any]) -> None:
             file.write(_text(path, nested(values)))
         os.replace(partial, path)
     except OSError as error:
-        asked = f"The config file {path} was to be written."
+        asked = f"Cannot write the config file {path}."
         raise SettingError(asked, f"The system refused: {error}.", "Give another --config_file.") from None
 
 

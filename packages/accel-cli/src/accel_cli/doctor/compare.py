@@ -1,4 +1,4 @@
-"""What machines told about themselves and each other, compared: a pure function from facts to findings."""
+"""Compares what machines report about themselves and each other: a pure function from facts to findings."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _python(request: Request) -> Iterator[Finding]:
 
 def _torch_and_devices(request: Request) -> Iterator[Finding]:
     try:
-        answer = ask_torch("torch was to be examined.")
+        answer = ask_torch("Cannot examine torch.")
     except AccelError as error:
         yield Finding("torch", TROUBLE, error.obstacle, "Repair the installation of torch.")
         return

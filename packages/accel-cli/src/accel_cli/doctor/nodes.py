@@ -254,7 +254,7 @@ def _token(folder: str | None) -> Iterator[str]:
         with open(path, "w", encoding="utf-8") as file:
             file.write("written by accel doctor; may be removed\n")
     except OSError as error:
-        asked = f"The folder {folder} was to be shared by all machines."
+        asked = f"Cannot share the folder {folder} with all machines."
         raise LaunchError(asked, f"It cannot be written: {error}.", "Give a folder that can.") from None
     try:
         yield name

@@ -54,7 +54,7 @@ def meet_machines(request: Request, timeout: float, shared_folder: str | None) -
 
 
 def clear_for_launch(request: Request) -> None:
-    """Let the machines meet where that was asked for and there are several.
+    """Connect the machines if there are several and `--preflight` is set.
 
     Raises:
         LaunchError: a run would not work, or the machines did not meet in time.

@@ -67,7 +67,7 @@ class Line:
             shape: what the message has to be like.
 
         Raises:
-            Unreachable: none came, or something that is no such message.
+            Unreachable: no message arrived in time, or one of another shape.
         """
         while not self._complete:
             left = deadline - time.monotonic()
@@ -79,7 +79,7 @@ class Line:
         try:
             return parse_json(bytes(text), shape, depth=_DEEPEST)
         except ValueError as error:
-            raise Unreachable(f"the answer is no message of ours: {error}") from None
+            raise Unreachable(f"the answer is not a message of accel: {error}") from None
 
     def read_chunk(self, patience: float) -> bool:
         """Take what has come, after waiting for it for some seconds; whether a message is complete.

@@ -20,7 +20,7 @@ def _deepspeed(name: str, said: str, value_type: ValueType = TEXT) -> Any:
 
 @settings_class
 class DeepSpeedLaunchSettings:
-    """What DeepSpeed's own launcher is told."""
+    """Settings of DeepSpeed's own launcher."""
 
     deepspeed_hostfile: str | None = _deepspeed("deepspeed_hostfile", "File that names the machines.")
     deepspeed_exclusion_filter: str | None = _deepspeed(

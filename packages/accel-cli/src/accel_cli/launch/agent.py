@@ -124,8 +124,8 @@ def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
 def _looking(hangs: HangWatch) -> Iterator[None]:
     """Look after the processes while torch waits for them; a run that hangs for too long ends as after SIGTERM.
 
-    torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the processes are
-    told of as they were before torch ends them.
+    torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the
+    report shows the processes as they were before torch ends them.
     """
     from accel_cli.launch.signals import ENDING
 

@@ -209,7 +209,7 @@ class SupervisionSettings:
 
 @settings_class
 class TorchrunSettings:
-    """What torch.distributed.run is told; each of these asks for it when it differs from its default."""
+    """Settings of torch.distributed.run; each selects this launcher when it differs from its default."""
 
     max_restarts: int = setting(
         0,

@@ -74,7 +74,7 @@ def check_backend(name: str, origin: str) -> None:
     if name not in names:
         near = closest(name, names)
         raise SettingError(
-            f"backend={name!r} was asked for ({origin}).",
+            f"Cannot find the backend {name!r} ({origin}).",
             f"Installed backends: {', '.join(names) or 'none'}.",
             f"Did you mean {near!r}?" if near else "Install the package that offers it.",
         )
@@ -92,8 +92,8 @@ def backend_for(label: str, origin: str) -> str | None:
     if found:
         return str(found[0].name) if len(found) == 1 else None
     raise Missing(
-        f"A run of the kind {label} was asked for ({origin}).",
-        "No installed backend trains that way.",
+        f"Cannot start a run with distributed_type {label} ({origin}).",
+        "No installed backend supports it.",
         "Install the package that offers such a backend (`accel backends` lists what there is), or remove the option.",
     )
 
@@ -122,7 +122,7 @@ def check_requirements(settings: Effective) -> None:
 
 
 def _unusable(backend: Backend, origin: str) -> Exception | None:
-    asked = f"The backend {backend.extension.name!r} was asked for ({origin})."
+    asked = f"Cannot start the backend {backend.extension.name!r} ({origin})."
     if backend.manifest is None:
         package = backend.extension.origin
         remedy = f"Repair, update or remove {package.split()[0]}."

@@ -35,7 +35,7 @@ def shown(effect: Effect) -> str:
 
 def contradiction(one: Effect, other: Effect, obstacle: str, remedy: str = _PYTHON_CAN_DO) -> Conflict:
     """The error for two settings that do not go together."""
-    return Conflict(f"{shown(one)} and {shown(other)} were asked for.", obstacle, remedy)
+    return Conflict(f"Cannot combine {shown(one)} and {shown(other)}.", obstacle, remedy)
 
 
 def asks_for_torchrun(effective: Effective) -> Effect | None:
@@ -61,8 +61,8 @@ def check_own_launcher(effective: Effective) -> None:
     """Refuse what neither the spawner nor torch.distributed.run can do.
 
     Raises:
-        SettingError: several machines are to take part and nobody said where they meet.
-        Conflict: the launcher that was asked for cannot do something else that was.
+        SettingError: several machines without the address of the main machine.
+        Conflict: the launcher does not support another setting.
     """
     _check_meeting(effective)
     _check_launcher(effective)
@@ -121,8 +121,8 @@ def _check_meeting(effective: Effective) -> None:
     machines, address = effective["num_machines"], effective["main_process_ip"]
     if machines.value > 1 and address.value is None:
         raise SettingError(
-            f"{shown(machines)} was asked for.",
-            "The machines cannot find each other: no address of the main machine was given.",
+            f"Cannot launch with {shown(machines)}.",
+            "The machines cannot find each other: the address of the main machine is missing.",
             "Give --main_process_ip, the address of the machine with rank 0.",
         )
 
@@ -154,7 +154,7 @@ def check_launchers(cluster: ClusterEnvironment, processes: int) -> None:
     """
     if cluster.launchers > 1 and processes > 1:
         raise Conflict(
-            f"{processes} processes were to be started by each launcher.",
+            f"Cannot start {processes} processes with each launcher.",
             f"{cluster.system} started {cluster.launchers} launchers on this machine.",
             "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process by each.",
         )

@@ -52,7 +52,7 @@ def read_cluster_environment(environ: Variables, host: str) -> ClusterEnvironmen
 
 
 def _torchrun(environ: Variables, host: str) -> ClusterEnvironment | None:
-    """The variables that torchrun reads in place of its options; the operator of Kubeflow sets them."""
+    """The variables that torchrun reads instead of its options; the operator of Kubeflow sets them."""
     if "PET_NNODES" not in environ or not environ["PET_NNODES"].isdecimal():
         return None
     values = {"num_machines": _number(environ, "PET_NNODES")}

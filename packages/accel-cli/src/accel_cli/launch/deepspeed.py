@@ -46,21 +46,21 @@ def check_deepspeed(effective: Effective) -> None:
     machines = effective["num_machines"]
     if settings.deepspeed_inclusion_filter and settings.deepspeed_exclusion_filter:
         raise Conflict(
-            "deepspeed_inclusion_filter and deepspeed_exclusion_filter were both asked for.",
+            "Cannot combine deepspeed_inclusion_filter and deepspeed_exclusion_filter.",
             "One names the devices to use, the other those to leave out.",
             "Remove one of the two.",
         )
     chosen = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
     if settings.deepspeed_hostfile is None:
         raise SettingError(
-            f"deepspeed_multinode_launcher={chosen} was asked for.",
+            f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
             "No hostfile names the machines.",
             "Give --deepspeed_hostfile, or --deepspeed_multinode_launcher standard to start each machine by itself.",
         )
     if chosen == _WITHOUT_SSH and not effective["main_process_ip"].value:
         raise SettingError(
-            f"deepspeed_multinode_launcher={chosen} was asked for.",
-            "Each machine starts its own processes, and is not told where the first one is.",
+            f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
+            "Each machine starts its own processes, and lacks the address of the main machine.",
             "Give --main_process_ip and --machine_rank on each machine.",
         )
     effect = effective["deepspeed_config.deepspeed_hostfile"]
@@ -71,7 +71,7 @@ def check_deepspeed(effective: Effective) -> None:
     filtered = settings.deepspeed_inclusion_filter or settings.deepspeed_exclusion_filter
     if machines.given and machines.value > len(hosts) and not filtered:
         raise Conflict(
-            f"num_machines={machines.value} ({machines.origin}) and deepspeed_hostfile ({effect.origin}) were given.",
+            f"Cannot use num_machines={machines.value} ({machines.origin}) with deepspeed_hostfile ({effect.origin}).",
             f"{settings.deepspeed_hostfile} names {len(hosts)} machine(s).",
             "Correct one of the two.",
         )
@@ -82,7 +82,7 @@ def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origi
     unknown = [host.name for host in hosts if host.slots is None]
     if unknown:
         raise SettingError(
-            f"The hostfile {settings.deepspeed_hostfile} was to be read ({origin}).",
+            f"Cannot read the hostfile {settings.deepspeed_hostfile} ({origin}).",
             f"It does not say how many processes {', '.join(unknown)} may have.",
             f"Write it as: {unknown[0]} slots=4",
         )
@@ -92,31 +92,31 @@ def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origi
         wrong = [part for part in (text or "").split("@") if text and not _fits(part, slots)]
         if wrong:
             raise SettingError(
-                f"{name}={text!r} was asked for.",
-                f"{wrong[0]!r} is no machine of {settings.deepspeed_hostfile}, or it does not have these slots.",
+                f"Cannot filter machines with {name}={text!r}.",
+                f"{wrong[0]!r} is not a machine of {settings.deepspeed_hostfile}, or does not have these slots.",
                 "Write it as host1@host2:0,2, with machines of the hostfile and their slots, counted from 0.",
             )
 
 
 def _check_all_taken(effective: Effective, hosts: Sequence[Host], settings: DeepSpeedLaunchSettings) -> None:
     """Refuse to take fewer machines or processes than the hostfile names."""
-    asked = f"deepspeed_multinode_launcher={settings.deepspeed_multinode_launcher} was asked for"
+    asked = f"Cannot combine deepspeed_multinode_launcher={settings.deepspeed_multinode_launcher}"
     every = "DeepSpeed starts a process on every slot of the hostfile through MPI"
     if _chosen(settings):
-        raise Conflict(f"{asked}, with a filter of machines.", f"{every}.", "Leave out lines of the hostfile.")
+        raise Conflict(f"{asked} and a filter of machines.", f"{every}.", "Leave out lines of the hostfile.")
     there = {"num_machines": len(hosts), "num_processes": sum(host.slots or 0 for host in hosts)}
     for name, count in there.items():
         given = effective[name]
         if given.given and given.value != count:
             raise Conflict(
-                f"{asked}, with {name}={given.value} ({given.origin}).",
+                f"{asked} and {name}={given.value} ({given.origin}).",
                 f"{every}, and {settings.deepspeed_hostfile} has {count}.",
                 "Correct one of the two.",
             )
 
 
 def _fits(part: str, slots: Mapping[str, int]) -> bool:
-    """Whether one machine of a filter, with its slots if they are told, is among those that there are."""
+    """Whether one machine of a filter, with its slots if it has some, is in the hostfile."""
     name, colon, chosen = part.strip().partition(":")
     numbers = chosen.split(",") if colon else ["0"]
     return name in slots and all(number.strip().isdecimal() and int(number) < slots[name] for number in numbers)
@@ -153,7 +153,7 @@ def _way(launcher: str, rank: int) -> tuple[str, ...]:
 
 
 def _chosen(settings: DeepSpeedLaunchSettings) -> tuple[str, ...]:
-    """Machines and devices that were chosen, in place of their numbers."""
+    """Arguments that select machines and devices, which replace their numbers."""
     if settings.deepspeed_exclusion_filter:
         return (f"--exclude={settings.deepspeed_exclusion_filter}",)
     if settings.deepspeed_inclusion_filter:

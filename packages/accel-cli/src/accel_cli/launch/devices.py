@@ -55,7 +55,7 @@ def best_devices() -> dict[str, Any]:
     Raises:
         LaunchError: torch, asked for its devices, failed.
     """
-    best: dict[str, Any] = ask_torch("The number of devices of this machine was asked for.")["best"]
+    best: dict[str, Any] = ask_torch("Cannot count the devices of this machine.")["best"]
     return best
 
 

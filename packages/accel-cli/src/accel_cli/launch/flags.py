@@ -1,8 +1,8 @@
 """Command-line flags grown from the definitions of settings, in both spellings: `--num_processes`, `--num-processes`.
 
 A setting that is off by default, or is declared as a switch, becomes one with its opposite, `--cpu` and `--no_cpu`, so
-that a flag can undo what a file says; another truth value takes `true` or `false`. One that holds several texts may be
-given several times. Opposites and spellings with dashes are understood without a line of help of their own. Where two
+that a flag can undo what a file says; another bool takes `true` or `false`. A setting of several texts may be
+repeated. Opposites and spellings with dashes are understood without a line of help of their own. Where two
 settings have one flag, it sets both.
 """
 

@@ -48,7 +48,7 @@ def run_forked(
     """
     if not hasattr(os, "fork"):
         raise NotOffered(
-            "A function was to be run by several processes.",
+            "Cannot run the function in several processes.",
             "This system cannot fork a process.",
             "Write the function into a script, and start it with: accel launch script.py",
         )
@@ -95,7 +95,7 @@ def _run(
 
 
 def _leave_one_thread() -> None:
-    """Keep torch from using threads that a fork did not bring along; a parallel region would wait for them for ever."""
+    """Limit torch to one thread: a fork does not copy threads, and a parallel region would wait for them for ever."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

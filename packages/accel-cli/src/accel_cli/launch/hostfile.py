@@ -32,7 +32,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
     Raises:
         SettingError: it cannot be read, names nobody, names somebody twice, or has a line that is none of that form.
     """
-    asked = f"The hostfile {path} was to be read ({origin})."
+    asked = f"Cannot read the hostfile {path} ({origin})."
     try:
         lines = read_limited(path, from_shell=True).decode().splitlines()
     except (OSError, ValueError) as error:
@@ -44,7 +44,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
             continue
         found = _LINE.fullmatch(text)
         if found is None:
-            raise SettingError(asked, f"{path}:{number} is no machine: {text!r}.", "Write it as: node1 slots=4")
+            raise SettingError(asked, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
         slots = found["slots"] or found["count"]
         if found["name"] in hosts:
             raise SettingError(asked, f"{path}:{number} names {found['name']} again.", "Remove one of the lines.")

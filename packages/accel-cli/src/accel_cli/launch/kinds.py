@@ -1,6 +1,6 @@
 """Kinds of runs: what `distributed_type` in a file and switches such as `--use_fsdp` ask for.
 
-A switch comes before the file. What a kind means for a launch stands in its row; nothing else compares its name.
+A switch comes before the file. The row of a kind has its meaning for a launch; no other code compares its name.
 """
 
 from __future__ import annotations
@@ -135,17 +135,17 @@ _KINDS: Final = {
 
 
 def kind_of(effective: Effective) -> tuple[Kind, Effect] | None:
-    """The kind of run that was asked for and the setting that did, or None when nobody did.
+    """The kind of run that the settings select and the setting that does, or None.
 
     Raises:
-        Conflict: two kinds were asked for.
+        Conflict: the settings select two kinds.
     """
     asked = [(kind, effective[kind.switch]) for kind in _KINDS.values() if kind.switch]
     asked = [(kind, effect) for kind, effect in asked if effect.value]
     if len(asked) > 1:
         (_, one), (_, other) = asked[:2]
         raise Conflict(
-            f"{one.setting.name} ({one.origin}) and {other.setting.name} ({other.origin}) were asked for.",
+            f"Cannot combine {one.setting.name} ({one.origin}) and {other.setting.name} ({other.origin}).",
             "A run is of one kind.",
             "Remove one of the two.",
         )
@@ -169,13 +169,13 @@ def check_kind(effective: Effective) -> None:
     # A variable puts every run of a machine on the CPU, those of several devices too.
     if cpu.value and not (kind.by_device and cpu.origin.startswith("$")):
         raise Conflict(
-            f"{effect.setting.name} ({effect.origin}) and {cpu.setting.name} ({cpu.origin}) were asked for.",
+            f"Cannot combine {effect.setting.name} ({effect.origin}) and {cpu.setting.name} ({cpu.origin}).",
             "One is for a run on devices, the other for one on the CPU.",
             "Remove one of the two.",
         )
     if kind.by_device and processes.value == 1 and processes.given:
         raise Conflict(
-            f"{effect.setting.name} ({effect.origin}) and num_processes=1 ({processes.origin}) were asked for.",
+            f"Cannot combine {effect.setting.name} ({effect.origin}) and num_processes=1 ({processes.origin}).",
             "One process uses one device.",
             "Give --num_processes 2 or more, or remove the switch.",
         )
@@ -228,13 +228,13 @@ def check_devices_of_kind(effective: Effective, processes: int) -> None:
     """Refuse to run several devices' kind of run on the only device there is.
 
     Raises:
-        SettingError: the machine has one device, and no number of processes was given.
+        SettingError: the machine has one device, and the settings have no number of processes.
     """
     found = kind_of(effective)
     if found is None or not (found[0].by_device and found[0].on_devices and found[1].setting.flag) or processes > 1:
         return
     raise SettingError(
-        f"{found[1].setting.name} ({found[1].origin}) was asked for.",
-        "This machine has no several devices.",
+        f"Cannot launch with {found[1].setting.name} ({found[1].origin}).",
+        "This machine does not have several devices.",
         "Give --num_processes, or remove the switch.",
     )

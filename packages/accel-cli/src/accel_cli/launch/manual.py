@@ -1,8 +1,8 @@
 """The help text of `accel launch`, remembered between calls.
 
-Its rows follow from the settings of the launcher and of every installed backend, and reading all of those takes longer
-than anybody wants to wait for a help text. They are kept in a file with the state of every module they were made from,
-and made anew when one of these modules, or the list of backends, is another.
+Its rows follow from the settings of the launcher and of every installed backend, and reading all of those takes long
+for a help text. A file caches the rows with the state of every module that they depend on; a change of one of these
+modules, or of the list of backends, invalidates it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS: Final = (
     ("--no_python", "The script is a program that is not Python."),
     ("-q, --quiet", "Tell nothing but the traceback of a failure."),
 )
-"""Options that are no settings, and what each means."""
+"""Options that are not settings, with their help."""
 
 Rows = Mapping[str, list[tuple[str, str]]]
 
@@ -67,7 +67,7 @@ def _made() -> Rows:
 
 
 def _files() -> list[str]:
-    """The modules that the settings stand in, and all of ours that were loaded for them."""
+    """The modules that define the settings, and the modules of accel that they import."""
     from accel_cli.launch.options import launch_classes
 
     names = {settings_class.__module__ for settings_class in launch_classes()}

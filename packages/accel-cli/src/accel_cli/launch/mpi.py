@@ -15,7 +15,7 @@ from accel_state.errors import Conflict, NotFound, SettingError
 
 __all__ = ("find_mpi", "mpi_argv", "mpi_hosts", "placement")
 
-_ASKED: Final = "Processes were to be started by MPI."
+_ASKED: Final = "Cannot start processes with MPI."
 _OPEN: Final = "Open MPI"
 _PATIENCE: Final = 20.0
 
@@ -44,13 +44,13 @@ def mpi_hosts(effective: Effective) -> tuple[Host, ...]:
 
     Raises:
         SettingError: the hostfile cannot be used.
-        Conflict: fewer machines stand in it than were asked for.
+        Conflict: it names fewer machines than `num_machines`.
     """
     file, machines = effective["mpirun_config.mpirun_hostfile"], effective["num_machines"]
     hosts = read_hostfile(file.value, file.origin)
     if machines.given and machines.value > len(hosts):
         raise Conflict(
-            f"num_machines={machines.value} ({machines.origin}) and mpirun_hostfile ({file.origin}) were given.",
+            f"Cannot combine num_machines={machines.value} ({machines.origin}) and mpirun_hostfile ({file.origin}).",
             f"{file.value} names {len(hosts)} machine(s).",
             "Correct one of the two.",
         )

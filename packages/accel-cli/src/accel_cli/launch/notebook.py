@@ -23,7 +23,7 @@ from accel_state.settings.schema import settings_of
 
 __all__ = ("debug_launcher", "notebook_launcher")
 
-_ASKED: Final = "A function was to be launched."
+_ASKED: Final = "Cannot launch the function."
 _TPU: Final = "xla"
 _MIXED_PRECISION: Final = settings_of(RunSettings)["mixed_precision"]
 _FORK_LAUNCHED: Final = settings_of(ProcessSettings)["fork_launched"]
@@ -170,7 +170,7 @@ def _check_numbers(processes: int, node_rank: int, num_nodes: int) -> None:
         ("node_rank", node_rank, 0),
     ):
         if not isinstance(value, int) or value < least:
-            raise SettingError(_ASKED, f"{name}={value!r} is no integer of at least {least}.", "Correct the number.")
+            raise SettingError(_ASKED, f"{name}={value!r} is not an int of at least {least}.", "Correct the number.")
     if node_rank >= num_nodes:
         raise SettingError(_ASKED, f"node_rank={node_rank} is none of {num_nodes} machine(s).", "Count from 0.")
 
@@ -199,7 +199,7 @@ def _free_port(wanted: str) -> Iterator[int]:
     from accel_cli.launch.ports import Port
 
     if not str(wanted).isdecimal():
-        raise SettingError(_ASKED, f"use_port={wanted!r} is no port.", "Give a number, or 0 for a free one.")
+        raise SettingError(_ASKED, f"use_port={wanted!r} is not a port.", "Give a number, or 0 for a free one.")
     try:
         port = Port(int(wanted) or None, "use_port")
     except SettingError:

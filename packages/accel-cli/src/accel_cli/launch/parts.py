@@ -1,4 +1,4 @@
-"""What a launch is made of: the script, the machine, and the plan that says what is going to be started."""
+"""The parts of a launch: the script, the machine, and the plan of the processes to start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
     Args:
         python: path of the interpreter.
         processors: CPUs that the processes share.
-        devices: asked for the number of devices, when no number of processes was given.
+        devices: returns the number of devices, for settings without a number of processes.
         environ: variables of the launcher itself, those of an outer launch left out.
         mpi: asked for the family of the installed mpirun, when it is to start the processes.
     """

@@ -77,7 +77,7 @@ class SageMakerSettings:
 
     ec2_instance_type: str | None = _sagemaker(None, "ec2_instance_type", "Kind of machine.")
     iam_role_name: str | None = _sagemaker(None, "iam_role_name", "Role that the job has.")
-    image_uri: str | None = _sagemaker(None, "image_uri", "Container image, in place of the versions.")
+    image_uri: str | None = _sagemaker(None, "image_uri", "Container image, instead of the versions.")
     profile: str | None = _sagemaker(None, "profile", "Profile of the AWS command line.")
     region: str | None = _sagemaker("us-east-1", "region", "Region of AWS.")
     base_job_name: str | None = _sagemaker("accelerate-sagemaker-1", "base_job_name", "What its name begins with.")

@@ -89,7 +89,7 @@ def make_plan(
         script: what to run.
         machine: where to run it.
         carried: settings classes that the processes read back from their environment.
-        backend: the backend that owns the run, where it follows from the kind of run that was asked for.
+        backend: the backend that owns the run, if the kind of run selects it.
 
     Raises:
         SettingError: a setting cannot be used here; `Conflict` when two contradict each other.
@@ -191,7 +191,7 @@ _TAKES_OVER: Final[Mapping[str, Callable[[Effective], bool]]] = {
 
 
 def _each(effective: Effective, machines: int) -> int | None:
-    """Processes on each of some machines, where their number was given."""
+    """Processes on each of some machines, if the settings have their number."""
     total = effective["num_processes"].value
     return None if total is None else max(total // machines, 1)
 

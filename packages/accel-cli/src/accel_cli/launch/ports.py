@@ -132,11 +132,11 @@ def _claimant(number: int) -> str | None:
 def _refused(number: int, origin: str, error: OSError | None) -> Exception:
     if not number:
         return LaunchError(
-            "A free port for the processes to meet on was looked for.",
+            "Cannot find a free port for the processes to meet on.",
             f"The system gave none: {error}.",
             "Check the network setup of this machine, or give --main_process_port.",
         )
-    asked = f"main_process_port={number} was asked for ({origin})."
+    asked = f"Cannot use main_process_port={number} ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
         owner = owner_of(number) or _claimant(number)
         by = f" by {owner}" if owner else ""

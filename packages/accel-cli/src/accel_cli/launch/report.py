@@ -156,7 +156,7 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
 def _headline(first: Failure, processes: int) -> str:
     who = "The script" if processes == 1 else f"Process {first.rank} of {processes} {_part(first)} and"
     how = ending(first.code if first.record is None else first.exit_code)
-    shown = f" Its traceback stands above:\n  {first.message}" if first.shown else ""
+    shown = f" Its traceback is above:\n  {first.message}" if first.shown else ""
     return f"accel launch: {who} {how}.{shown}"
 
 

@@ -1,4 +1,4 @@
-"""From a command line to the settings of a launch, and what a user should be told about them."""
+"""From a command line to the settings of a launch, with notes for the user."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ("Request", "notes", "read_request", "request_of")
 
 
 class Request(NamedTuple):
-    """What was asked for.
+    """A parsed command line and its settings.
 
     Args:
         settings: every setting with its origin.
         environ: the launcher's variables, without those that an outer launch wrote.
         config: the config file that was read, or None.
-        by_default: whether that file was read because it lies where a user's own one lies.
+        by_default: whether that file is the user's own one, read by default.
         backend: the backend that follows from the kind of run, or None where the processes choose it.
         cluster: what a batch system says about the machines.
         arguments: the parsed command line.
@@ -66,7 +66,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
 
 
 def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:
-    """What `accel launch` would be asked for with these arguments; a file that is named here comes first.
+    """The request of `accel launch` with these arguments; `config_file` overrides the file of the arguments.
 
     Raises:
         SettingError: as for `read_request`.

@@ -174,7 +174,7 @@ class _Spawner:
                 start_new_session=grouped,
             )
         except OSError as error:
-            asked = f"Process {rank} of {plan.processes} was to be started: {' '.join(plan.argv[:3])}."
+            asked = f"Cannot start process {rank} of {plan.processes}: {' '.join(plan.argv[:3])}."
             raise LaunchError(asked, f"The system refused: {error}.", "Check the interpreter and limits.") from None
         relay = Relay(popen, f"[rank {rank}] ") if plan.prefix_output else None
         return _Process(rank, popen, error_file, grouped, relay)

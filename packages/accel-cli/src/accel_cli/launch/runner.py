@@ -162,7 +162,7 @@ def _record(error: BaseException, shown: bool) -> bool:
 
 
 def folded(error: BaseException) -> str:
-    """The traceback of an error as Python shows it, with one line in place of each run of our own frames.
+    """The traceback of an error as Python shows it, with one line for each run of our own frames.
 
     Where our code raised something else than one of its typed errors, which is a fault of ours, that frame stays.
     """

@@ -17,7 +17,7 @@ __all__ = ("REQUIREMENT", "SageMakerJob", "describe_job", "hand_in")
 
 REQUIREMENT: Final = Requirement("sagemaker", versions="<3", extra="accel-cli[sagemaker]")
 
-_ASKED: Final = "A training job of SageMaker was to be described."
+_ASKED: Final = "Cannot describe a training job of SageMaker."
 _DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {
     SageMakerDistributedType.NO.value: None,
     SageMakerDistributedType.DATA_PARALLEL.value: {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -58,12 +58,12 @@ def describe_job(
     Raises:
         SettingError: the machine, the role or a table is missing, the target is not a Python script, or an argument
             cannot be handed over.
-        NotOffered: SageMaker's model parallelism was asked for.
+        NotOffered: the settings select SageMaker's model parallelism.
     """
     settings = effective.instance(SageMakerSettings)
     for name in ("ec2_instance_type", "iam_role_name"):
         if not getattr(settings, name):
-            raise SettingError(_ASKED, f"{name} is not given.", "Write it into the config file.")
+            raise SettingError(_ASKED, f"{name} is missing.", "Write it into the config file.")
     kind = effective["distributed_type"].value or SageMakerDistributedType.NO.value
     if kind not in _DISTRIBUTION:
         raise NotOffered(_ASKED, f"distributed_type={kind} is none of {', '.join(_DISTRIBUTION)}.", "Use one of these.")
@@ -97,7 +97,7 @@ def describe_job(
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a script as SageMaker hands them over: a value by name, numbers and truth values as such.
+    """Arguments of a script as SageMaker hands them over: a value by name, numbers and bools as such.
 
     Raises:
         SettingError: an argument has no name or no value.
@@ -127,7 +127,7 @@ def hand_in(job: SageMakerJob) -> None:
     Raises:
         Missing: the SDK is not installed.
     """
-    REQUIREMENT.demand("A training job of SageMaker was to be handed in.")
+    REQUIREMENT.demand("Cannot submit a training job to SageMaker.")
     from sagemaker.huggingface import HuggingFace  # type: ignore[import-not-found, unused-ignore]
 
     os.environ.update(job.variables)

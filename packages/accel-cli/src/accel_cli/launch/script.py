@@ -53,7 +53,7 @@ def how_to_run(module: bool, no_python: bool) -> str:
     """
     if module and no_python:
         raise Conflict(
-            "--module and --no_python were asked for.",
+            "Cannot combine --module and --no_python.",
             "A module is run by Python, --no_python runs something else.",
             "Remove one of the two.",
         )
@@ -61,9 +61,9 @@ def how_to_run(module: bool, no_python: bool) -> str:
 
 
 def _check_script(target: str) -> None:
-    asked = f"The script {target} was to be started."
+    asked = f"Cannot start the script {target}."
     if not target:
-        raise SettingError("A launch was asked for.", "No script was named.", "Write: accel launch [options] script.py")
+        raise SettingError("Cannot launch.", "The script is missing.", "Write: accel launch [options] script.py")
     if not os.path.exists(target):
         where = "" if os.path.isabs(target) else f" in {os.getcwd()}"
         remedy = _as_module(target) or "Check the path."
@@ -84,10 +84,12 @@ def _as_module(target: str) -> str | None:
 def _check_module(target: str) -> None:
     from importlib.util import find_spec
 
-    asked = f"The module {target} was to be started."
+    asked = f"Cannot start the module {target}."
     if not all(part.isidentifier() for part in target.split(".")):
         near = target.removesuffix(".py").replace(os.sep, ".")
-        raise SettingError(asked, "That is no name of a module.", f"Write it as {near}, or leave out -m for a path.")
+        raise SettingError(
+            asked, "The name is not that of a module.", f"Write it as {near}, or leave out -m for a path."
+        )
     if target.endswith(".py") and os.path.isfile(target):
         raise SettingError(asked, f"{target} is a file.", f"Leave out -m, or write {target.removesuffix('.py')}.")
     first = target.partition(".")[0]
@@ -140,7 +142,7 @@ def _check_program(target: str) -> None:
 
     if shutil.which(target) is None:
         raise SettingError(
-            f"The program {target} was to be started.",
+            f"Cannot start the program {target}.",
             "There is no such executable file.",
             "Check the path and its permissions.",
         )

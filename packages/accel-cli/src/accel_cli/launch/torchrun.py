@@ -1,4 +1,4 @@
-"""Starting processes through torch.distributed.run: several machines, restarts, or because it was asked for."""
+"""Starting processes through torch.distributed.run: for several machines, for restarts, or on request."""
 
 from __future__ import annotations
 

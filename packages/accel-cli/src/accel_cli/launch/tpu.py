@@ -32,11 +32,11 @@ def tpu_argv(effective: Effective, how: str, target: str, arguments: Sequence[st
     """Arguments of the interpreter that starts the processes of this machine's TPU.
 
     Raises:
-        NotOffered: what is to run is no Python.
+        NotOffered: the target is not Python.
     """
     if how == "program":
         raise NotOffered(
-            "--tpu and --no_python were asked for.",
+            "Cannot combine --tpu and --no_python.",
             "torch_xla starts a function of a Python module.",
             "Name a script with such a function; --main_training_function says which.",
         )
@@ -56,7 +56,7 @@ def pod_argv(effective: Effective, script: Sequence[str]) -> tuple[str, ...]:
     settings = effective.instance(TPUSettings)
     if not settings.tpu_name:
         raise SettingError(
-            "A run on a TPU pod was asked for (tpu_use_cluster).",
+            "Cannot launch on a TPU pod (tpu_use_cluster).",
             "The TPU has no name.",
             "Write tpu_name into the config file.",
         )
@@ -84,6 +84,6 @@ def _checked(variables: Sequence[str]) -> Iterator[str]:
     for variable in variables:
         if "=" not in variable:
             raise SettingError(
-                f"--env {variable} was asked for.", "A variable needs a value.", "Write it as --env NAME=value"
+                f"Cannot pass --env {variable}.", "A variable needs a value.", "Write it as --env NAME=value"
             )
         yield variable
