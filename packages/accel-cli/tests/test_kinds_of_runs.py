@@ -151,7 +151,7 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
         (["--megatron_lm_tp_degree", "0"], "tp_degree='0'"),
         (["--multi_gpu", "--cpu"], "--multi_gpu"),
         (["--fsdp_offload_params", "job.py"], "cpu_offload='job.py'"),
-        (["--fp8_override_linear_precision", "true,maybe,false"], "three truth values"),
+        (["--fp8_override_linear_precision", "true,maybe,false"], "three bools"),
         (["--zero_stage", "4"], "a stage from 0 to 3"),
     ],
 )

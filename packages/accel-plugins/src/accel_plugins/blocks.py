@@ -47,7 +47,7 @@ def blocks_of_class(model: Module, names: Iterable[str]) -> list[Module]:
         if name not in present:
             near = closest(name, present)
             raise SettingError(
-                f"Blocks of the class {name!r} were asked for.",
+                f"Cannot find blocks of the class {name!r}.",
                 f"{type(model).__name__} has none; its classes are {', '.join(sorted(present))}.",
                 f"Did you mean {near!r}?" if near else "Name one of these.",
             )

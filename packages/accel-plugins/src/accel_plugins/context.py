@@ -22,7 +22,7 @@ class Context(NamedTuple):
         process: who this process is, its device and its way to the others.
         gradient: whether gradients are synchronised at this step.
         precision: how forward and backward are computed.
-        mesh: the devices of the run by axis, or None when no axes were asked for.
+        mesh: the devices of the run by axis, or None without axes.
         parallelism_config: the axes of the run, including those that an engine manages outside of the mesh.
     """
 

@@ -93,7 +93,7 @@ class Manifest:
         config: "module:class" of its settings class, which never imports torch; empty when it has none.
         label: what users read as `distributed_type`; None asks the device family.
         present: "module:function" that is given the process and answers whether its circumstances call for this
-            backend; None when it has to be asked for.
+            backend; None if only an option selects it.
         requires: packages that must be installed.
         owns: what the strategy does by itself.
         together: what `prepare` must be given in one call.

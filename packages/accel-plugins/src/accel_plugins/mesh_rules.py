@@ -105,7 +105,7 @@ EXCLUSIONS: Final = (
         "Set dp_replicate_size=1, or dp_shard_size=1: parameters are divided over the axis of the sequence too.",
     ),
 )
-"""Why a combination outside of the table does not go; the first that applies is told."""
+"""Why a combination outside of the table does not work; messages have the first that applies."""
 
 
 def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
@@ -122,7 +122,7 @@ def check(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
         Conflict: the combination is not in the table, or the backend does not take it.
     """
     axes = active_axes(parallelism_config)
-    asked = f"A ParallelismConfig with {named(axes)} was asked for, with the backend {manifest.name!r}."
+    asked = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
     if axes not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
         obstacle = "The combination is in no test." if exclusion is None else exclusion.reason
@@ -146,7 +146,7 @@ def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: Pa
     foreign = excludes & active_axes(parallelism_config)
     if foreign:
         raise Conflict(
-            f"mixed_precision={name!r} was asked for, with {named(active_axes(parallelism_config))}.",
+            f"Cannot use mixed_precision={name!r} with {named(active_axes(parallelism_config))}.",
             f"Its layers do not go with {named(foreign)}.",
             "Use mixed_precision='bf16', or set the size of that axis to 1.",
         )

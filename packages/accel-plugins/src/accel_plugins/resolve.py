@@ -154,7 +154,7 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
         context: the context of the run.
 
     Raises:
-        PluginError: what the manifest names cannot be imported or is no strategy.
+        PluginError: the class that the manifest names cannot be imported, or is not a strategy.
         Conflict: `config` belongs to another backend.
     """
     from accel_plugins.strategy import Strategy
@@ -162,8 +162,8 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
     strategy_class = _imported(manifest, manifest.strategy)
     if not (isinstance(strategy_class, type) and issubclass(strategy_class, Strategy)):
         raise PluginError(
-            f"The backend {manifest.name!r} was to be started.",
-            f"{manifest.strategy} is no subclass of accel_plugins.Strategy.",
+            f"Cannot start the backend {manifest.name!r}.",
+            f"{manifest.strategy} is not a subclass of accel_plugins.Strategy.",
             "Correct `strategy` in its Manifest.",
         )
     return strategy_class(context, settings(manifest, config)) if manifest.config else strategy_class(context)
@@ -193,7 +193,7 @@ def _pick(
 
 
 def _named(name: str, origin: str, found: Sequence[Found]) -> Manifest:
-    asked = f"The backend {name!r} was asked for ({origin})."
+    asked = f"Cannot use the backend {name!r} ({origin})."
     bearers = [one for one in found if one.name == name]
     if not bearers:
         names = sorted({one.name for one in found})
@@ -226,7 +226,7 @@ def _usable(asked: str, found: Found) -> Manifest:
 
 def _of_config(config: object, found: Sequence[Found]) -> Manifest:
     owners = [one for one in found if one.manifest is not None and _target_is_type_of(one.manifest.config, config)]
-    asked = f"A backend for settings of type {type(config).__name__} was asked for."
+    asked = f"Cannot find a backend for settings of type {type(config).__name__}."
     if len(owners) > 1:
         # Versions of one backend share their settings; the settings say which is meant.
         meant = getattr(config, "backend_name", None)
@@ -324,7 +324,7 @@ def _imported(manifest: Manifest, target: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise PluginError(
-            f"The backend {manifest.name!r} was to be started.",
+            f"Cannot start the backend {manifest.name!r}.",
             f"{target} could not be imported: {error!r}.",
             "Repair or update the package that brings it.",
         ) from error

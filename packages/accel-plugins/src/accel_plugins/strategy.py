@@ -208,7 +208,7 @@ class Strategy:
     def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different times.
 
-        Called around a training loop. `even_batches` is what loaders were told for its duration, None is as before.
+        Called around a training loop. Loaders use `even_batches` inside of it; None changes nothing.
         """
         if self.context.process.world_size > 1:
             warnings.warn(

@@ -1,7 +1,7 @@
 """The `.metadata` of `torch.distributed.checkpoint`: a pickle, looked through before anything in it is made.
 
-Only these classes describe tensors and where they lie, each made as its own pickles make it: without arguments, with a
-state of plain fields. torch reads the same pickle without any check.
+Only these classes describe tensors and their positions, each constructed as in its own pickles: without arguments, with
+a state of plain fields. torch reads the same pickle without any check.
 """
 
 from __future__ import annotations

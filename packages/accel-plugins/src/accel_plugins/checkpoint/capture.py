@@ -98,7 +98,7 @@ def capture(
         contents: what a checkpoint holds.
         strategy: knows the states of models, optimizers and schedulers.
         process: who this process is; the first of all writes what is equal on all.
-        folder: what hooks are told; what they write there becomes part of the checkpoint.
+        folder: path that hooks receive; files that they write there become part of the checkpoint.
         step: count of steps that is handed back when it is loaded.
         save_on_each_node: let the first process of each node write what the first of all writes.
         hooks: called with (models, collected weights, folder); weights they take away are not written.

@@ -230,7 +230,7 @@ def _move_in(path: Path, target: Path, aside: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, carried: list[Path]) -> None:
-    """Bring along what is in the old folder and was not written by saving it; says what, as far as it came."""
+    """Copy files of the old folder that its save did not write; `carried` lists the copies, also after an error."""
     try:
         manifest = read_manifest(old)
     except CheckpointError:

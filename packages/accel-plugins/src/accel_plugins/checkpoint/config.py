@@ -141,9 +141,9 @@ class ProjectConfiguration:
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise SettingError(
-                    f"ProjectConfiguration({name}={getattr(self, name)!r}) was asked for.",
+                    f"Cannot use ProjectConfiguration({name}={getattr(self, name)!r}).",
                     f"It has to be {rule}.",
-                    "Leave it out for the default.",
+                    "Remove it for the default.",
                 )
 
         if self.save_policy is not None and self.total_limit is not None:

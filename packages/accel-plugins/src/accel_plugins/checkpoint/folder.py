@@ -159,7 +159,7 @@ def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, waived
 
 
 def _never_saved(folder: Path, loader: Any) -> bool:
-    """Whether a missing position is no loss: the original library saves one only of a loader that restores it."""
+    """Whether a missing position is harmless: the original library saves one only for a loader that restores it."""
     foreign = not (folder / MANIFEST_NAME).is_file()
     if not foreign or getattr(loader, "restores", True):
         return False

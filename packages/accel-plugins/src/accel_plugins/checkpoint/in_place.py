@@ -1,8 +1,8 @@
-"""Reading the tensors of a file into memory that is there already.
+"""Reads the tensors of a file into existing memory.
 
-Nothing is held twice, and memory that is warm takes a quarter of the time of fresh memory. A mapping of the file says
-where its tensors lie; the bytes are read, because page by page through the mapping takes twice as long and a file that
-somebody cuts short would end the process.
+Each tensor is in memory once, and writing to memory in use takes a quarter of the time of fresh memory. A mapping of
+the file gives the positions of its tensors; the bytes are read, because a copy from the mapping takes twice as long and
+a file that another process truncates would end the process.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class MappedState:
 
         Args:
             state: `self.state`, or containers that hold what it held.
-            own: containers of the same form; a tensor in them takes what lies at the same place in `state` where it
-                has memory of the same form, and is handed back in its place.
+            own: containers of the same form; a tensor in them receives the one at the same position in `state` if it
+                has memory of the same form, and replaces it in the result.
 
         Raises:
             CheckpointError: the file is shorter than it says.
@@ -203,7 +203,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """All tensors that lie in memory of a plain kind."""
+    """All tensors in plain memory."""
     if isinstance(item, Tensor):
         if _is_plain(item):
             yield item
@@ -213,7 +213,7 @@ def _tensors(item: Any) -> Iterator[Tensor]:
 
 
 def _mapped_at(tensors: list[Tensor], records: Mapping[int, int]) -> int | None:
-    """The address at which a file is mapped, or None when some tensor lies in none of its records.
+    """The address at which a file is mapped, or None when some tensor is outside of its records.
 
     torch tells where its tensors are and not where the file begins; the first record has the first of the addresses.
     """
@@ -226,7 +226,7 @@ def _mapped_at(tensors: list[Tensor], records: Mapping[int, int]) -> int | None:
 
 
 def _records(path: Path) -> dict[int, int]:
-    """Where the bytes of tensors lie in a file of `torch.save`, position to size; nothing where they cannot be mapped.
+    """Positions of the bytes of tensors in a file of `torch.save`, with sizes; empty if they cannot be mapped.
 
     The format: https://pytorch.org/docs/stable/notes/serialization.html. The header of each member in the file itself
     has fields of other lengths than that in the directory at its end.

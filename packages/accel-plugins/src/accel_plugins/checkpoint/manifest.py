@@ -119,7 +119,7 @@ class Verdict:
     Args:
         manifest: what was read, or None when the folder has none.
         damage: what is wrong, one sentence each; empty when nothing is.
-        extra: files that the manifest does not list; that is no damage.
+        extra: files that the manifest does not list; they are not damage.
     """
 
     manifest: CheckpointManifest | None

@@ -32,7 +32,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
     Raises:
         CheckpointError: it cannot be written.
-        UnknownKind: it is no mapping of names to tensors, and safetensors holds nothing else.
+        UnknownKind: it is not a mapping of names to tensors, the only content of safetensors.
     """
     topology = current.process_or_start().topology
     if not (topology.is_local_main if save_on_each_node else topology.rank == 0):

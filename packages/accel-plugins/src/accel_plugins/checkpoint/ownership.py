@@ -192,7 +192,7 @@ def _is_gone(file: int, record: Path) -> bool:
 
 
 def age(changed: float, folder: Path) -> float | None:
-    """Seconds since a time that the file system of a folder gave; None where it cannot be asked for its time.
+    """Seconds since a time that the file system of a folder gave; None if it does not report its time.
 
     A file server has a clock of its own, so a fresh file tells what it is now.
     """

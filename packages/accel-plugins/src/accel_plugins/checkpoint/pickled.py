@@ -79,7 +79,7 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **opti
         raise CheckpointError(
             f"{path.name} was to be read from {path.parent}.",
             "There is no such file.",
-            "The folder is no checkpoint of such objects, or it is incomplete: name another one.",
+            "The folder is not a checkpoint of such objects, or is incomplete: name another one.",
         ) from None
     except (pickle.UnpicklingError, PickleRefused) as error:
         raise CheckpointError(
@@ -100,7 +100,7 @@ def read_open(file: IO[bytes], name: str, map_location: Any = "cpu", **options: 
 
     Args:
         file: the file.
-        name: what it is called in errors.
+        name: its name in errors.
         map_location: where tensors are read to.
         options: further ones of `torch.load`.
 

@@ -141,7 +141,7 @@ def _is_put_back(entry: Path, target: Path) -> bool:
     except OSError as error:
         logger.warning("%s could not be put back as %s: %s", entry, target.name, error)
         return False
-    logger.warning("%s was put back as %s: the run that saved it did not come to its end.", entry.name, target)
+    logger.warning("%s was put back as %s: the run that saved it did not finish.", entry.name, target)
     return True
 
 

@@ -90,10 +90,10 @@ def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, st
             foreign.append(candidate)
             reasons.append(f"{candidate.path.name}: it has no manifest.")
     if foreign and len(foreign) == len(reasons):
-        logger.warning("%s has no manifest, so whether it is complete cannot be told.", foreign[0].path)
+        logger.warning("%s has no manifest, so it may be incomplete.", foreign[0].path)
         return foreign[0].path
     raise CheckpointError(
-        f"The newest good checkpoint in {folder} was asked for.",
+        f"Cannot find a good checkpoint in {folder}.",
         " ".join(reasons) or "There is no folder called checkpoint_<number>.",
         "Name a checkpoint, or start without one.",
     )
@@ -151,7 +151,7 @@ def remove_oldest(folder: Path, limit: int, in_use: Collection[Path] = (), perio
                 if path in seen and _is_removed(path, _aside(path, claimed), seen[path]):
                     removed.append(path)
         except OSError as error:
-            # What was saved is in place; one checkpoint too many is no reason to fail.
+            # The new checkpoint is in place; one too many does not justify an error.
             logger.warning("%s could not be removed: %s", path, error)
     return removed
 

@@ -31,7 +31,7 @@ __all__ = ("PortableWriter", "check_objects", "names_in", "read_into", "read_who
 
 
 class PortableWriter(FileSystemWriter):
-    """Notes as text where shards lie: a path that is pickled on one system or Python may not be read on another."""
+    """Stores the paths of shards as text, because another system or Python may not read a pickled path."""
 
     def storage_meta(self) -> StorageMeta | None:
         """What stands in the `.metadata` besides the tensors."""

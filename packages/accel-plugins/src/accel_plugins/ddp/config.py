@@ -28,7 +28,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         static_graph: promise that every iteration uses the same parameters in the same order.
         comm_hook: compress gradients while they travel; None is NO.
         comm_wrapper: compress what the hook makes of them once more: NO, FP16 or BF16.
-        comm_state_option: arguments of the `PowerSGDState` of a PowerSGD hook; None is no arguments.
+        comm_state_option: arguments of the `PowerSGDState` of a PowerSGD hook; None for no arguments.
 
     Raises:
         SettingError: a hook or wrapper of that name does not exist.
@@ -55,7 +55,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_wrapper = wrapper
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _OURS) -> dict[str, Any]:
-        """Fields by name, without those that are no arguments of `DistributedDataParallel`."""
+        """Fields by name, without those that `DistributedDataParallel` does not take."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
@@ -74,7 +74,7 @@ def _hook_type(
         hook = None
     if hook is None or hook not in allowed:
         raise SettingError(
-            f"DistributedDataParallelKwargs({name}={str(given)!r}) was asked for.",
+            f"Cannot use DistributedDataParallelKwargs({name}={str(given)!r}).",
             f"It has to be one of {', '.join(map(str, allowed))}.",
             "Use a member of DDPCommunicationHookType.",
         )

@@ -70,7 +70,7 @@ def _power_sgd_state(options: dict[str, Any]) -> powerSGD_hook.PowerSGDState:
         return powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
     except (TypeError, ValueError, AssertionError) as error:
         raise SettingError(
-            f"DistributedDataParallelKwargs(comm_state_option={options!r}) was asked for.",
+            f"Cannot use DistributedDataParallelKwargs(comm_state_option={options!r}).",
             f"torch's PowerSGDState refuses it: {error}.",
             "Give arguments of PowerSGDState, such as {'matrix_approximation_rank': 2}.",
         ) from error

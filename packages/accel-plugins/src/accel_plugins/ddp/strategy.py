@@ -115,7 +115,7 @@ class _Syncing:
 
 
 class _SyncingLate(_Syncing):
-    """Reduces in backward though forward ran without: the reducer is told by hand what forward would have told it."""
+    """Reduces in backward though forward ran without: it prepares the reducer as forward would have done."""
 
     __slots__ = ()
 

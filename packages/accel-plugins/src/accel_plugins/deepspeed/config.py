@@ -287,8 +287,8 @@ class DeepSpeedPlugin:
         device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
         if getattr(self, device) == "nvme" and getattr(self, path) in (None, "none"):
             raise SettingError(
-                f"DeepSpeedPlugin({device}='nvme') was asked for.",
-                "No folder on the NVMe disk is named.",
+                f"Cannot use DeepSpeedPlugin({device}='nvme').",
+                "The folder on the NVMe disk is missing.",
                 f"Give {path}.",
             )
 
@@ -306,7 +306,7 @@ class DeepSpeedPlugin:
     def _compute_by_msamp(self) -> None:
         if self.hf_ds_config.is_zero3():
             raise NotOffered(
-                "MS-AMP was asked for with ZeRO stage 3.",
+                "Cannot use MS-AMP with ZeRO stage 3.",
                 "It does not train divided parameters.",
                 "Use zero_stage=2, or another precision.",
             )

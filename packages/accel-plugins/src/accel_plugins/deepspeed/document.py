@@ -44,7 +44,7 @@ class HfDeepSpeedConfig:
         self._offload = any(device in OFFLOADING for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The table that a dotted key lies in, or None when there is none, and the last part of the key."""
+        """The table that contains a dotted key, or None, and the last component of the key."""
         *parents, last = ds_key_long.split(".")
         node: Any = self.config
         for name in parents:
@@ -148,7 +148,7 @@ def _decoded(text: str) -> str:
     except (binascii.Error, ValueError):
         raise SettingError(
             f"The DeepSpeed configuration {text!r} was to be read.",
-            "There is no such file, and it is no JSON text in base64.",
+            "There is no such file, and it is not JSON text in base64.",
             "Give the path of a JSON file, or a dict.",
         ) from None
 

@@ -20,7 +20,7 @@ _USE: Final = Setting("use_deepspeed", BOOLEAN, False, variable="ACCELERATE_USE_
 
 
 def present(process: Process) -> bool:
-    """Whether DeepSpeed was asked for by the launcher."""
+    """Whether the launcher selects DeepSpeed."""
     found = read_setting(_USE)
     return bool(found and found.value)
 

@@ -173,7 +173,7 @@ def _other_stage(asked: str, theirs: int, ours: int) -> CheckpointError:
         asked,
         f"It was written with ZeRO stage {theirs}, and this run has stage {ours}.",
         f"Use zero_stage={theirs}, convert it with DeepSpeed's universal checkpoints, or take the weights alone with "
-        "the script zero_to_fp32.py that lies beside it.",
+        "the script zero_to_fp32.py beside it.",
     )
 
 
@@ -181,14 +181,14 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
     """All weights of an engine's model on the process that writes; called on every process.
 
     Raises:
-        NotReady: they are divided, and gathering them was not asked for.
+        NotReady: they are sharded, and the settings do not gather them.
     """
     if int(engine.zero_optimization_stage()) < 3:
         weights: dict[str, Tensor] = engine.module.state_dict()
         return weights
     if not engine.zero_gather_16bit_weights_on_model_save():
         raise NotReady(
-            "The weights of a model were asked for that ZeRO stage 3 divides.",
+            "Cannot read the weights of a model that ZeRO stage 3 shards.",
             "Gathering them when the model is saved is switched off.",
             "Set DeepSpeedPlugin(zero3_save_16bit_model=True), or use the script zero_to_fp32.py on a checkpoint.",
         )

@@ -90,7 +90,7 @@ class DeepSpeedStrategy(Strategy):
         precision, family = self.context.precision, self.context.process.family
         if precision.name == "fp16" and not engines.trains_in_fp16():
             raise NotOffered(
-                "mixed_precision='fp16' was asked for with DeepSpeed.",
+                "Cannot use mixed_precision='fp16' with DeepSpeed.",
                 f"DeepSpeed does not train in fp16 on devices of the family {family.name!r}.",
                 "Use mixed_precision='bf16'.",
             )
@@ -105,7 +105,7 @@ class DeepSpeedStrategy(Strategy):
         if configured is not None and configured != gradient.num_steps:
             if gradient.num_steps != 1:
                 raise Conflict(
-                    f"gradient_accumulation_steps={gradient.num_steps} was asked for.",
+                    f"Cannot accumulate with gradient_accumulation_steps={gradient.num_steps}.",
                     f"The DeepSpeed configuration says gradient_accumulation_steps={configured}.",
                     'Say it in one place, and write "auto" in the other.',
                 )
@@ -306,18 +306,18 @@ def _check_scaling(plugin: DeepSpeedPlugin) -> None:
     """Refuse fp16 where nothing is divided: steps would be made with gradients that are far too small.
 
     Raises:
-        NotOffered: it is asked for.
+        NotOffered: fp16 with stage 0.
     """
     if int(plugin.get_value("zero_optimization.stage", 0)) == 0:
         raise NotOffered(
-            "A model was to be trained in fp16 with ZeRO stage 0.",
+            "Cannot train in fp16 with ZeRO stage 0.",
             "DeepSpeed divides gradients by a scale there, and does not multiply the loss by it (seen in 0.19.8).",
             "Use zero_stage=1, or mixed_precision='bf16'.",
         )
 
 
 def _check_clipping(engine: Any, max_norm: float, norm_type: float) -> None:
-    """Refuse a norm that an engine does not clip to: when it is told, the engine has stepped.
+    """Refuse a norm that an engine does not clip to, because the engine has stepped already.
 
     Raises:
         Conflict: it clips otherwise.

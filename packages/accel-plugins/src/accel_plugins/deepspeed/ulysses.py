@@ -30,7 +30,7 @@ class Ulysses:
 
     Args:
         parallelism_config: how many processes share a sequence, and the options.
-        device: where batches lie.
+        device: device of the batches.
     """
 
     def __init__(self, parallelism_config: ParallelismConfig, device: torch.device) -> None:

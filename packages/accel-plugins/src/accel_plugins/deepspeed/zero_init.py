@@ -75,7 +75,7 @@ def take_whole(model: Any, names: Iterable[str]) -> None:
     missing = [name for name in wanted if name not in by_name]
     if missing:
         raise SettingError(
-            f"transformer_moe_cls_names={','.join(wanted)!r} was asked for.",
+            f"Cannot use transformer_moe_cls_names={','.join(wanted)!r}.",
             f"{type(model).__name__} has no layer of the class {', '.join(missing)}.",
             "Name the classes of its mixture-of-experts layers.",
         )

@@ -49,7 +49,7 @@ class FSDP1Strategy(ShardedStrategy):
     def check(self, bundle: Bundle) -> None:
         super().check(bundle)
         name = self._strategy_name
-        asked = f"FSDP version 1 was asked for with sharding_strategy={name!r}."
+        asked = f"Cannot use FSDP version 1 with sharding_strategy={name!r}."
         if self._on_cpu and name in _WRONG_ON_CPU:
             raise NotOffered(
                 asked,
@@ -86,7 +86,7 @@ class FSDP1Strategy(ShardedStrategy):
         for optimizer in bundle.optimizers:
             if len(optimizer.param_groups) > 1 or len(bundle.models) > 1:
                 raise Conflict(
-                    "FSDP version 1 was asked for with use_orig_params=False.",
+                    "Cannot use FSDP version 1 with use_orig_params=False.",
                     "It joins parameters, so they cannot have several groups of options or belong to several models.",
                     "Use use_orig_params=True.",
                 )

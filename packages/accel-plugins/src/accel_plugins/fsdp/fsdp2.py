@@ -116,7 +116,7 @@ class FSDP2Strategy(ShardedStrategy):
 
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters with a gradient, in groups that torch's functions can handle together: by the mesh they lie on."""
+    """Parameters with a gradient, in groups that torch's functions can handle together: by their mesh."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

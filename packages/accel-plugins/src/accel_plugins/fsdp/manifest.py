@@ -25,12 +25,12 @@ def _asked(version: int) -> bool:
 
 
 def first_present(process: Process) -> bool:
-    """Whether sharding by version 1 was asked for by the launcher."""
+    """Whether the launcher selects FSDP version 1."""
     return _asked(1)
 
 
 def second_present(process: Process) -> bool:
-    """Whether sharding by version 2 was asked for by the launcher."""
+    """Whether the launcher selects FSDP version 2."""
     return _asked(2)
 
 

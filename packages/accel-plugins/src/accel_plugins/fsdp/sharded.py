@@ -46,9 +46,9 @@ class ShardedStrategy(Strategy):
         super().__init__(context, config)
         if config.fsdp_version != self.version:
             raise Conflict(
-                f"The backend 'fsdp{self.version}' was asked for with settings of version {config.fsdp_version}.",
+                f"Cannot use the backend 'fsdp{self.version}' with settings of version {config.fsdp_version}.",
                 "Each version has its own backend and its own settings.",
-                f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or leave out the backend.",
+                f"Use fsdp_version={self.version} (or FSDP_VERSION={self.version}), or remove the backend.",
             )
         config.compute_in(context.precision.dtype)
         loads_alone = "true" if config.cpu_ram_efficient_loading else "false"
@@ -63,13 +63,13 @@ class ShardedStrategy(Strategy):
     def check(self, bundle: Bundle) -> None:
         if self.context.process.backend is None:
             raise Conflict(
-                "Sharding (FSDP) was asked for.",
-                "This process was started alone, so there is nobody to share with.",
+                "Cannot shard a model with FSDP.",
+                "This run has one process, and sharding needs a launcher.",
                 "Start the script with `accel launch --num_processes N`.",
             )
         if plain_value(self.config, "state_dict_type") == "LOCAL_STATE_DICT":
             raise NotOffered(
-                "state_dict_type='LOCAL_STATE_DICT' was asked for.",
+                "Cannot use state_dict_type='LOCAL_STATE_DICT'.",
                 "It holds flat shards, which only a run with the same ParallelismConfig can read.",
                 "Use 'SHARDED_STATE_DICT', which loads on any number of processes.",
             )

@@ -100,7 +100,7 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
     for name in plugin.megatron_lm_default_args.keys() - known:
         near = closest(name, known)
         raise SettingError(
-            f"other_megatron_args={{{name!r}: ...}} was asked for.",
+            f"Cannot use other_megatron_args={{{name!r}: ...}}.",
             "Neither Megatron-LM's configurations of models, optimizers and data parallelism nor ours have it.",
             f"Did you mean {near!r}?" if near else "Leave it out.",
         )
@@ -136,7 +136,7 @@ def _demand_divided_norms() -> None:
     """Norms of a divided sequence are brought by Transformer Engine or Apex; torch's compute on the whole one."""
     if not (importable("transformer_engine") or importable("apex")):
         raise Missing(
-            "MegatronLMPlugin(sequence_parallelism=True) was asked for.",
+            "Cannot use MegatronLMPlugin(sequence_parallelism=True).",
             "Megatron-LM takes the norms of a divided sequence from Transformer Engine or from Apex; neither is here.",
             "Install transformer-engine for this machine's CUDA, or leave out sequence_parallelism.",
         )
@@ -147,7 +147,7 @@ def _virtual_stages(plugin: MegatronLMPlugin, layers: int, part: int) -> int:
     stages, left = divmod(layers, plugin.pp_degree * part)
     if left or plugin.pp_degree == 1:
         raise Conflict(
-            f"num_layers_per_virtual_pipeline_stage={part} was asked for.",
+            f"Cannot use num_layers_per_virtual_pipeline_stage={part}.",
             f"{layers} layers in {plugin.pp_degree} stages cannot be cut into parts of that size.",
             "Choose a divisor of the layers of a stage, and pp_degree of at least 2.",
         )

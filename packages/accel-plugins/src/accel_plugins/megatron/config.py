@@ -22,7 +22,7 @@ _ATTENTION: Final = ("flash", "fused", "unfused", "local", "auto")
 
 
 def _attention(text: str) -> str:
-    """Name of an implementation; of truth values, which older scripts give, true leaves the choice open."""
+    """Name of an implementation; older scripts pass a bool, of which True leaves the choice open."""
     word = text.strip().lower()
     if word in _ATTENTION:
         return word
@@ -235,25 +235,25 @@ class MegatronLMPlugin:
     def _check(self) -> None:
         if self.pipeline_model_parallel_split_rank is not None:
             raise NotOffered(
-                "MegatronLMPlugin(pipeline_model_parallel_split_rank=...) was asked for.",
+                "Cannot use MegatronLMPlugin(pipeline_model_parallel_split_rank=...).",
                 "Megatron-LM no longer divides a pipeline between an encoder and a decoder.",
-                "Leave it out; both parts stand in one stage.",
+                "Remove it; both are in one stage.",
             )
         if self.train_iters is not None and self.train_samples is not None:
             raise Conflict(
-                f"train_iters={self.train_iters} and train_samples={self.train_samples} were asked for.",
+                f"Cannot combine train_iters={self.train_iters} and train_samples={self.train_samples}.",
                 "Both say how long training is.",
                 "Give one of them.",
             )
         if self.sequence_parallelism and self.tp_degree == 1:
             raise Conflict(
-                "MegatronLMPlugin(sequence_parallelism=True) was asked for.",
+                "Cannot use MegatronLMPlugin(sequence_parallelism=True).",
                 "It divides the sequence over the processes that divide a tensor, and tp_degree is 1.",
                 "Set tp_degree, or use context_parallel_size.",
             )
         if self.consumed_samples is not None and len(self.consumed_samples) != 3:
             raise SettingError(
-                f"consumed_samples={self.consumed_samples!r} was asked for.",
+                f"Cannot use consumed_samples={self.consumed_samples!r}.",
                 "It has to have three numbers: of training, validation and test data.",
                 "Give a list such as [1000, 0, 0].",
             )
@@ -306,7 +306,7 @@ class MegatronLMPlugin:
         """Compute as `mixed_precision` says: "no", "fp16" or "bf16".
 
         Raises:
-            NotOffered: another one is asked for.
+            NotOffered: another precision.
         """
         self.megatron_lm_default_args.update(deriving.about_precision(mixed_precision))
 

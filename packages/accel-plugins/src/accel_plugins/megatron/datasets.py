@@ -39,7 +39,7 @@ def lengths(plugin: MegatronLMPlugin) -> list[int]:
     training = plugin.train_samples or (plugin.train_iters or 0) * batch
     if not training:
         raise SettingError(
-            "Megatron's datasets were to be made.",
+            "Cannot construct Megatron's data sets.",
             "Nobody said how many samples training takes.",
             "Give MegatronLMPlugin(train_iters=...) or train_samples, or a MegatronLMDummyScheduler with its steps.",
         )
@@ -95,8 +95,8 @@ def _listed(told: dict[str, Any]) -> list[Any]:
     path = told.get("data_path")
     if not path:
         raise SettingError(
-            "Megatron's datasets were to be made.",
-            "Nobody said where the data lie.",
+            "Cannot construct Megatron's data sets.",
+            "The path of the data is missing.",
             'Give MegatronLMDummyDataLoader(data_path=["prefix of the files"]).',
         )
     return [path] if isinstance(path, str) else list(path)

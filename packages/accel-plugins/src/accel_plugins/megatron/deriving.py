@@ -97,8 +97,8 @@ def about_precision(name: str) -> dict[str, Any]:
     """
     if name not in ("no", "fp16", "bf16"):
         raise NotOffered(
-            f"mixed_precision={name!r} was asked for with Megatron-LM.",
-            "It is given no, fp16 or bf16; Megatron-LM has settings of its own for 8 bits.",
+            f"Cannot use mixed_precision={name!r} with Megatron-LM.",
+            "It takes no, fp16 or bf16; Megatron-LM has its own settings for 8 bits.",
             "Use mixed_precision='bf16', and other_megatron_args={'fp8': 'hybrid'} on devices that have it.",
         )
     return {"fp16": name == "fp16", "bf16": name == "bf16"}

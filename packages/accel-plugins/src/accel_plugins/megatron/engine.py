@@ -93,7 +93,7 @@ class MegatronEngine(Module):
         return self._output(report)
 
     def train_step(self, **batch_data: Any) -> dict[str, Tensor]:
-        """Compute gradients, step and move the schedule; the losses by name, and logits where they are asked for."""
+        """Compute gradients, step and move the schedule; the losses by name, and logits on request."""
         for part in self.module:
             part.zero_grad_buffer()  # type: ignore[operator]
         _plain(self.optimizer).zero_grad()

@@ -19,7 +19,7 @@ _USE: Final = Setting("use_megatron_lm", BOOLEAN, False, variable="ACCELERATE_US
 
 
 def present(process: Process) -> bool:
-    """Whether Megatron-LM was asked for by the launcher."""
+    """Whether the launcher selects Megatron-LM."""
     found = read_setting(_USE)
     return bool(found and found.value)
 

@@ -52,7 +52,7 @@ def demand_cuda() -> None:
     """
     if not torch.cuda.is_available():
         raise NotOffered(
-            "Megatron-LM was asked for.",
+            "Cannot use Megatron-LM.",
             "Its layers, its optimizer and its pipeline compute on CUDA devices only, and this process has none.",
             "Start on machines with NVIDIA GPUs, or use the backend 'fsdp2', with tensor parallelism where needed.",
         )
@@ -67,15 +67,15 @@ def divide(plugin: MegatronLMPlugin) -> None:
     """Make the groups of processes; called on every process, once. Those that stand are kept when they are the same.
 
     Raises:
-        SettingError: the number of processes is no multiple of the model's.
+        SettingError: the number of processes is not a multiple of the model's.
         Conflict: groups of other sizes stand already.
     """
     told, processes = plugin.megatron_lm_default_args, dist.get_world_size()
     if processes % size_of_one_model(plugin):
         raise SettingError(
-            f"tp_degree={plugin.tp_degree}, pp_degree={plugin.pp_degree} and "
-            f"context_parallel_size={plugin.context_parallel_size} were asked for with Megatron-LM.",
-            f"One model takes {size_of_one_model(plugin)} processes, and {processes} is no multiple of that.",
+            f"Cannot use Megatron-LM with tp_degree={plugin.tp_degree}, pp_degree={plugin.pp_degree} and "
+            f"context_parallel_size={plugin.context_parallel_size}.",
+            f"One model takes {size_of_one_model(plugin)} processes, and {processes} is not a multiple of that.",
             "Change the degrees or the number of processes.",
         )
     if parallel_state.model_parallel_is_initialized():

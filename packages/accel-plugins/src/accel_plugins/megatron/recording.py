@@ -1,4 +1,4 @@
-"""What is written of each step: losses and learning rates, for TensorBoard where it was asked for."""
+"""Records losses and learning rates of each step, for TensorBoard if `tensorboard_dir` is set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recorder:
         self._all = plugin.set_all_logging_options
         self._writer: Any = None
         if plugin.tensorboard_dir is not None and self._is_last():
-            _TENSORBOARD.demand(f"MegatronLMPlugin(tensorboard_dir={plugin.tensorboard_dir!r}) was asked for.")
+            _TENSORBOARD.demand(f"Cannot use MegatronLMPlugin(tensorboard_dir={plugin.tensorboard_dir!r}).")
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(plugin.tensorboard_dir)

@@ -24,7 +24,7 @@ REQUIREMENT: Final = Requirement("megatron.core", "megatron-core", ">=0.16", ext
 
 
 class _Module:
-    """Stands for a module until something of it is asked for.
+    """A placeholder for a module until the first access to an attribute.
 
     Args:
         name: the module's.

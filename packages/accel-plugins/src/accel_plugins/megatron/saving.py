@@ -100,7 +100,7 @@ def _restore(engine: Any, plugin: MegatronLMPlugin, found: Any, generators: bool
 
 
 def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
-    """What Megatron-LM is to write or fill, with where each part lies in the whole."""
+    """The tensors that Megatron-LM writes or fills, with the position of each shard in the full tensor."""
     models = {
         _part_name(index): _bare(part).sharded_state_dict(metadata=_FORM) for index, part in enumerate(engine.module)
     }

@@ -34,7 +34,7 @@ class MegatronLMDummyDataLoader:
     """Stands for loaders of Megatron's own datasets; given three times, for those of training, validation and test.
 
     Args:
-        dataset_kwargs: where data lie and how they are cut, under the names of Megatron-LM: `data_path` (prefixes of
+        dataset_kwargs: paths of the data and their split, under the names of Megatron-LM: `data_path` (prefixes of
             the files, with weights before them or without), `split`, `micro_batch_size`, `seq_length`,
             `data_cache_path`, `tokenizer`.
 

@@ -71,7 +71,7 @@ class MegatronStrategy(Strategy):
         steps = self.context.gradient.num_steps
         if steps != 1:
             raise Conflict(
-                f"gradient_accumulation_steps={steps} was asked for with Megatron-LM.",
+                f"Cannot use gradient_accumulation_steps={steps} with Megatron-LM.",
                 "It accumulates over the micro-batches of a step by itself.",
                 f"Use MegatronLMPlugin(num_micro_batches={steps}) in its place.",
             )
@@ -195,19 +195,19 @@ class MegatronStrategy(Strategy):
             super().load(part, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
-        self._refuse_parts("were asked for")
+        self._refuse_parts("read")
         return super().state_dict(model)
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        self._refuse_parts("were to be replaced")
+        self._refuse_parts("replace")
         super().load_weights(model, weights, strict)
 
     def _refuse_parts(self, what: str) -> None:
         held = parallel.size_of_one_model(self.config) // self.config.context_parallel_size
         if held > 1 or self.config.num_layers_per_virtual_pipeline_stage:
             raise NotOffered(
-                f"All weights of a model of Megatron-LM {what}.",
-                f"It is divided into {held} parts, whose names and shapes are not those of a whole model.",
+                f"Cannot {what} all weights of a model of Megatron-LM.",
+                f"It has {held} shards, whose names and shapes are not those of a full model.",
                 "Use save_state() and load_state(): Megatron-LM reads its checkpoints in other divisions too.",
             )
 

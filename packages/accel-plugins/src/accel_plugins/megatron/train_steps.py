@@ -33,7 +33,7 @@ class AbstractTrainStep(ABC):
     """One micro-batch of training; subclass it for a model of yours.
 
     Args:
-        name: what it is called in messages.
+        name: its name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -368,7 +368,7 @@ class T5TrainStep(AbstractTrainStep):
 
 
 class StepOutput(dict[str, Any]):
-    """What the engine returns of a step: `loss`, and `logits` where they were asked for; also by attribute."""
+    """What the engine returns of a step: `loss`, and `logits` on request; also by attribute."""
 
     def __getattr__(self, name: str) -> Any:
         try:

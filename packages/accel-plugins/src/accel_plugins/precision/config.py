@@ -35,7 +35,7 @@ class GradScalerKwargs(KwargsHandler):
         enabled: False trains without scaling.
 
     Raises:
-        SettingError: a factor lies where the scale would not move as described.
+        SettingError: a factor is in a range in which the scale would not move as described.
     """
 
     init_scale: float = 65536.0
@@ -54,7 +54,7 @@ class GradScalerKwargs(KwargsHandler):
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise SettingError(
-                    f"GradScalerKwargs({name}={getattr(self, name)!r}) was asked for.",
+                    f"Cannot use GradScalerKwargs({name}={getattr(self, name)!r}).",
                     f"It has to be {rule}.",
                     "Leave it out for torch's default.",
                 )

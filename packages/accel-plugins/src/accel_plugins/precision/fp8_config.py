@@ -122,8 +122,8 @@ class TERecipeKwargs(_Filled):
         three = tuple(self.override_linear_precision)
         if len(three) != 3 or not all(isinstance(one, bool) for one in three):
             raise SettingError(
-                f"{type(self).__name__}(override_linear_precision={self.override_linear_precision!r}) was asked for.",
-                "It holds one truth value each for forward, the gradient of the input and that of the weights.",
+                f"Cannot use {type(self).__name__}(override_linear_precision={self.override_linear_precision!r}).",
+                "It has three bools: for forward, the gradient of the input and that of the weights.",
                 "Give a tuple such as (False, False, True).",
             )
 
@@ -169,7 +169,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         chosen = str(self.backend).upper() if self.backend is not None else self._backend_found()
         if chosen not in ("TE", "MSAMP"):
             raise SettingError(
-                f"FP8RecipeKwargs(backend={self.backend!r}) was asked for.",
+                f"Cannot use FP8RecipeKwargs(backend={self.backend!r}).",
                 "It holds recipes of Transformer Engine and of MS-AMP.",
                 "Give backend='TE' or 'MSAMP', or an AORecipeKwargs for torchao.",
             )

@@ -43,7 +43,7 @@ def choose_float8(family: DeviceFamily, handlers: tuple[object, ...]) -> Precisi
     recipes = [one for one in handlers if isinstance(one, (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs))]
     if len(recipes) > 1:
         raise Conflict(
-            f"mixed_precision='fp8' was asked for with {' and '.join(type(one).__name__ for one in recipes)}.",
+            f"Cannot use mixed_precision='fp8' with {' and '.join(type(one).__name__ for one in recipes)}.",
             "Each is the recipe of a library, and one library computes.",
             "Give one of them.",
         )
@@ -65,7 +65,7 @@ def _installed() -> FP8BackendType:
         if importable(module):
             return library
     raise Missing(
-        "mixed_precision='fp8' was asked for.",
+        "Cannot use mixed_precision='fp8'.",
         "No library that trains in 8 bits is installed.",
         'Run: pip install "accel-plugins[torchao]", or on NVIDIA GPUs: pip install "transformer-engine[pytorch]".',
     )

@@ -33,14 +33,14 @@ _OVERRIDDEN: Final = (
 
 
 def _parse_three(text: str) -> tuple[bool, ...]:
-    """Three truth values; files have them as a list, command lines as "true,false,false" or "(True, False, False)"."""
+    """Three bools; files have them as a list, command lines as "true,false,false" or "(True, False, False)"."""
     parts = text.strip().strip("()[]").split(",")
     if len(parts) != len(_OVERRIDDEN):
         raise ValueError(text)
     return tuple(BOOLEAN.parse(part) for part in parts)
 
 
-_THREE: Final = ValueType("three truth values, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
+_THREE: Final = ValueType("three bools, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
 
 
 def _fp8(name: str, value_type: ValueType, said: str, unset: Any = None) -> Any:
@@ -115,7 +115,7 @@ def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple
     """What the three variables of `override_linear_precision` say, False where one is not set.
 
     Raises:
-        SettingError: one holds something else than a truth value.
+        SettingError: a variable is not a bool.
     """
     found = [read_setting(Setting(name, BOOLEAN, variable=name), environ) for name in _OVERRIDDEN]
     forward, of_inputs, of_weights = (given is not None and bool(given.value) for given in found)

@@ -43,14 +43,14 @@ class MSAMP(Float8):
     def __init__(
         self, family: DeviceFamily, options: AutocastKwargs | None = None, recipe: MSAMPRecipeKwargs | None = None
     ) -> None:
-        REQUIREMENT.demand("mixed_precision='fp8' by MS-AMP was asked for.")
+        REQUIREMENT.demand("Cannot use mixed_precision='fp8' with MS-AMP.")
         super().__init__(family, options)
         self._recipe = recipe or MSAMPRecipeKwargs()
 
     def check(self, bundle: Bundle) -> None:
         if bundle.models and (len(bundle.models), len(bundle.optimizers)) != (1, 1):
             raise Conflict(
-                "mixed_precision='fp8' by MS-AMP was asked for.",
+                "Cannot use mixed_precision='fp8' with MS-AMP.",
                 f"It changes one model and its optimizer together; prepare() was given {len(bundle.models)} models and "
                 f"{len(bundle.optimizers)} optimizers.",
                 "Give one model and its optimizer in one call.",

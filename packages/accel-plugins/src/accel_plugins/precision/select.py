@@ -29,14 +29,14 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
     given = tuple(handlers)
     if name not in _MAKERS:
         raise NotOffered(
-            f"mixed_precision={name!r} was asked for.",
-            f"The precisions offered here are {', '.join(_MAKERS)}.",
+            f"Cannot use mixed_precision={name!r}.",
+            f"The precisions are {', '.join(_MAKERS)}.",
             "Use mixed_precision='bf16'.",
         )
     precision = _MAKERS[name](family, given)
     if precision.dtype is not None and not family.supports(precision.dtype):
         raise NotOffered(
-            f"mixed_precision={name!r} was asked for.",
+            f"Cannot use mixed_precision={name!r}.",
             f"Devices of the family {family.name!r} that are here cannot autocast to {precision.dtype}.",
             "Use mixed_precision='no', or another device.",
         )
@@ -47,7 +47,7 @@ def _full(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
     return Precision()
 
 
-# The others are imported when they are asked for, so that a run in full precision starts without them.
+# The others are imported on first use, so that a run in full precision starts without them.
 
 
 def _bfloat16(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:

@@ -54,7 +54,7 @@ class TorchAO(Float8):
     def __init__(
         self, family: DeviceFamily, options: AutocastKwargs | None = None, recipe: AORecipeKwargs | None = None
     ) -> None:
-        REQUIREMENT.demand("mixed_precision='fp8' by torchao was asked for.")
+        REQUIREMENT.demand("Cannot use mixed_precision='fp8' with torchao.")
         super().__init__(family, options)
         self._recipe = recipe or AORecipeKwargs()
         self._config = _config(self._recipe, narrow_gather=False)
@@ -78,14 +78,14 @@ def _config(recipe: AORecipeKwargs, narrow_gather: bool) -> Any:
     if isinstance(given, str):
         if given not in RECIPES:
             raise SettingError(
-                f"AORecipeKwargs(config={given!r}) was asked for.",
+                f"Cannot use AORecipeKwargs(config={given!r}).",
                 f"The recipes of torchao are {', '.join(RECIPES)}.",
                 "Name one of them, or give a Float8LinearConfig.",
             )
         return Float8LinearConfig.from_recipe_name(given)
     if not isinstance(given, Float8LinearConfig):
         raise SettingError(
-            f"AORecipeKwargs(config={given!r}) was asked for.",
+            f"Cannot use AORecipeKwargs(config={given!r}).",
             f"It is a {type(given).__name__}.",
             "Give the name of a recipe, or a Float8LinearConfig of torchao.",
         )

@@ -63,7 +63,7 @@ class TransformerEngine(Float8):
     def __init__(
         self, family: DeviceFamily, options: AutocastKwargs | None = None, recipe: TERecipeKwargs | None = None
     ) -> None:
-        REQUIREMENT.demand("mixed_precision='fp8' by Transformer Engine was asked for.")
+        REQUIREMENT.demand("Cannot use mixed_precision='fp8' with Transformer Engine.")
         super().__init__(family, options)
         self._recipe = recipe or TERecipeKwargs()
         if self._recipe.interval != 1:
@@ -221,13 +221,13 @@ def _check_recipe(handler: TERecipeKwargs) -> None:
     """Refuse what releases of Transformer Engine do not have any more, or never had."""
     if any(handler.override_linear_precision or ()):
         raise NotOffered(
-            f"TERecipeKwargs(override_linear_precision={handler.override_linear_precision}) was asked for.",
+            f"Cannot use TERecipeKwargs(override_linear_precision={handler.override_linear_precision}).",
             "Transformer Engine has no such option since its version 2.2.",
             "Leave it out, or use mixed_precision='bf16'.",
         )
     if handler.fp8_format == "E5M2":
         raise NotOffered(
-            "TERecipeKwargs(fp8_format='E5M2') was asked for.",
+            "Cannot use TERecipeKwargs(fp8_format='E5M2').",
             "Transformer Engine does not compute forward in E5M2.",
             "Use 'HYBRID', which has E5M2 in backward, or 'E4M3'.",
         )

@@ -16,7 +16,7 @@ class SingleStrategy(Strategy):
         processes = self.context.process.world_size
         if processes > 1:
             raise Conflict(
-                "The backend 'single' was asked for.",
+                "Cannot use the backend 'single'.",
                 f"This run has {processes} processes, and each would train a model of its own.",
                 "Use the backend 'ddp', or launch one process.",
             )

@@ -18,7 +18,7 @@ class FakeStrategy(Strategy):
     """Answers like one process.
 
     Attributes:
-        calls: names of the methods that were asked for, in order.
+        calls: names of the called methods, in order.
     """
 
     def __init__(self, context: Any, config: Any = None) -> None:

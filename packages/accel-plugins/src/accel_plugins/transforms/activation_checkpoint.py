@@ -54,9 +54,9 @@ class ActivationCheckpoint(Transform):
         blocks = list(self._select(model))
         if not blocks:
             raise SettingError(
-                f"Activation checkpointing was asked for {type(model).__name__}.",
+                f"Cannot checkpoint activations of {type(model).__name__}.",
                 "It has no list of blocks of one class, or none of the blocks that were selected.",
-                "Name the classes of its blocks, or leave activation checkpointing out.",
+                "Name the classes of its blocks, or turn activation checkpointing off.",
             )
         return [block for block in blocks if _PLAIN_FORWARD not in vars(block)]
 

@@ -45,7 +45,7 @@ class Compile(Transform):
         if dynamo.is_dynamo_supported():
             return
         raise NotOffered(
-            f"dynamo_backend={self._config.backend.name} was asked for.",
+            f"Cannot compile with dynamo_backend={self._config.backend.name}.",
             f"torch {torch.__version__} cannot compile models on Python {platform.python_version()}.",
             "Take a newer torch (on Python 3.14 the first is 2.10) or an older Python, or set dynamo_backend=NO.",
         )

@@ -106,7 +106,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend(self.backend)
         if self.options is not None and self.mode != "default":
             raise SettingError(
-                f"TorchDynamoPlugin(mode={self.mode!r}, options=...) was asked for.",
+                f"Cannot use TorchDynamoPlugin(mode={self.mode!r}, options=...).",
                 "torch.compile takes one of the two.",
                 "Leave one of them out.",
             )

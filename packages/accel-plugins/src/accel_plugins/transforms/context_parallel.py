@@ -62,7 +62,7 @@ def gathering(neighbours: DeviceMesh, exchange: str) -> Callable[[Attention], At
     """
     if exchange != "allgather":
         raise NotOffered(
-            f"cp_comm_strategy={exchange!r} was asked for.",
+            f"Cannot use cp_comm_strategy={exchange!r}.",
             "On this kind of device torch has no attention that computes while keys and values travel in a ring.",
             "Use TorchContextParallelConfig(cp_comm_strategy='allgather').",
         )

@@ -87,7 +87,7 @@ class TensorParallel(Transform):
         mesh = part(context.mesh, Axis.TENSOR)
         if mesh is None:
             raise Conflict(
-                "Tensor parallelism was asked for.",
+                "Cannot apply tensor parallelism.",
                 "This run has no ParallelismConfig with an axis 'tp'.",
                 "Give parallelism_config=ParallelismConfig(tp_size=...).",
             )

@@ -24,7 +24,7 @@ class TorchTensorParallelPlugin:
         tensor_parallel_degree: another name of `tp_size`.
 
     Raises:
-        SettingError: the size is no number of processes, or the plan no mapping.
+        SettingError: the size is not a number of processes, or the plan not a mapping.
         Conflict: both names of the size were given and differ.
 
     Example:
@@ -41,21 +41,21 @@ class TorchTensorParallelPlugin:
         if tensor_parallel_degree is not None:
             if self.tp_size not in (1, tensor_parallel_degree):
                 raise Conflict(
-                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, "
-                    f"tensor_parallel_degree={tensor_parallel_degree!r}) was asked for.",
+                    f"Cannot use TorchTensorParallelPlugin(tp_size={self.tp_size!r}, "
+                    f"tensor_parallel_degree={tensor_parallel_degree!r}).",
                     "They are two names of one number.",
                     "Give one of them.",
                 )
             self.tp_size = tensor_parallel_degree
         if not isinstance(self.tp_size, int) or isinstance(self.tp_size, bool) or self.tp_size < 1:
             raise SettingError(
-                f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}) was asked for.",
+                f"Cannot use TorchTensorParallelPlugin(tp_size={self.tp_size!r}).",
                 "It is a number of processes.",
-                "Give a whole number of at least 1.",
+                "Pass an int of at least 1.",
             )
         if self.parallelize_plan is not None and not isinstance(self.parallelize_plan, Mapping):
             raise SettingError(
-                f"TorchTensorParallelPlugin(parallelize_plan={self.parallelize_plan!r}) was asked for.",
-                "A plan says by name of a module how it is divided.",
+                f"Cannot use TorchTensorParallelPlugin(parallelize_plan={self.parallelize_plan!r}).",
+                "A plan maps names of modules to styles of sharding.",
                 "Give a dict such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}.",
             )

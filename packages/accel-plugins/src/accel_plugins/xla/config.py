@@ -24,8 +24,8 @@ class XLAPlugin(KwargsHandler):
         blocks: names of the classes of modules whose outputs are divided too, as those of a transformer's layers.
         downcast_bf16: with mixed precision bf16, hold floats on the device in bfloat16 and doubles in 32 bits; from
             ACCELERATE_DOWNCAST_BF16 when None.
-        prefetch: batches that torch_xla's `MpDeviceLoader` reads and sends ahead in threads of its own, where loading
-            processes (`num_workers`) make them; 0 sends each when the loop gets to it.
+        prefetch: batches that torch_xla's `MpDeviceLoader` reads and sends ahead in its own threads when DataLoader
+            workers (`num_workers`) make them; 0 sends each batch when the loop reaches it.
 
     Raises:
         SettingError: a number is negative, or a name of a class is none.
@@ -44,10 +44,10 @@ class XLAPlugin(KwargsHandler):
         given = resolve(XLASettings, {"fsdp": self.fsdp, "downcast_bf16": self.downcast_bf16})
         self.fsdp, self.downcast_bf16 = bool(given["fsdp"].value), bool(given["downcast_bf16"].value)
         if isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks):
-            _refuse("blocks", self.blocks, "It is no list of names of classes.", "Give ('LlamaDecoderLayer',).")
+            _refuse("blocks", self.blocks, "It is not a list of class names.", "Give ('LlamaDecoderLayer',).")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             _refuse("prefetch", self.prefetch, "It is a number of batches.", "Give 0 or more.")
 
 
 def _refuse(name: str, value: Any, obstacle: str, remedy: str) -> None:
-    raise SettingError(f"XLAPlugin({name}={value!r}) was asked for.", obstacle, remedy)
+    raise SettingError(f"Cannot use XLAPlugin({name}={value!r}).", obstacle, remedy)

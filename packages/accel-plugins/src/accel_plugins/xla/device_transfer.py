@@ -1,6 +1,6 @@
 """How batches reach XLA devices: sent in one call each, with a step's graph cut off between them.
 
-Where loading processes make the batches, torch_xla's `MpDeviceLoader` reads and sends them ahead in threads. Otherwise
+With DataLoader workers, torch_xla's `MpDeviceLoader` reads batches and sends them ahead in threads. Otherwise
 they are read in the thread that trains: reading may draw from this process's generators, and two threads that draw
 would make runs unrepeatable.
 """
@@ -101,7 +101,7 @@ class _Reading:
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
-    """The plain tensors of a batch that lie on the CPU, each once."""
+    """The plain CPU tensors of a batch, each once."""
     found: dict[int, Tensor] = {}
 
     def remember(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def install_xla(upgrade: bool = False) -> None:
             it had imported torch.
 
     Raises:
-        NotOffered: this is no notebook of Google Colab.
+        NotOffered: this is not a notebook of Google Colab.
         Missing: pip could not install it; the message has what pip said last.
     """
     if _COLAB not in sys.modules:

@@ -66,8 +66,8 @@ def divide(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
     for block in _blocks(model, blocks):
         block.register_forward_hook(lambda module, inputs, output: _divide_output(output, mesh))
         apply_backward_optimization_barrier(block)
-    # torch tells of hooks that fire at inputs without gradients, as the wrapper's on the whole model does, and of those
-    # that never fire because an output is no tensor. They only keep the compiler from fusing too much.
+    # torch warns of hooks that fire at inputs without gradients, such as the wrapper's on the whole model, and of those
+    # that never fire because an output is not a tensor. They only keep the compiler from fusing too much.
     for told in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
         warnings.filterwarnings("ignore", told, UserWarning)
     wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_divide_output)
@@ -86,7 +86,7 @@ def _inside(model: Any) -> Module:
 
 
 def divide_state(optimizer: Optimizer, mesh: Any) -> None:
-    """Divide the state of an optimizer as its parameters are, where it lies whole on every device."""
+    """Divide the state of an optimizer as its parameters are, where every device has it in full."""
     for parameter, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
@@ -94,7 +94,7 @@ def divide_state(optimizer: Optimizer, mesh: Any) -> None:
 
 
 def divide_parameters(model: Module, mesh: Any) -> None:
-    """Divide the parameters of a model that lie whole on every device, where they were loaded for example."""
+    """Divide the parameters of a model that every device has in full, for example after loading."""
     for parameter in model.parameters():
         _divide_parameter(parameter, mesh)
 
@@ -126,7 +126,7 @@ def _blocks(model: Module, names: Sequence[str]) -> list[Module]:
         if not modules:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise SettingError(
-                f"XLAPlugin(blocks=({name!r},)) was asked for.",
+                f"Cannot use XLAPlugin(blocks=({name!r},)).",
                 f"{type(model).__name__} has no module of that class. It has: {', '.join(classes)}.",
                 "Name one of these classes.",
             )

@@ -188,7 +188,7 @@ def _check_device(context: Context) -> None:
     family = context.process.family
     if not hasattr(family, "use_all_devices"):
         raise Conflict(
-            "The backend 'xla' was asked for.",
+            "Cannot use the backend 'xla'.",
             f"This process works on {context.process.device}, which torch_xla does not drive.",
             "Set PJRT_DEVICE (TPU, or CPU to try it), or leave out the backend.",
         )
@@ -202,13 +202,13 @@ def _mesh(context: Context, config: XLAPlugin) -> Any:
         return None
     if runtime.world_size() > 1:
         raise Conflict(
-            "XLAPlugin(fsdp=True) was asked for.",
+            "Cannot use XLAPlugin(fsdp=True).",
             f"torch_xla started {runtime.world_size()} replicas, each with a device of its own.",
             "Start one process on each host: python train.py, without --tpu.",
         )
     if family.opened() and not runtime.is_spmd():
         raise NotReady(
-            "XLAPlugin(fsdp=True) was asked for.",
+            "Cannot use XLAPlugin(fsdp=True).",
             "A device was used before the Accelerator was made (by set_seed(), or for a tensor).",
             "Make the Accelerator first, or set ACCEL_XLA_FSDP=true for the script.",
         )
@@ -230,13 +230,13 @@ def _downcast(context: Context) -> None:
     family: Any = context.process.family
     if context.precision.name != "bf16":
         raise Conflict(
-            f"downcast_bf16 and mixed_precision={context.precision.name!r} were asked for.",
+            f"Cannot combine downcast_bf16 and mixed_precision={context.precision.name!r}.",
             "Downcasting is a way to train in bf16.",
             "Use mixed_precision='bf16', or leave downcast_bf16 out.",
         )
     if family.opened() and os.environ.get(_DOWNCAST) != "1":
         raise NotReady(
-            "downcast_bf16 was asked for.",
+            "Cannot use downcast_bf16.",
             "A device was used before the Accelerator was made (by set_seed(), or for a tensor).",
             f"Make the Accelerator first, or set {_DOWNCAST}=1 for the script.",
         )

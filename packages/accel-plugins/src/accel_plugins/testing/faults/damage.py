@@ -15,7 +15,7 @@ class Damage(NamedTuple):
     Args:
         kind: "truncated", "emptied", "bit flipped", "missing" or "extra file".
         path: which one.
-        serious: whether the folder is no whole checkpoint any more.
+        serious: whether the checkpoint is incomplete now.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Damage(NamedTuple):
 
 
 def damages(folder: Path) -> Iterator[Damage]:
-    """Harm each file below a folder in each way, one at a time; it is whole again when the next one is asked for."""
+    """Damage each file below a folder in each way, one at a time; the next iteration first restores the file."""
     for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
         content = path.read_bytes()
         for kind, changed in _versions(content):

@@ -185,7 +185,7 @@ def _check_inside(operation: Operation, root: Path) -> None:
     for path in (operation.path, *others):
         if root != path and root not in path.parents:
             raise NotOffered(
-                f"A loss of power was to be played after {operation.kind} of {operation.path}.",
-                f"{path} lies outside of {root}.",
+                f"Cannot simulate a loss of power after {operation.kind} of {operation.path}.",
+                f"{path} is outside of {root}.",
                 "Record below a folder that holds everything that is written.",
             )

@@ -82,7 +82,7 @@ def fail_everywhere(job: Job, error: int, *, every: int = 1) -> Tally:
     Args:
         job: what is hit.
         error: its number. After `errno.ENOSPC` whatever needs room fails too; others strike once.
-        every: how many operations lie between two faults.
+        every: number of operations between two faults.
     """
     full = error == errno.ENOSPC
     kind = "disk full from an operation on" if full else f"{errno.errorcode[error]} from an operation that writes"
