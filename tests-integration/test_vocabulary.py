@@ -217,6 +217,7 @@ def test_a_retired_identifier_is_found_as_a_whole_word_and_outside_pending_areas
 
 PHRASES: Mapping[str, tuple[str, str]] = {
     r"\b(is|are|was|were|been|be) asked for\b": ("TP was asked for.", 'say what failed: "Cannot use TP: ..."'),
+    r"\b(was|were) to be\b": ("The file was to be read.", 'say what failed: "Cannot read the file."'),
     r"\b(is|are|was|were|been|be) told\b": ("Each rank is told of it.", '"receives", "reports to"'),
     r"(?<!there\s)(?<!here\s)\b(is|are) no (?!longer\b|more\b)": ("A list is no tensor.", '"is not a tensor"'),
     r"\bstands? in for\b": ("A CPU stands in for it.", '"replaces", "simulates"'),

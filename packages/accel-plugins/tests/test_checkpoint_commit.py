@@ -67,7 +67,7 @@ def test_a_save_is_completed_where_no_thread_can_be_started_any_more(
     assert set(sealed.files) == {"model", "inside/optimizer"}
     assert verify(tmp_path, hashes=True).good
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="was to be completed"):
+    with pytest.raises(CheckpointError, match="Cannot complete"):
         Sealer().seal(tmp_path)
 
 

@@ -349,7 +349,7 @@ def test_another_number_of_processes_loads_but_for_the_generators(
     two.run(save_and_go_on, str(tmp_path))
     what = contents(owner)
     with pytest.raises(
-        CheckpointError, match=r"of 1 were to be restored(?s:.*)random_states_0\.pkl, random_states_1\."
+        CheckpointError, match=r"of 1 from(?s:.*)random_states_0\.pkl, random_states_1\."
     ):
         load(tmp_path, owner, what)
     (tmp_path / "random_states_0.pkl").unlink()

@@ -134,7 +134,7 @@ def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeyp
 
 
 def failing_write(state: Any, path: Path) -> None:
-    raise CheckpointError("It was to be written.", "The disk is full.", "Make room.")
+    raise CheckpointError("Cannot write it.", "The disk is full.", "Make room.")
 
 
 @pytest.mark.parametrize("where", ["save_state", "load_state", "wait_for_checkpoint", "end_training", "free_memory"])
@@ -201,7 +201,7 @@ accelerator.save_state()
 def write(state, path):
     if sys.argv[2] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise CheckpointError("It was to be written.", "The disk is full.", "Make room.")
+    raise CheckpointError("Cannot write it.", "The disk is full.", "Make room.")
 if sys.argv[2] != "well":
     capture.pickled.write = write
 accelerator.save_state(async_save=True)

@@ -259,7 +259,7 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
             "(`accel backends` shows the whole traceback)",
             stacklevel=2,
         )
-    asked = "A backend was to be chosen by what is present."
+    asked = "Cannot choose a backend for this process."
     claims = [(one.manifest.priority, one) for one in found if one.manifest and _is_present(one, process)]
     if not claims:
         raise PluginError(
@@ -288,7 +288,7 @@ def _for_axes(parallelism_config: ParallelismConfig, found: Sequence[Found], pre
         return present
     highest = max(priority for priority, _ in claims)
     best = [one for priority, one in claims if priority == highest]
-    asked = f"A backend for {mesh_rules.named(axes)} was to be chosen."
+    asked = f"Cannot choose a backend for {mesh_rules.named(axes)}."
     if len(best) > 1:
         _refuse_tie(asked, best)
     return _usable(asked, best[0])

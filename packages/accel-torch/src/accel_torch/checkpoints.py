@@ -142,7 +142,7 @@ def chosen(
     found = _found(parts, barrier, folder)
     if found is None and missing_ok:
         return None
-    asked = f"The checkpoint {folder} was to be loaded."
+    asked = f"Cannot load the checkpoint {folder}."
     if found is None:
         raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
     if damage := _damage(parts, barrier, found, "contents"):
@@ -167,7 +167,7 @@ def _found(parts: Parts, barrier: StoreBarrier, folder: Path) -> Path | None:
         blind = [str(rank) for rank, seen in enumerate(answers) if not seen]
         if 0 < len(blind) < len(answers):
             raise CheckpointError(
-                f"The checkpoint {folder} was to be loaded.",
+                f"Cannot load the checkpoint {folder}.",
                 f"There is no such folder on process {', '.join(blind)}; the others see it.",
                 "Save to a file system that all nodes share, or copy the checkpoint to each.",
             )

@@ -51,9 +51,7 @@ def save_state(
         CheckpointError: it, or the one before it, could not be written; what was there before is unchanged.
     """
     project = parts._options.project
-    barrier = StoreBarrier(
-        parts.state._process, "save", "A checkpoint was to be saved.", project.deadline, CheckpointError
-    )
+    barrier = StoreBarrier(parts.state._process, "save", "Cannot save a checkpoint.", project.deadline, CheckpointError)
     with barrier.reporting():
         wait(parts)
         _check(parts, async_save, options or {})
@@ -114,7 +112,7 @@ def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
         )
     if async_save and strategy.saves_together and not strategy.saves_behind:
         raise NotOffered(
-            "A checkpoint was to be saved while training goes on (async_save=True).",
+            "Cannot save a checkpoint while training goes on (async_save=True).",
             f"The backend {parts._engine.manifest.name!r} saves with collectives that would meet those of training.",
             "Leave async_save out.",
         )
@@ -126,13 +124,13 @@ def _check_window(parts: Parts) -> None:
     weighting = parts._accumulation.weighting
     if weighting is not None and weighting.unfinished:
         raise NotReady(
-            "A checkpoint was to be saved in the middle of an accumulation window.",
+            "Cannot save a checkpoint in the middle of an accumulation window.",
             "Its micro-batches have weights, whose sum so far no checkpoint holds.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
     if not parts.gradient_state.sync_gradients and not strategy.gives_partial_gradients:
         raise NotReady(
-            "A checkpoint was to be saved in the middle of an accumulation window.",
+            "Cannot save a checkpoint in the middle of an accumulation window.",
             f"The backend {parts._engine.manifest.name!r} does not give out the gradients gathered so far.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
@@ -162,7 +160,7 @@ class _Request:
     @property
     def asked(self) -> str:
         """What messages say was wanted."""
-        return f"The checkpoint {self.target} was to be saved while training goes on."
+        return f"Cannot save the checkpoint {self.target} while training goes on."
 
 
 def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> None:

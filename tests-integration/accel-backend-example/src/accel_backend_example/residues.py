@@ -27,7 +27,7 @@ def read(folder: Path, index: int, rank: int) -> dict[str, Tensor]:
     path = _path(folder, index, rank)
     if not path.is_file():
         raise CheckpointError(
-            f"The gradients that process {rank} had not sent yet were to be loaded.",
+            f"Cannot load the unsent gradients of process {rank}.",
             f"There is no {path}.",
             "Resume with the backend and the number of processes that wrote the checkpoint.",
         )

@@ -232,13 +232,13 @@ def read_metadata(path: Path) -> Metadata:
         return found
     except FileNotFoundError:
         raise CheckpointError(
-            f"The shards in {path.parent} were to be loaded.",
+            f"Cannot load the shards in {path.parent}.",
             f"{path.name} is not there.",
             "The folder is incomplete: load an older checkpoint.",
         ) from None
     except Exception as error:  # a damaged pickle can make its reader raise anything
         raise CheckpointError(
-            f"The shards in {path.parent} were to be loaded.",
+            f"Cannot load the shards in {path.parent}.",
             f"{path.name} is damaged or holds more than descriptions of tensors: {error}",
             "Load an older checkpoint, one that you trust.",
         ) from error

@@ -75,7 +75,7 @@ def staging(
         process = current.process_or_start()
     target = Path(os.path.realpath(target))
     sealer = sealer or Sealer(fsync)
-    asked, remedy = f"A checkpoint was to be saved as {target}.", "Older checkpoints are untouched."
+    asked, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are untouched."
     barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
     path, claim = _open(target, process, barrier)
     try:
@@ -138,7 +138,7 @@ def _make(target: Path, token: str | None = None) -> Claim:
             raise
     except OSError as error:
         raise CheckpointError(
-            f"A checkpoint was to be saved as {target}.",
+            f"Cannot save a checkpoint as {target}.",
             f"{type(error).__name__}: {error}",
             "Name a folder in a place where you may write.",
         ) from error
@@ -170,7 +170,7 @@ def _put_in_place(claim: Claim, target: Path, sealer: Sealer, fsync: bool) -> No
             fsync_path(target.parent)
     except OSError as error:
         raise CheckpointError(
-            f"A checkpoint was to be put in place as {target}.",
+            f"Cannot put a checkpoint in place as {target}.",
             f"{type(error).__name__}: {error}",
             "What stood there before is still valid.",
         ) from error
@@ -204,7 +204,7 @@ def _check_ours(claim: Claim, path: Path, target: Path, sealer: Sealer) -> None:
     changed += [f"{name} is gone or has another content than was written." for name in sealer.changed(path)]
     if changed:
         raise CheckpointError(
-            f"A checkpoint was to be put in place as {target}.",
+            f"Cannot put a checkpoint in place as {target}.",
             " ".join(changed),
             "What stood there before is still valid. Let nothing else write there, and save again.",
         )

@@ -180,7 +180,7 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, waived: boo
     saved = len(list(folder.glob(custom_name(0).replace("_0", "_[0-9]*"))))
     if saved != len(custom) and not waived:
         raise CheckpointError(
-            f"{len(custom)} registered objects were to be loaded from {folder}.",
+            f"Cannot load {len(custom)} registered objects from {folder}.",
             f"It holds {saved}.",
             "Register the same objects in the same order as when it was saved, or waive 'custom'.",
         )
@@ -194,7 +194,7 @@ def _load_random_states(folder: Path, process: Process, waived: bool) -> int:
     ranks = sorted(int(found[1]) for file in folder.iterdir() if (found := _RANDOM_STATES.fullmatch(file.name)))
     if not waived and (process.rank not in ranks or ranks[-1] >= process.world_size):
         raise CheckpointError(
-            f"The generators of process {process.rank} of {process.world_size} were to be restored from {folder}.",
+            f"Cannot restore the generators of process {process.rank} of {process.world_size} from {folder}.",
             f"It holds {', '.join(map(random_states_name, ranks)) or 'none'}, so other processes saved it.",
             "Resume with as many processes as saved it, or waive 'random_states' to go on with other random numbers.",
         )
@@ -205,7 +205,7 @@ def _load_random_states(folder: Path, process: Process, waived: bool) -> int:
     missing = rng.restore(states)
     if missing and not waived:
         raise CheckpointError(
-            f"The random generators of process {process.rank} were to be restored from {path}.",
+            f"Cannot restore the random generators of process {process.rank} from {path}.",
             f"It has no state of {', '.join(missing)}.",
             "Resume on the kind of device that saved it, or waive 'random_states' to go on with other random numbers.",
         )

@@ -39,7 +39,7 @@ def load_gradients(models: Sequence[Module], folder: Path, rank: int) -> None:
         held = load_weights_file(path)
     elif any(folder.glob(gradients_name(0).replace("_0", "_*"))):
         raise CheckpointError(
-            f"The gradients of process {rank} in an unfinished accumulation window were to be restored from {folder}.",
+            f"Cannot restore the gradients of process {rank} in an unfinished accumulation window from {folder}.",
             f"{path.name} is not there, while other processes have such a file.",
             "Resume with as many processes as saved it, or from a checkpoint made at the end of a window.",
         )
@@ -56,7 +56,7 @@ def _check(path: Path, held: dict[str, torch.Tensor], parameters: dict[str, torc
     wrong = [name for name, value in held.items() if name not in parameters or parameters[name].shape != value.shape]
     if wrong:
         raise CheckpointError(
-            f"Partial gradients were to be restored from {path}.",
+            f"Cannot restore partial gradients from {path}.",
             f"The prepared models have no parameter of that name and shape: {', '.join(wrong[:3])}.",
             "Prepare the models that were saved, in the same order.",
         )

@@ -46,7 +46,7 @@ class _Filling:
         self._targets: dict[int, Any] = {}
 
     def takes(self, own: Any, wanted: Tensor) -> bool:
-        """Whether the bytes of `wanted` are those that `own` would hold, and nothing else was to be read there."""
+        """Whether the bytes of `wanted` are exactly those of `own`."""
         return (
             type(own) in (Tensor, Parameter)
             and own.device.type == "cpu"
@@ -78,7 +78,7 @@ class _Filling:
                     list(threads.map(self._read, (self._pieces[first::_THREADS] for first in range(_THREADS))))
         except (OSError, EOFError) as error:
             raise CheckpointError(
-                f"{self._path.name} was to be read from {self._path.parent}.",
+                f"Cannot read {self._path.name} from {self._path.parent}.",
                 f"{type(error).__name__}: {error}",
                 "The file is damaged: load an older checkpoint.",
             ) from error

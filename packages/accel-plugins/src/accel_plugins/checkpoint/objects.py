@@ -48,7 +48,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 def _write_safely(obj: Any, f: Any) -> None:
     if not isinstance(obj, Mapping) or not isinstance(f, (str, os.PathLike)):
         raise UnknownKind(
-            f"A {type(obj).__name__} was to be saved with safe_serialization=True.",
+            f"Cannot save a {type(obj).__name__} with safe_serialization=True.",
             "safetensors holds a mapping of names to tensors, in a file with a path.",
             "Give such a mapping and a path, or leave safe_serialization out.",
         )

@@ -98,7 +98,7 @@ def _names(optimizer: Optimizer, models: Iterable[Module]) -> list[list[str]]:
 
 def _other_parameters(optimizer: Optimizer, found: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"The state of {type(optimizer).__name__} was to be loaded from a checkpoint of another backend.",
+        f"Cannot load the state of {type(optimizer).__name__} from a checkpoint of another backend.",
         f"Its parameters and those of the checkpoint are not the same: {', '.join(found)}.",
         "Prepare the same models and optimizers as when it was saved.",
     )

@@ -93,7 +93,7 @@ def read_part(
         item.load_state_dict(state)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path.name} of {folder} was to be loaded into {type(item).__name__}.",
+            f"Cannot load {path.name} of {folder} into {type(item).__name__}.",
             f"It is the state of another {part.value}: {error}",
             "Prepare the same objects in the same order as when it was saved.",
         ) from error
@@ -118,7 +118,7 @@ def _weights(model: Module, folder: Path, index: int, map_location: Any, *, in_p
 
         return dict(read_whole(sharded)["model"])
     raise CheckpointError(
-        f"Model {index} was to be loaded from {folder}.",
+        f"Cannot load model {index} from {folder}.",
         f"None of {', '.join(path.name for path in (*candidates, whole, sharded))} is there.",
         "Prepare as many models as when it was saved, or name another folder.",
     )
@@ -171,7 +171,7 @@ def load_into_model(
         model.load_state_dict(renamed, strict=strict, **options)
     except RuntimeError as error:
         raise CheckpointError(
-            f"Weights{f' of {where}' if where else ''} were to be loaded into {type(model).__name__}.",
+            f"Cannot load weights{f' of {where}' if where else ''} into {type(model).__name__}.",
             str(error),
             "Build the model with the configuration it was saved with, or pass strict=False to load what agrees.",
         ) from error

@@ -52,7 +52,7 @@ def write(state: Any, path: Path) -> None:
     except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
         path.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path.name} was to be written in {path.parent}.",
+            f"Cannot write {path.name} in {path.parent}.",
             f"{type(error).__name__}: {error}",
             "Check the free space and the permissions of the folder, and that the object's state is plain data.",
         ) from error
@@ -77,19 +77,19 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, **opti
         return _load(path, map_location=map_location, **options)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path.name} was to be read from {path.parent}.",
+            f"Cannot read {path.name} from {path.parent}.",
             "There is no such file.",
             "The folder is not a checkpoint of such objects, or is incomplete: name another one.",
         ) from None
     except (pickle.UnpicklingError, PickleRefused) as error:
         raise CheckpointError(
-            f"{path.name} was to be read from {path.parent}.",
+            f"Cannot read {path.name} from {path.parent}.",
             f"It holds more than plain data, or it is damaged: {_reason(error)}",
             "If you trust whoever wrote it, load it with load_kwargs={'weights_only': False}; that runs its code.",
         ) from error
     except Exception as error:  # a damaged pickle can make its reader raise anything
         raise CheckpointError(
-            f"{path.name} ({_size(path)} bytes) was to be read from {path.parent}.",
+            f"Cannot read {path.name} ({_size(path)} bytes) from {path.parent}.",
             f"It is damaged: {type(error).__name__}: {_reason(error)}",
             "Load an older checkpoint.",
         ) from error
@@ -113,7 +113,7 @@ def read_open(file: IO[bytes], name: str, map_location: Any = "cpu", **options: 
         return _load(file, map_location=map_location, **options)
     except Exception as error:  # a damaged pickle can make its reader raise anything
         raise CheckpointError(
-            f"{name!r} was to be read from a checkpoint.",
+            f"Cannot read {name!r} from a checkpoint.",
             f"It is damaged or holds more than plain data: {_reason(error)}",
             "Load an older checkpoint, one that you trust.",
         ) from error

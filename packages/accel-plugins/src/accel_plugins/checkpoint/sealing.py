@@ -79,7 +79,7 @@ class Sealer:
             self._write(folder, manifest, {path.parent for path in paths} | {folder})
         except OSError as error:
             raise CheckpointError(
-                f"The checkpoint in {folder} was to be completed.",
+                f"Cannot complete the checkpoint in {folder}.",
                 f"{type(error).__name__}: {error}",
                 "Check the disk; older checkpoints are untouched.",
             ) from error

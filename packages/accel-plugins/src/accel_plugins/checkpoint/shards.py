@@ -123,7 +123,7 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
         raise
     except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise anything
         raise CheckpointError(
-            f"{source.name} of {source.parent} was to be loaded.",
+            f"Cannot load {source.name} of {source.parent}.",
             f"It is damaged or belongs to something else: {(str(error).strip().splitlines() or [''])[-1]}",
             "Load an older checkpoint, or build what it was saved from.",
         ) from error
@@ -148,7 +148,7 @@ def check_objects(source: Path) -> None:
 
 def _value(source: Path, name: str, place: Any) -> io.BytesIO:
     """One value as it stands in its file."""
-    asked = f"{name!r} was to be read from {place.relative_path} of {source}."
+    asked = f"Cannot read {name!r} from {place.relative_path} of {source}."
     try:
         with open(source / place.relative_path, "rb") as shard:
             if place.offset + place.length > os.fstat(shard.fileno()).st_size:
@@ -207,7 +207,7 @@ def _demand_room(source: Path, described: Metadata) -> None:
     there = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
     if wanted > there:
         raise CheckpointError(
-            f"The shards in {source} were to be put together.",
+            f"Cannot merge the shards in {source}.",
             f"They describe tensors of {wanted} bytes, and the files have {there}.",
             "The folder is incomplete or damaged: load an older checkpoint.",
         )

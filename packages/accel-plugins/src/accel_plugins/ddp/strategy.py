@@ -70,7 +70,7 @@ class DDPStrategy(Strategy):
             return super().sync_in_next_backward(model)
         if parallel.find_unused_parameters and not parallel.static_graph:
             raise NotOffered(
-                "Gradients were to be synchronised in the next backward, after a forward without synchronisation.",
+                "Cannot synchronise gradients in the next backward, after a forward without synchronisation.",
                 "With find_unused_parameters=True, that forward has to be known to find what it did not use.",
                 "Leave find_unused_parameters out, or run the last forward outside of no_sync.",
             )

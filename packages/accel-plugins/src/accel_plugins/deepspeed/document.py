@@ -77,7 +77,7 @@ class HfDeepSpeedConfig:
             del node[last]
         elif must_exist:
             raise SettingError(
-                f"{ds_key_long!r} was to be removed from the DeepSpeed configuration.",
+                f"Cannot remove {ds_key_long!r} from the DeepSpeed configuration.",
                 "There is no such entry.",
                 "Look at the configuration, or leave must_exist out.",
             )
@@ -124,8 +124,8 @@ def read_document(given: Any) -> dict[str, Any]:
         )
     path = os.path.expanduser(os.fspath(given))
     if os.path.exists(path):
-        return _parsed(_text_of(path), f"The DeepSpeed configuration {path} was to be read.")
-    return _parsed(_decoded(path), "A DeepSpeed configuration in base64 was to be read.")
+        return _parsed(_text_of(path), f"Cannot read the DeepSpeed configuration {path}.")
+    return _parsed(_decoded(path), "Cannot read a DeepSpeed configuration in base64.")
 
 
 def _text_of(path: str) -> str:
@@ -133,7 +133,7 @@ def _text_of(path: str) -> str:
         return read_limited(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
-            f"The DeepSpeed configuration {path} was to be read.",
+            f"Cannot read the DeepSpeed configuration {path}.",
             f"{type(error).__name__}: {error}",
             "Name a JSON file that can be read.",
         ) from error
@@ -147,7 +147,7 @@ def _decoded(text: str) -> str:
         return base64.urlsafe_b64decode(text).decode("utf-8")
     except (binascii.Error, ValueError):
         raise SettingError(
-            f"The DeepSpeed configuration {text!r} was to be read.",
+            f"Cannot read the DeepSpeed configuration {text!r}.",
             "There is no such file, and it is not JSON text in base64.",
             "Give the path of a JSON file, or a dict.",
         ) from None

@@ -69,7 +69,7 @@ def refuse(lines: list[str]) -> None:
     """
     if lines:
         raise Conflict(
-            "DeepSpeed was to be configured from two sources.",
+            "Cannot configure DeepSpeed from two sources.",
             f"They contradict each other: {'; '.join(lines)}.",
             'Let both say the same, or write "auto" in the configuration.',
         )

@@ -40,7 +40,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     kind = name.removesuffix("8bit").removesuffix("32bit")
     if kind not in _ON_HOST:
         raise NotOffered(
-            f"{name} was to be used while DeepSpeed keeps optimizer states on the host.",
+            f"Cannot use {name} while DeepSpeed keeps optimizer states on the host.",
             f"DeepSpeed steps there with {', '.join(_ON_HOST)} only.",
             "Use one of them, or set zero_force_ds_cpu_optimizer=false in the DeepSpeed configuration.",
         )

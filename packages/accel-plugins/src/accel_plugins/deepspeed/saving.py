@@ -92,14 +92,14 @@ def load_engine(engine: Any, folder: Path, index: int, process: Process, options
         process,
         "deepspeed",
         lambda: _look_through(engine, place, process, bool(whole)),
-        f"The DeepSpeed checkpoint {place} was to be loaded.",
+        f"Cannot load the DeepSpeed checkpoint {place}.",
         error=CheckpointError,
     )
     arguments = {LOAD_OPTIONS[name]: value for name, value in options.items()}
     path, client_state = engine.load_checkpoint(str(folder), place.name, **arguments)
     if path is None:
         raise CheckpointError(
-            f"The DeepSpeed checkpoint {place} was to be loaded.",
+            f"Cannot load the DeepSpeed checkpoint {place}.",
             "DeepSpeed did not find its files.",
             "Load an older checkpoint.",
         )
@@ -116,7 +116,7 @@ def _universal(place: Path) -> Path:
         if (folder / "zero").is_dir():
             return folder
     raise CheckpointError(
-        f"The universal DeepSpeed checkpoint of {place} was to be loaded (checkpoint.load_universal).",
+        f"Cannot load the universal DeepSpeed checkpoint of {place} (checkpoint.load_universal).",
         "It was not converted.",
         f"Run: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
         f"--output_folder {place}{_UNIVERSAL}",
@@ -132,7 +132,7 @@ def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -
         process: who this process is.
         optimizer: whether the states of the optimizer are to be read, too.
     """
-    asked = f"The DeepSpeed checkpoint {place} was to be loaded."
+    asked = f"Cannot load the DeepSpeed checkpoint {place}."
     files = sorted(place.rglob("*.pt")) if place.is_dir() else []
     if not files:
         raise CheckpointError(asked, "There is no such folder with files of DeepSpeed.", "Name another checkpoint.")
@@ -204,7 +204,7 @@ def put_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool) -> Non
     """
     if int(engine.zero_optimization_stage()) >= 3:
         raise NotOffered(
-            "Weights were to be put into a model that ZeRO stage 3 divides.",
+            "Cannot load weights into a model that ZeRO stage 3 shards.",
             "DeepSpeed reads them while the model is built, or from a checkpoint of its own.",
             "Load them before prepare().",
         )

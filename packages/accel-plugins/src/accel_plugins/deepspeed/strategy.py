@@ -218,14 +218,14 @@ class DeepSpeedStrategy(Strategy):
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         raise NotOffered(
-            f"Gradients were to be cut to {value} (clip_grad_value_).",
+            f"Cannot clip gradients to {value} (clip_grad_value_).",
             "DeepSpeed clips by norm only.",
             "Set DeepSpeedPlugin(gradient_clipping=...).",
         )
 
     def average_parameters(self, model: Module) -> None:
         raise NotOffered(
-            "Parameters were to be averaged over the processes (LocalSGD).",
+            "Cannot average parameters over the processes (LocalSGD).",
             "DeepSpeed keeps them equal or divided by itself.",
             "Use the backend 'ddp' with LocalSGD.",
         )

@@ -64,7 +64,7 @@ class Ulysses:
             NotOffered: the model is not of transformers.
             Conflict: its attention cannot be divided so, or that of another model is.
         """
-        asked = f"The sequences of {type(model).__name__} were to be divided by DeepSpeed (sp_size={self.count})."
+        asked = f"Cannot shard the sequences of {type(model).__name__} with DeepSpeed (sp_size={self.count})."
         config = getattr(model, "config", None)
         name = getattr(config, "_attn_implementation", None)
         if config is None or name is None:
@@ -162,7 +162,7 @@ class DividedLoader:
             tokens = batch["input_ids"].shape[1]
             if tokens % self._division.count or tokens != (length or tokens):
                 raise DataError(
-                    f"A batch with sequences of {tokens} tokens was to be divided among {self._division.count}.",
+                    f"Cannot shard a batch with sequences of {tokens} tokens over {self._division.count} processes.",
                     "All parts have the same length" + (f", and sp_seq_length={length} was given." if length else "."),
                     f"Pad sequences to {length or f'a multiple of {self._division.count}'} tokens.",
                 )

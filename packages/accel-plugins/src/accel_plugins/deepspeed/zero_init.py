@@ -100,7 +100,7 @@ def gathered(
     listed = [parameters] if single else list(parameters)
     if not any(hasattr(parameter, "ds_id") for parameter in listed):
         return nullcontext()
-    REQUIREMENT.demand("Parameters that DeepSpeed divides were to be gathered.")
+    REQUIREMENT.demand("Cannot gather parameters that DeepSpeed shards.")
     import deepspeed
 
     whole: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(

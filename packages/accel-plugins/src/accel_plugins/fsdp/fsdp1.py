@@ -210,7 +210,7 @@ class FSDP1Strategy(ShardedStrategy):
                 norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
         raise NotOffered(
-            "The gradients of some parameters were to be clipped to a norm.",
+            "Cannot clip the gradients of some parameters to a norm.",
             "With FSDP version 1 the norm is that of one whole model.",
             "Give model.parameters(), or use fsdp_version=2.",
         )

@@ -115,7 +115,7 @@ def put(model: Module, weights: Mapping[str, Any], *, strict: bool = True) -> No
         set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(
-            f"Weights were to be loaded into {type(model).__name__}.",
+            f"Cannot load weights into {type(model).__name__}.",
             str(error),
             "Build the model with the configuration it was saved with.",
         ) from error

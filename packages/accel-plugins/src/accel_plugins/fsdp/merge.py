@@ -42,7 +42,7 @@ def merge_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"Merged weights were to be written to {target}.", f"The system refused: {error}.", "Name another folder."
+            f"Cannot write merged weights to {target}.", f"The system refused: {error}.", "Name another folder."
         ) from error
     save_weights_file(state, target)
     if remove_checkpoint_dir:
@@ -63,7 +63,7 @@ def merged_state(shards: Path) -> dict[str, Tensor]:
 
 
 def _shards_in(folder: Path) -> Path:
-    asked = f"The shards in {folder} were to be merged."
+    asked = f"Cannot merge the shards in {folder}."
     if (folder / ".metadata").is_file():
         return folder
     inside = sorted(path.parent for path in folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))

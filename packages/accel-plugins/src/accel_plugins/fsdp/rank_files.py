@@ -38,7 +38,7 @@ def read(part: Part, folder: Path, index: int) -> dict[str, Any]:
     found = len(list(folder.glob(_name(part, index, "[0-9]*"))))
     if found not in (0, process.world_size):
         raise CheckpointError(
-            f"{part.value} {index} was to be read from {folder}, one file per process.",
+            f"Cannot read {part.value} {index} from {folder}, one file per process.",
             f"{found} processes wrote it, and there are {process.world_size}.",
             "Start as many processes, or save with use_dcp=True, which loads on any number.",
         )

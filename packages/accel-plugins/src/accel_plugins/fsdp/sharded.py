@@ -78,7 +78,7 @@ class ShardedStrategy(Strategy):
             loading.check(model, self.config, self.context.process.rank)
             if self.context.precision.scaler is not None and self._whole(model):
                 raise NotOffered(
-                    "Parameters were to be trained in fp16 without being sharded (ignored_modules).",
+                    "Cannot train unsharded parameters in fp16 (ignored_modules).",
                     "torch's gradient scaler cannot unscale sharded gradients and whole ones together.",
                     "Train in bf16, or freeze the ignored modules.",
                 )
@@ -147,7 +147,7 @@ class ShardedStrategy(Strategy):
 
     def average_parameters(self, model: Module) -> None:
         raise NotOffered(
-            "Parameters were to be averaged over the processes (LocalSGD).",
+            "Cannot average parameters over the processes (LocalSGD).",
             "With FSDP each process has another part of them, so there is nothing to average.",
             "Use the backend 'ddp' with LocalSGD.",
         )

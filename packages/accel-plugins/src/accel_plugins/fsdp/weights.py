@@ -99,7 +99,7 @@ def write(
         save_shards({part.value: state}, storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:  # whatever another process met comes wrapped
         raise CheckpointError(
-            f"{part.value} {index} was to be saved in {folder}.",
+            f"Cannot save {part.value} {index} in {folder}.",
             str(error).strip().splitlines()[-1],
             "Check the free space and the permissions of the folder.",
         ) from error

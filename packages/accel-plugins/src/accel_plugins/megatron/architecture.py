@@ -59,7 +59,7 @@ def describe(plugin: Any, model: Any, batch_data: Any = None) -> None:
         SettingError: the model carries no configuration.
         NotOffered: no function reads configurations of its type.
     """
-    asked = f"{type(model).__name__} was to be trained by Megatron-LM."
+    asked = f"Cannot train {type(model).__name__} with Megatron-LM."
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
         raise SettingError(
@@ -258,7 +258,7 @@ def _activation(name: str) -> str:
     }
     if name not in names:
         raise NotOffered(
-            f"A model with the activation {name!r} was to be trained by Megatron-LM.",
+            f"Cannot train a model with the activation {name!r} with Megatron-LM.",
             f"Those that are known here are {', '.join(names)}.",
             "Give MegatronLMPlugin(custom_model_provider_function=...).",
         )

@@ -138,7 +138,7 @@ class _Share(Sampler[list[int]]):
         self._begin = consumed % max(total - total % self._step, 1)
         if total < self._step:
             raise SettingError(
-                f"A step of {self._step} samples was to be read.",
+                f"Cannot read a step of {self._step} samples.",
                 f"The dataset has {total}.",
                 "Take smaller batches or more data.",
             )

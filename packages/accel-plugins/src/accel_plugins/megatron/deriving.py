@@ -71,7 +71,7 @@ def about_optimizer(plugin: Any, optimizer: Any) -> dict[str, Any]:
     kind = _OPTIMIZERS.get(name.lower())
     if kind is None:
         raise NotOffered(
-            f"{name} was to be used with Megatron-LM.",
+            f"Cannot use {name} with Megatron-LM.",
             "Megatron-LM makes its own optimizer, which is Adam or SGD.",
             "Give torch.optim.AdamW, Adam or SGD.",
         )

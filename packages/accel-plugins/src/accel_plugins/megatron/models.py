@@ -42,7 +42,7 @@ def provide(plugin: MegatronLMPlugin, config: Any, first: bool, last: bool, vp_s
     kind = str(told.get("model_type_name"))
     if kind not in makers:
         raise NotOffered(
-            f"A model of the kind {kind!r} was to be built by Megatron-LM.",
+            f"Cannot build a model of the kind {kind!r} with Megatron-LM.",
             f"Kinds that are built are {', '.join(makers)}.",
             "Set model_type_name in the function that reads its configuration, or give custom_model_provider_function.",
         )
@@ -122,7 +122,7 @@ def _t5(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_sta
 
     if plugin.pp_degree > 1:
         raise NotOffered(
-            f"A T5 was to be divided over pp_degree={plugin.pp_degree} stages.",
+            f"Cannot divide a T5 over pp_degree={plugin.pp_degree} stages.",
             "Megatron-LM keeps encoder and decoder of a T5 in one stage.",
             "Use tp_degree.",
         )

@@ -38,7 +38,7 @@ def check_batches(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
     """
     if plugin.micro_batch_size is None and not any(_micro_batch(loader, plugin, 1) for loader in bundle.loaders):
         raise SettingError(
-            "A model was to be trained by Megatron-LM.",
+            "Cannot train a model with Megatron-LM.",
             "It has to know the size of a micro-batch, and no loader with a batch size was given to prepare().",
             "Prepare the training loader in the same call.",
         )

@@ -39,7 +39,7 @@ class _Module:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        REQUIREMENT.demand(f"{self._name}.{attribute} was to be used.")
+        REQUIREMENT.demand(f"Cannot use {self._name}.{attribute}.")
         found = getattr(importlib.import_module(self._name), attribute)
         vars(self)[attribute] = found
         return found

@@ -59,7 +59,7 @@ def load(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
         CheckpointError: it is missing, damaged, holds code, or is of another model.
     """
     place = folder / FOLDER
-    asked = f"The Megatron-LM checkpoint {place} was to be loaded."
+    asked = f"Cannot load the Megatron-LM checkpoint {place}."
     process = current.process_or_start()
     common = raise_on_any_rank(process, "megatron", lambda: _look_through(asked, place), asked, error=CheckpointError)
     wants_optimizer = not plugin.no_load_optim
@@ -121,7 +121,7 @@ def _demand_readable(optimizer: Any) -> None:
         isinstance(one.optimizer, torch.optim.Adam) for one in getattr(optimizer, "chained_optimizers", [optimizer])
     ):
         raise NotOffered(
-            "A checkpoint with divided optimizer states was to be written (use_distributed_optimizer=True).",
+            "Cannot write a checkpoint with sharded optimizer states (use_distributed_optimizer=True).",
             "Megatron-LM steps with torch's Adam here, whose divided states it writes and cannot read again.",
             "Install transformer-engine or apex, whose Adam it reads, or set no_save_optim=True.",
         )

@@ -74,7 +74,7 @@ def _next(data_iterator: Iterator[Any] | None, device: torch.device) -> dict[str
 def _named(batch: Batch, name: str, kind: str) -> Tensor:
     if name not in batch:
         raise DataError(
-            f"A batch was to be given to a {kind} of Megatron-LM.",
+            f"Cannot pass a batch to a {kind} of Megatron-LM.",
             f"It has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}.",
             "Let the collating function make it.",
         )

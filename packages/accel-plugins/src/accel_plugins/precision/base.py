@@ -66,7 +66,7 @@ class Precision:
         """
         if on != self.autocasts:
             raise Conflict(
-                f"Autocasting was to be switched {'on' if on else 'off'} in a run with mixed_precision={self.name!r}.",
+                f"Cannot switch autocasting {'on' if on else 'off'} in a run with mixed_precision={self.name!r}.",
                 "This precision cannot do without it." if self.autocasts else "This precision has no dtype for it.",
                 "Give mixed_precision='bf16' or 'fp16' to the Accelerator.",
             )

@@ -122,7 +122,7 @@ class Float16(Autocasting):
             if id(optimizer) not in self._unscaled:
                 raise
             raise NotReady(
-                "Gradients were to be unscaled (for clipping, for example).",
+                "Cannot unscale gradients (for clipping, for example).",
                 f"They were unscaled before and another backward has added scaled ones: {error}.",
                 "Clip or unscale only when gradients are complete: `if accelerator.sync_gradients: ...`.",
             ) from error

@@ -146,7 +146,7 @@ def convert_model_to_fp8_ao(
     convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
     if not has_ao_layers(model):
         raise SettingError(
-            f"{type(model).__name__} was to be trained in 8 bits by torchao.",
+            f"Cannot train {type(model).__name__} in 8 bits with torchao.",
             "It has no linear layer between its first and its last whose sizes are multiples of 16.",
             "Give AORecipeKwargs(module_filter_func=...), or use mixed_precision='bf16'.",
         )

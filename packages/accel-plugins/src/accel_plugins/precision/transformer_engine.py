@@ -82,7 +82,7 @@ class TransformerEngine(Float8):
             convert_model(model)
         if not has_transformer_engine_layers(model):
             raise SettingError(
-                f"{type(model).__name__} was to be trained in 8 bits by Transformer Engine.",
+                f"Cannot train {type(model).__name__} in 8 bits with Transformer Engine.",
                 f"It has no layer norm, and no linear layer whose sizes are multiples of {_MULTIPLE}.",
                 "Use mixed_precision='bf16'.",
             )

@@ -65,7 +65,7 @@ def divide(
 def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
     if len(buffers) != len(dims):
         raise SettingError(
-            f"{len(buffers)} buffers were to be cut along {len(dims)} dims.",
+            f"Cannot cut {len(buffers)} buffers along {len(dims)} dims.",
             "Each buffer has one dim that is its sequence.",
             "Give buffer_seq_dims with one number for each buffer.",
         )
@@ -127,7 +127,7 @@ class DividedSequence:
     def _cut(self, buffer: Tensor, dim: int) -> Tensor:
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] % self._parts:
             raise ShapeMismatch(
-                f"A tensor of the shape {tuple(buffer.shape)} was to be cut along dim {dim} into {self._parts} parts.",
+                f"Cannot cut a tensor of the shape {tuple(buffer.shape)} along dim {dim} into {self._parts} parts.",
                 "It has no such dim, or the parts would not be equal.",
                 f"Pad sequences to a multiple of {self._parts}.",
             )

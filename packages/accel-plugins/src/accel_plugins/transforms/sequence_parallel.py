@@ -48,7 +48,7 @@ def _check_heads(query: Tensor, key: Tensor, parts: int) -> None:
     for what, tensor in (("queries", query), ("keys and values", key)):
         if tensor.ndim < 3 or tensor.shape[-3] % parts:
             raise ShapeMismatch(
-                f"Attention of {what} of the shape {tuple(tensor.shape)} was to be divided among {parts} processes.",
+                f"Cannot divide attention of {what} of the shape {tuple(tensor.shape)} among {parts} processes.",
                 "Its heads (the third dim from the end) cannot be shared out evenly.",
                 "Set sp_size to a divisor of the number of heads, or divide the sequence by cp_size.",
             )

@@ -94,7 +94,7 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: Namespace) -> No
     from accelerate.legacy.launching import prepare_sagemager_args_inputs
 
     estimator, inputs = prepare_sagemager_args_inputs(sagemaker_config, args)
-    REQUIREMENT.demand("A training job of SageMaker was to be handed in.")
+    REQUIREMENT.demand("Cannot submit a training job to SageMaker.")
     variables = {"AWS_PROFILE": sagemaker_config.profile or "", "AWS_DEFAULT_REGION": sagemaker_config.region}
     hand_in(SageMakerJob(estimator, inputs, {name: value for name, value in variables.items() if value}))
 

@@ -199,12 +199,12 @@ def _read(cls: type[C], given: str | None) -> C:
             line = next((entry.line for entry in map(modern, read_document(path)) if entry.key.startswith(key)), 1)
             near = closest(key, known)
             raise SettingError(
-                f"The config file {path} was to be read.",
+                f"Cannot read the config file {path}.",
                 f"{path}:{line} has the unknown key {key!r}.",
                 f"Did you mean {near!r}?" if near else "Remove the line.",
             )
     missing = [name for name, one in known.items() if one.default is dataclasses.MISSING and name not in values]
     if missing:
         obstacle = f"{', '.join(missing)} is missing in {path}."
-        raise SettingError(f"The config file {path} was to be read.", obstacle, "Write it with `accelerate config`.")
+        raise SettingError(f"Cannot read the config file {path}.", obstacle, "Write it with `accelerate config`.")
     return cls(**values)

@@ -116,13 +116,13 @@ def model_of(args: Namespace) -> nn.Module:
         library = check_has_model(error.__cause__)
         if library == "unknown":
             raise
-        asked = f"The model {args.model_name!r} was to be loaded by {library}."
+        asked = f"Cannot load the model {args.model_name!r} with {library}."
         raise NoSuchModel(asked, "The repository has no model of that library.", "Give --library_name.") from error
 
 
 def _library_on_hub(model_name: str, library_name: str | None, access_token: str | None) -> str:
     """The library that a model of the Hub is for, which may be known before."""
-    asked = f"The model {model_name!r} was to be built without its weights."
+    asked = f"Cannot build the model {model_name!r} without its weights."
     try:
         told = verify_on_hub(model_name, access_token)
     except Exception:

@@ -68,7 +68,7 @@ def load_config(config_file: str) -> dict[str, Any]:
     """
     tables = read_tables(str(config_file))
     if not tables:
-        raise SettingError(f"The config file {config_file} was to be read.", "It is empty.", "Check the path.")
+        raise SettingError(f"Cannot read the config file {config_file}.", "It is empty.", "Check the path.")
     return tables
 
 

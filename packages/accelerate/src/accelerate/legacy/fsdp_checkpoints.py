@@ -163,7 +163,7 @@ def _strategy(accelerator: Any, plugin: Any) -> Any:
     own = getattr(strategy, "config", None)
     if getattr(own, "state_dict_type", None) != plugin.state_dict_type:
         raise SettingError(
-            "A model or an optimizer of FSDP was to be saved or loaded.",
+            "Cannot save or load a model or an optimizer of FSDP.",
             f"The settings given say state_dict_type={plugin.state_dict_type!r}, the run does not.",
             "Give accelerator.state.fsdp_plugin.",
         )

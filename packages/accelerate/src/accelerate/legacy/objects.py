@@ -57,7 +57,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
         inner = destination.setdefault(key, {})
         if not isinstance(inner, dict):
             raise UnknownKind(
-                f"Two dictionaries were to be merged, both with the key {key!r}.",
+                f"Cannot merge two dictionaries, both with the key {key!r}.",
                 f"One has a dictionary there, the other {inner!r}.",
                 "Rename one of the two.",
             )

@@ -131,7 +131,7 @@ def _refuse_writing_through_memory(call: _Call) -> None:
     writes_to_file = protection & 0x2 and flags & 0x1 and not flags & 0x20
     if writes_to_file and call.opened(4).is_file():
         raise NotOffered(
-            "File operations were to be recorded.",
+            "Cannot record file operations.",
             f"{call.opened(4)} (descriptor {descriptor}) is written through memory.",
             "Write it through calls in what is tested.",
         )

@@ -84,7 +84,7 @@ def run(
     """
     reason = obstacle(errors=fault is not None and fault.error is not None)
     if reason is not None:
-        raise NotOffered("File operations were to be traced.", reason, "Run this test on another machine.")
+        raise NotOffered("Cannot trace file operations.", reason, "Run this test on another machine.")
     until = time.monotonic() + timeout
     other = None if companion is None else _fork(companion, log, traced=False)
     ended = _Tracer(_fork(function, log), below.resolve(), fault).watch(timeout)
