@@ -63,7 +63,7 @@ def cuts(folder: Path, processes: int, every: int) -> Tally:
     """
     if not _has_namespaces():
         raise NotOffered(
-            "The link between two machines was to be cut.",
+            "Cannot cut the link between two machines.",
             "Network namespaces cannot be made here: that needs root on Linux, and `ip`.",
             "Run this sweep elsewhere.",
         )

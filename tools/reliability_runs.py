@@ -290,7 +290,7 @@ class Together:
 
     def other_keys(self) -> str | None:
         """One process has registered one object more: every process is told, and nobody waits for the other."""
-        return self._refused(self._differing, "registered objects were to be loaded")
+        return self._refused(self._differing, "registered objects from")
 
     def _differing(self, rank: int) -> None:
         session = self._session(rank, deadline=30.0)

@@ -374,7 +374,7 @@ def test_an_interpreter_that_cannot_be_started_is_a_typed_error(tmp_path):
     plan = LaunchPlan({}, (str(tmp_path / "none"), "x"), "spawner", processes=2)
     with pytest.raises(LaunchError) as caught:
         run(plan, {})
-    assert "Process 0 of 2" in caught.value.failure
+    assert "process 0 of 2" in caught.value.failure
 
 
 RAISES = """

@@ -209,7 +209,7 @@ def test_building_checks_what_the_manifest_names(install: Install) -> None:
     install("empty", strategy="Settings")
     install("gone", strategy="NotThere")
 
-    with pytest.raises(PluginError, match="no subclass"):
+    with pytest.raises(PluginError, match="not a subclass"):
         build(choose("empty"), None, context())
     with pytest.raises(PluginError, match="NotThere"):
         build(choose("gone"), None, context())

@@ -196,5 +196,5 @@ def test_a_rate_without_lomo_is_refused() -> None:
     model = model_of()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert not accelerator.has_lomo_optimizer
-    with pytest.raises(SettingError, match="No prepared optimizer does that"):
+    with pytest.raises(SettingError, match="No prepared optimizer supports it"):
         accelerator.lomo_backward(model(batch_of(0)[0]).mean(), 0.1)
