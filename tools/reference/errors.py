@@ -88,7 +88,7 @@ def _page(entry: Entry, found: Sequence[Site], links: Links) -> str:
         lines += [
             "## Messages",
             "",
-            *table(("made in", "what was asked", "what stands in the way", "what to do"), rows),
+            *table(("made in", "what failed", "what stands in the way", "what to do"), rows),
         ]
     return page(lines)
 

@@ -348,9 +348,7 @@ def test_another_number_of_processes_loads_but_for_the_generators(
 ) -> None:
     two.run(save_and_go_on, str(tmp_path))
     what = contents(owner)
-    with pytest.raises(
-        CheckpointError, match=r"of 1 from(?s:.*)random_states_0\.pkl, random_states_1\."
-    ):
+    with pytest.raises(CheckpointError, match=r"of 1 from(?s:.*)random_states_0\.pkl, random_states_1\."):
         load(tmp_path, owner, what)
     (tmp_path / "random_states_0.pkl").unlink()
 

@@ -78,7 +78,7 @@ def newest_on_store(parts: Parts, local: bool) -> RemoteCheckpoint | None:
     """The newest complete checkpoint of the project on its store; called on the main process.
 
     Args:
-        local: whether there is a local one to go on with, so that a store that does not answer is no failure.
+        local: whether there is a local one to go on with, so that a store that does not answer is not an error.
 
     Raises:
         CheckpointError: the store does not answer.

@@ -1,4 +1,4 @@
-"""`accel checkpoint`: what lies in a folder of checkpoints, whether it is whole, and what may go."""
+"""`accel checkpoint`: lists, verifies, copies and prunes the checkpoints of a folder or a store."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Checkpoint:
         folder = located(Path(arguments.path))
         if folder is None or not folder.is_dir():
             raise SettingError(
-                f"`accel checkpoint {arguments.action} {arguments.path}` was asked for.",
+                f"Cannot run `accel checkpoint {arguments.action} {arguments.path}`.",
                 "There is no such folder.",
                 "Name a checkpoint, a folder of them, or the project above it.",
             )

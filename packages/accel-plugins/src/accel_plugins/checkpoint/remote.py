@@ -7,7 +7,7 @@
 A checkpoint is there when its manifest is. The manifest is created on the condition that none has its name, and its
 name grows with each run that writes (its *epoch*) and with each save of one name: readers take the greatest. A run
 that wants to write first takes the next epoch, by creating `writers/<epoch>.json`; a run that finds a later writer
-stops, so of two runs with one URL the older is told about the newer.
+stops, so of two runs with one URL the older one notices the newer.
 """
 
 from __future__ import annotations
