@@ -221,7 +221,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.end()
 
 
-def test_a_process_between_steps_is_told_with_step_pace_and_memory(job: Job) -> None:
+def test_a_process_between_steps_has_its_step_pace_and_memory(job: Job) -> None:
     said = job.look()
     assert said["world_size"] == 2
     assert said["launcher"] == job.process.pid
@@ -236,7 +236,7 @@ def test_a_process_between_steps_is_told_with_step_pace_and_memory(job: Job) -> 
     assert said["held_up_by"] == []
 
 
-def test_a_collective_is_told_with_its_line_and_who_holds_it_up(job: Job) -> None:
+def test_a_collective_has_its_call_site_and_the_ranks_that_hold_it_up(job: Job) -> None:
     job.do(0, "gather")
     try:
         job.until(0, state="in collective", operation="gather", at=at("accelerator.gather("))
@@ -251,7 +251,7 @@ def test_a_collective_is_told_with_its_line_and_who_holds_it_up(job: Job) -> Non
         job.release(0, 1)
 
 
-def test_a_loop_in_python_is_told_with_its_line(job: Job) -> None:
+def test_a_loop_in_python_has_its_line(job: Job) -> None:
     job.do(1, "spin")
     try:
         job.until(1, state="in step", at=at("while not released: pass"))
@@ -260,7 +260,7 @@ def test_a_loop_in_python_is_told_with_its_line(job: Job) -> None:
         job.release(1)
 
 
-def test_a_stopped_process_is_told(job: Job) -> None:
+def test_a_stopped_process_has_the_state_stopped(job: Job) -> None:
     pid = job.look()["processes"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -272,7 +272,7 @@ def test_a_stopped_process_is_told(job: Job) -> None:
     job.until(1, state="in step")
 
 
-def test_a_process_that_reads_a_file_is_told(job: Job) -> None:
+def test_a_process_that_reads_a_file_has_the_state_in_file_io(job: Job) -> None:
     job.do(1, "read")
     pid = job.look()["processes"][1]["pid"]
     try:
@@ -286,7 +286,7 @@ def test_a_process_that_reads_a_file_is_told(job: Job) -> None:
         job.release(1)
 
 
-def test_a_process_in_native_code_that_holds_the_lock_of_python_is_silent_and_its_line_is_told(job: Job) -> None:
+def test_a_process_in_native_code_that_holds_the_lock_of_python_is_silent_and_has_its_line(job: Job) -> None:
     with socket.socket(socket.AF_UNIX) as gate:
         gate.bind(str(job.folder / "gate"))
         gate.listen()
@@ -299,7 +299,7 @@ def test_a_process_in_native_code_that_holds_the_lock_of_python_is_silent_and_it
     job.until(1, state="in step")
 
 
-def test_a_checkpoint_that_is_saved_is_told_with_the_line_that_saves(job: Job) -> None:
+def test_a_process_that_saves_has_the_state_saving_and_the_line_that_saves(job: Job) -> None:
     job.do(0, "save")
     job.do(1, "save")
     try:
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_is_saved_is_told_with_the_line_that_saves(job: Job) -
         job.release(0)
 
 
-def test_stacks_are_shown_of_each_process_where_py_spy_may_not_read_them(
+def test_processes_write_their_stacks_where_py_spy_may_not_read_them(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "py-spy").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
@@ -329,7 +329,7 @@ def test_stacks_are_shown_of_each_process_where_py_spy_may_not_read_them(
     os.geteuid() != 0 and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0",
     reason="the system lets no process read another one",
 )
-def test_stacks_are_shown_by_py_spy_also_of_a_stopped_process(job: Job) -> None:
+def test_py_spy_reads_the_stacks_even_of_a_stopped_process(job: Job) -> None:
     pid = job.look()["processes"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -342,7 +342,7 @@ def test_stacks_are_shown_by_py_spy_also_of_a_stopped_process(job: Job) -> None:
         assert f"wait_for (job.py:{at('time.sleep(0.02)').partition(':')[2]})" in stack
 
 
-def test_a_checkpoint_that_is_loaded_is_told_with_the_line_that_loads(job: Job) -> None:
+def test_a_process_that_loads_has_the_state_loading_and_the_line_that_loads(job: Job) -> None:
     job.do(0, "save")
     job.do(1, "save")
     job.release(1)
@@ -377,7 +377,7 @@ def test_only_the_user_can_enter_the_folder_of_a_run(job: Job) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_watching_shows_a_run_until_it_ends_and_a_killed_process_is_told(tmp_path: Path) -> None:
+def test_watch_shows_a_run_until_it_ends_and_a_killed_process_as_dead(tmp_path: Path) -> None:
     job = Job(tmp_path, "--cpu", "--num_processes", "2")
     try:
         for rank in (0, 1):
@@ -400,7 +400,7 @@ def test_watching_shows_a_run_until_it_ends_and_a_killed_process_is_told(tmp_pat
         job.end()
 
 
-def test_a_process_that_imports_and_one_that_waits_for_it_are_told(tmp_path: Path) -> None:
+def test_a_process_that_imports_and_one_that_waits_for_it_have_their_states(tmp_path: Path) -> None:
     (tmp_path / "imports").touch()
     (tmp_path / "slow.py").write_text(WAITS_TO_IMPORT, encoding="utf-8")
     job = Job(tmp_path, "--cpu", "--num_processes", "2")
@@ -417,7 +417,7 @@ def test_a_process_that_imports_and_one_that_waits_for_it_are_told(tmp_path: Pat
         job.end()
 
 
-def test_a_process_alone_is_told(tmp_path: Path) -> None:
+def test_a_single_process_and_the_message_after_it_has_finished(tmp_path: Path) -> None:
     job = Job(tmp_path, "--cpu", "--num_processes", "1", ranks=1)
     try:
         job.until(0, state="running", at=at("time.sleep(0.02)"))
@@ -451,7 +451,7 @@ def test_the_memory_of_a_device_is_shown_beside_that_of_the_host(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_processes_of_another_machine_are_told_through_the_store(tmp_path: Path) -> None:
+def test_processes_of_another_machine_are_read_from_the_store(tmp_path: Path) -> None:
     port = ReservedPort()
     place = ("--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1")
     place = (*place, "--main_process_port", str(port.another()), "--machine_rank")

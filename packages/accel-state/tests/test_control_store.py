@@ -100,7 +100,7 @@ def test_messages_of_other_processes_are_read() -> None:
     assert not first.check(["a/0"], PATIENT)
 
 
-def test_wait_returns_who_came_in_time() -> None:
+def test_wait_returns_the_messages_that_came_in_time() -> None:
     store = ControlStore(dist.HashStore(), 0, secret="s")
     store.set("here", b"1", PATIENT)
     assert store.wait(["here", "never"], 0.5) == {"here": b"1"}
@@ -161,7 +161,7 @@ def test_wait_goes_past_a_forged_message() -> None:
     assert reader.wait(["vote"], PATIENT) == {"vote": b"mine"}
 
 
-def test_processes_without_a_secret_hear_each_other() -> None:
+def test_processes_without_a_secret_read_each_others_messages() -> None:
     shared = dist.HashStore()
     ControlStore(shared, 1, secret="").set("vote", b"yes", PATIENT)
     assert ControlStore(shared, 0, secret="").get_many(["vote"], PATIENT) == {"vote": b"yes"}

@@ -1,4 +1,4 @@
-"""What the hang report costs the store: one write a second, and no value read before somebody asks."""
+"""What the hang report costs the store: one write a second, and no value read before a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENT = 60.0
 
 
 class Counting(ControlStore):
-    """A connection that notes when it was used for what."""
+    """A connection that records its requests."""
 
     def __init__(self, store: HashStore, rank: int) -> None:
         super().__init__(store, rank, secret="of the run")
@@ -67,7 +67,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [ALWAYS_READ_UP_TO + 1, 1024])
-def test_a_process_writes_once_a_second_and_reads_nothing_unasked(store: HashStore, world_size: int) -> None:
+def test_a_rank_writes_once_a_second_and_reads_nothing_without_a_request(store: HashStore, world_size: int) -> None:
     control = Counting(store, 0)
     begun = time.monotonic()
     with monitored([control], world_size):
@@ -78,7 +78,7 @@ def test_a_process_writes_once_a_second_and_reads_nothing_unasked(store: HashSto
         assert control.read == []
 
 
-def test_one_that_asks_reads_and_the_others_do_not(store: HashStore) -> None:
+def test_a_rank_that_requests_stacks_reads_and_the_others_do_not(store: HashStore) -> None:
     controls = [Counting(store, rank) for rank in range(3)]
     with monitored(controls, 1024) as monitors:
         for control in controls:
@@ -90,7 +90,7 @@ def test_one_that_asks_reads_and_the_others_do_not(store: HashStore) -> None:
             assert set(control.read) <= {"hang_report/request"}
 
 
-def test_small_worlds_know_where_the_others_were_before_the_store_is_gone(store: HashStore) -> None:
+def test_ranks_of_small_worlds_read_the_statuses_of_the_others_all_the_time(store: HashStore) -> None:
     controls = [Counting(store, rank) for rank in range(2)]
     with monitored(controls, 2) as monitors:
         wait_for(lambda: len(monitors[0].snapshot().statuses) == 2)

@@ -99,7 +99,7 @@ def other_errors() -> list[str]:
     return found
 
 
-def test_explain_foreign_leaves_other_errors_unchanged(two: Processes) -> None:
+def test_explain_backend_error_leaves_other_errors_unchanged(two: Processes) -> None:
     assert two.run(other_errors) == [["", "", ""]] * 2
 
 

@@ -52,7 +52,7 @@ def exchanged(state: PartialState) -> list[bytes]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
-def test_a_group_whose_place_no_launcher_told(two: Processes, backend: str) -> None:
+def test_ranks_follow_a_group_without_variables_of_a_launcher(two: Processes, backend: str) -> None:
     both = [b"from 0", b"from 1"]
     assert two.run(own_group, backend) == [(backend, 0, 0, both), (backend, 1, 1, both)]
 

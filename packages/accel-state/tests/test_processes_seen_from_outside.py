@@ -158,7 +158,7 @@ def test_a_folder_of_several_runs_is_refused_with_their_pids(temporary: Path, sl
 
 
 @on_linux
-def test_the_system_tells_of_a_process() -> None:
+def test_process_info_has_state_owner_and_memory() -> None:
     info = process_info(os.getpid())
     assert info is not None
     assert (info.state, info.owner) == ("alive", os.geteuid())
@@ -168,7 +168,7 @@ def test_the_system_tells_of_a_process() -> None:
 
 
 @on_linux
-def test_the_file_that_a_process_waits_for_is_told_where_that_may_be_seen(tmp_path: Path) -> None:
+def test_system_call_names_the_file_that_a_process_waits_for_where_permitted(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.DEVNULL) as reader:
         try:
@@ -245,7 +245,7 @@ def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.Monk
     assert progress.pace().seconds == 0.5
 
 
-def test_an_activity_is_told_with_the_line_that_began_it() -> None:
+def test_an_activity_has_the_line_that_began_it() -> None:
     progress = Progress()
     assert progress.activity() is None
     with progress.during("saving"), progress.during("loading"):
@@ -271,7 +271,7 @@ def tell_of_others(folder: Path) -> WorldStatus | None:
     return heard
 
 
-def test_one_process_writes_what_it_hears_of_the_others(two: Processes, tmp_path: Path) -> None:
+def test_one_process_writes_the_statuses_of_all_ranks(two: Processes, tmp_path: Path) -> None:
     heard, _ = two.run(tell_of_others, tmp_path, environment={STATUS_FOLDER: str(tmp_path)})
     assert heard.store_answers
     assert heard.statuses[1].operation == "wait_for_everyone"
@@ -280,7 +280,7 @@ def test_one_process_writes_what_it_hears_of_the_others(two: Processes, tmp_path
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"time": 1}', '{"time": 1, "store_answers": 1, "ranks": {"a": 3}}'])
-def test_other_contents_tell_nothing_of_others(tmp_path: Path, content: str) -> None:
+def test_other_contents_are_no_statuses_of_all_ranks(tmp_path: Path, content: str) -> None:
     (tmp_path / "world.json").write_text(content)
     assert read_world_status(str(tmp_path)) is None
 

@@ -1,4 +1,4 @@
-"""How processes meet, and what each is told when they do not: real processes, each bounded in time."""
+"""How processes meet, and the error of each when they do not: real processes, each bounded in time."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def told() -> Iterator[Told]:
         }
 
 
-def test_a_rank_that_was_given_twice_is_told_to_everybody(told: Told) -> None:
+def test_every_process_raises_when_two_have_the_same_rank(told: Told) -> None:
     for text in told["twice"][1].result():
         assert text.startswith("SettingError")
         assert "Two processes were started as rank 1" in text
@@ -96,7 +96,7 @@ def test_a_process_that_never_comes(told: Told) -> None:
         assert "of 3 to the others at tcp://" in text
 
 
-def test_a_process_that_never_comes_is_named_where_the_store_is_there_without_it(told: Told) -> None:
+def test_a_process_that_never_comes_is_named_where_an_agent_hosts_the_store(told: Told) -> None:
     for text in told["missing at an agent"][1].result():
         assert text.startswith("CollectiveError")
         assert "these ranks had not come: 1." in text
@@ -135,7 +135,7 @@ def leave_a_key(old: str | None) -> tuple[bool, str]:
     return bool(seen), os.environ["RANK"]
 
 
-def test_nothing_is_read_that_an_earlier_attempt_or_meeting_left(two: Processes) -> None:
+def test_keys_of_an_earlier_attempt_or_rendezvous_are_not_read(two: Processes) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     old = None
@@ -180,7 +180,7 @@ def _place() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("launched", [launched_by_mpi, launched_by_slurm])
-def test_other_launchers_processes_meet_and_tell_other_libraries(two: Processes, launched: Any) -> None:
+def test_processes_of_other_launchers_meet_and_set_the_variables_of_torchrun(two: Processes, launched: Any) -> None:
     for rank, place in enumerate(two.run(launched)):
         assert (place["index"], place["count"]) == (rank, 2)
         assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == (str(rank), "2", str(rank))

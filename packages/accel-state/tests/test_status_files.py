@@ -21,7 +21,7 @@ HERE = Path(__file__).name
 
 
 def until(text: str, folder: Path) -> str:
-    """What the files say, as soon as it contains a text."""
+    """The sentence for the files, as soon as it contains a text."""
     deadline = time.monotonic() + 60
     while text not in (said := describe(read_statuses(str(folder)), 2)):
         assert time.monotonic() < deadline, said

@@ -1,4 +1,4 @@
-"""What travels over gloo by ways of our own is what gloo itself would have brought."""
+"""Our own collectives over gloo have the results of gloo's own."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def other_is_gone(operation: str) -> list[str]:
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "all_reduce", "broadcast"])
-def test_a_process_that_is_gone_is_told_by_every_wait_and_not_by_the_start(two: Processes, operation: str) -> None:
+def test_a_process_that_is_gone_makes_every_wait_raise_and_not_the_start(two: Processes, operation: str) -> None:
     first, second = two.outcomes(other_is_gone, operation)
     assert second.exitcode == 0
     assert first.ok, str(first)

@@ -1,1 +1,1 @@
-"""Where each process of a run is, told when a collective does not complete."""
+"""Hang reports: where each rank of a run is when a collective does not complete."""

@@ -1,1 +1,1 @@
-"""What every process of a run does, read from outside: the run may hang, and its script need not know of it."""
+"""The status of a run, read from outside: the run may hang, and its script needs no change."""

@@ -1,4 +1,4 @@
-"""How it is told where the processes are."""
+"""The statuses of ranks, the log of calls, and the sentences of a hang report."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ IN_TORCH = RankStatus(16, "gather", "eval.py:88", False, "train.py:5", "all_redu
 NOWHERE = RankStatus(0, "", "", False, "train.py:2", "")
 
 
-def told_now(seen: dict[int, RankStatus], world_size: int) -> str:
-    """What is told of statuss that were made just now."""
+def described_now(seen: dict[int, RankStatus], world_size: int) -> str:
+    """The sentence for statuses that were captured just now."""
     return describe({rank: replace(status, time=time.time()) for rank, status in seen.items()}, world_size)
 
 
-def test_processes_in_one_place_are_told_together_and_the_odd_one_first() -> None:
+def test_processes_in_one_place_share_a_sentence_and_the_smallest_group_comes_first() -> None:
     seen = {0: IN_REDUCE, 1: IN_REDUCE, 2: IN_REDUCE, 3: IN_GATHER}
-    assert told_now(seen, 4) == (
+    assert described_now(seen, 4) == (
         "rank 3 is in gather() at eval.py:88 (call 17); ranks 0-2 are in reduce() at train.py:41 (call 17)"
     )
 
@@ -66,7 +66,7 @@ def test_each_state_has_its_words(status: RankStatus, words: str) -> None:
 
 
 def test_a_process_that_never_published_is_unknown() -> None:
-    assert told_now({0: IN_GATHER}, 3) == "rank 0 is in gather() at eval.py:88 (call 17); ranks 1-2 are unknown"
+    assert described_now({0: IN_GATHER}, 3) == "rank 0 is in gather() at eval.py:88 (call 17); ranks 1-2 are unknown"
 
 
 def test_a_process_that_is_stopped_is_named_so() -> None:
@@ -75,9 +75,9 @@ def test_a_process_that_is_stopped_is_named_so() -> None:
         os.kill(sleeping.pid, signal.SIGSTOP)
         seen = replace(IN_GATHER, pid=sleeping.pid)
         deadline = time.monotonic() + 30
-        while "stopped" not in told_now({0: seen}, 1):
+        while "stopped" not in described_now({0: seen}, 1):
             assert time.monotonic() < deadline
-        assert told_now({0: seen}, 1) == (
+        assert described_now({0: seen}, 1) == (
             f"rank 0 is stopped (process {sleeping.pid}, by SIGSTOP or a debugger); "
             "it was last seen in gather() at eval.py:88 (call 17)"
         )
@@ -91,7 +91,7 @@ def test_text_that_no_status_wrote_is_ignored() -> None:
         assert RankStatus.from_json(text) is None
 
 
-def test_a_process_that_has_ended_is_gone_also_when_nobody_took_note() -> None:
+def test_a_process_that_has_ended_is_gone_even_before_its_parent_waits_for_it() -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     try:
         ended_pid = ended.pid
@@ -100,7 +100,7 @@ def test_a_process_that_has_ended_is_gone_also_when_nobody_took_note() -> None:
             assert time.monotonic() < deadline
     finally:
         ended.wait()
-    told = told_now({0: replace(IN_GATHER, pid=ended_pid)}, 1)
+    told = described_now({0: replace(IN_GATHER, pid=ended_pid)}, 1)
     assert told.startswith(f"rank 0 is gone (process {ended_pid} has ended); it was last seen in gather()")
 
 
@@ -110,7 +110,7 @@ def test_a_process_of_another_machine_is_not_looked_up_here() -> None:
 
 def test_of_many_places_the_rest_is_counted() -> None:
     seen = {rank: replace(IN_GATHER, number=rank + 1) for rank in range(100)}
-    told = told_now(seen, 100)
+    told = described_now(seen, 100)
     assert told.endswith("and 84 other places")
     assert told.count(";") == 16
 
@@ -134,8 +134,8 @@ def test_a_status_has_the_active_call_and_then_the_last_one() -> None:
     line = sys._getframe().f_lineno - 1
     first = capture(log, stack=True)
     assert first.active
-    assert first.called_at.endswith(f"test_reports.py:{line}")
-    assert first.main_thread_at.endswith(f"test_reports.py:{line + 2}")
+    assert first.called_at.endswith(f"test_hang_reports.py:{line}")
+    assert first.main_thread_at.endswith(f"test_hang_reports.py:{line + 2}")
     log.leave()
     second = capture(log)
     assert not second.active
@@ -195,5 +195,5 @@ def test_lines_of_a_loaded_extension_are_not_the_users(tmp_path: Path, monkeypat
     importlib.import_module("foreign_backend").call(log)
     assert log.last().location.path.endswith("foreign_backend.py")
     extension.Extension("accel.backends", "foreign", "foreign_backend:call", "foreign 1.0").load()(log)
-    assert log.last().location.path.endswith("test_reports.py")
+    assert log.last().location.path.endswith("test_hang_reports.py")
     sys.modules.pop("foreign_backend")
