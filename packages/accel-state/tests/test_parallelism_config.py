@@ -1,4 +1,4 @@
-"""How processes are arranged: sizes, names of axes, variables, bad combinations, and the mesh itself."""
+"""ParallelismConfig: sizes, names of axes, variables, bad combinations, and the mesh itself."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_attention_that_works_on_a_divided_sequence(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["eager", "flex_attention", "a/b", "flash-attn"])
 def test_attention_that_ulysses_does_not_support_is_refused(name: str) -> None:
-    with pytest.raises(SettingError, match="divided sequence"):
+    with pytest.raises(SettingError, match="sharded sequence"):
         DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)
 
 
@@ -209,10 +209,10 @@ def test_size_and_rank_of_each_submesh(sizes: dict[str, int], parts: dict[str, t
 
 @pytest.mark.usefixtures("sixteen")
 def test_device_meshes_that_are_refused() -> None:
-    with pytest.raises(Conflict, match="takes 4 processes"):
+    with pytest.raises(Conflict, match="requires 4 processes"):
         ParallelismConfig(tp_size=4).build_device_mesh("cpu")
     config = ParallelismConfig(tp_size=16)
-    with pytest.raises(SettingError, match="type of the devices"):
+    with pytest.raises(SettingError, match="Give the device type"):
         config.get_device_mesh()
     config.get_device_mesh("cpu")
     with pytest.raises(Conflict, match="'cuda'"):
@@ -253,7 +253,7 @@ def test_a_run_keeps_its_mesh_and_processes_reach_their_neighbours_along_each_ax
 def test_a_mesh_larger_than_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    with pytest.raises(Conflict, match=r"tp=2 was asked for, which takes 2 processes"):
+    with pytest.raises(Conflict, match=r"tp=2: it requires 2 processes"):
         AcceleratorState(cpu=True)
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
     assert AcceleratorState(cpu=True).device_mesh is None

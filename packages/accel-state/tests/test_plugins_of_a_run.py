@@ -135,7 +135,7 @@ def test_the_kind_of_a_run_may_be_assigned() -> None:
     assert AcceleratorState().distributed_type is DistributedType.FSDP
     state.distributed_type = DistributedType.NO
     assert AcceleratorState().distributed_type is DistributedType.NO
-    with pytest.raises(SettingError, match="no such kind"):
+    with pytest.raises(SettingError, match="no such distributed type"):
         state.distributed_type = "PARALLEL"
     assert state.distributed_type is DistributedType.NO
 

@@ -1,4 +1,4 @@
-"""What goes to the terminal: progress bars that only one process of a node draws, and colours where they are wanted."""
+"""Output to the terminal: progress bars that one process of a node draws, and coloured tracebacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RICH = Requirement("rich", extra=_EXTRA)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A progress bar of the library tqdm, drawn by the first process of each node only.
+    """A progress bar of the library tqdm; only the local main process draws it.
 
     Args:
         args: as `tqdm.auto.tqdm` takes them.
@@ -28,18 +28,18 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Raises:
         Missing: tqdm is not installed.
-        SettingError: the first argument is True or False, as an older form of this function had it.
+        SettingError: the first argument is a bool, as an older form of this function took it.
     """
-    _TQDM.demand("A progress bar was asked for.")
+    _TQDM.demand("Cannot draw a progress bar.")
     if args and isinstance(args[0], bool):
         raise SettingError(
-            f"tqdm({args[0]}, ...) was asked for.",
-            "The first argument is what to iterate over.",
+            f"Cannot iterate over {args[0]} in tqdm().",
+            "The first argument must be an iterable.",
             f"Write tqdm(..., main_process_only={args[0]}).",
         )
     from tqdm.auto import tqdm as bar
 
-    # A bar asks for the place alone: it must not make this process join the others.
+    # A bar needs the local rank alone: it must not make this process join the others.
     process = current.process_or_none()
     topology = read_topology() if process is None else process.topology
     if main_process_only and not topology.is_local_main:
@@ -48,13 +48,13 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def install_tracebacks() -> None:
-    """Show tracebacks in colours, where ACCELERATE_ENABLE_RICH asks for it.
+    """Show tracebacks in colours if ACCELERATE_ENABLE_RICH is set.
 
     Raises:
         Missing: rich is not installed.
     """
     if from_environment(OutputSettings).enable_rich:
-        _RICH.demand("ACCELERATE_ENABLE_RICH asks for output in colours.")
+        _RICH.demand("Cannot show tracebacks in colours, which ACCELERATE_ENABLE_RICH enables.")
         from rich.traceback import install
 
         install(show_locals=False)

@@ -1,4 +1,4 @@
-"""Exit codes that mean something between a script and whoever started it."""
+"""The exit code with which a script says that it can be resumed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Final, NoReturn
 __all__ = ("NOTICE_VARIABLE", "RESUME", "leave_to_resume")
 
 RESUME: Final = 75
-"""The run was asked to end, saved a checkpoint and can be resumed: start it again (EX_TEMPFAIL of sysexits.h)."""
+"""The run saved a checkpoint before it ended early; start it again to resume (EX_TEMPFAIL of sysexits.h)."""
 
 NOTICE_VARIABLE: Final = "ACCEL_RESUME_NOTICE"
-"""Names a file that is made before a process ends with `RESUME`, for launchers that do not get to know exit codes."""
+"""Variable with the path of a file that a process creates before it ends with `RESUME`, for launchers without access to
+exit codes."""
 
 
 def leave_to_resume() -> NoReturn:
-    """End this process, whose state is saved, so that whoever started it knows that it can be started again.
+    """End this process, whose state is saved, and tell the launcher that it can be started again.
 
     Raises:
         SystemExit: with `RESUME`.

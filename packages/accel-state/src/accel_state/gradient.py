@@ -1,7 +1,7 @@
-"""Gradient accumulation: its configuration, and the one object that says whether gradients are synchronised now.
+"""Gradient accumulation: its configuration, and the state that says whether this micro-batch synchronises gradients.
 
-Each Accelerator has a `GradientState` of its own and hands it to the loaders, optimizers and schedulers it prepares;
-`GradientState()` shows the one made last, for code that has no Accelerator at hand.
+Each Accelerator has a `GradientState` of its own and passes it to the loaders, optimizers and schedulers it prepares.
+`GradientState()` returns the newest one, for code without access to the Accelerator.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
 
     Args:
-        num_steps: micro-batches whose gradients are added up before the optimizer steps; None leaves it to
-            `gradient_accumulation_steps` and its variable.
-        adjust_scheduler: step the scheduler at micro-batches too, when the schedule was not written for accumulation.
-        sync_with_dataloader: step at the end of the loader even if fewer micro-batches were accumulated.
+        num_steps: micro-batches per optimizer step; None uses `gradient_accumulation_steps` and its variable.
+        adjust_scheduler: step the scheduler at every micro-batch, for a schedule that was not written for accumulation.
+        sync_with_dataloader: step at the end of the loader even after fewer micro-batches.
         sync_each_batch: reduce gradients between processes at every micro-batch, which takes less memory.
 
     Raises:
-        SettingError: `num_steps` is not a whole number of at least 1.
+        SettingError: `num_steps` is not an int of at least 1.
     """
 
     num_steps: int | None = None
@@ -42,26 +41,26 @@ class GradientAccumulationPlugin(KwargsHandler):
         steps = self.num_steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise SettingError(
-                f"Gradient accumulation over {steps!r} steps was asked for.",
-                "It has to be a whole number of at least 1.",
+                f"Cannot accumulate gradients over {steps!r} steps.",
+                "The number of steps must be an int of at least 1.",
                 "Give 1 to step at every batch.",
             )
 
 
 class Iterating(Protocol):
-    """A loader in iteration, as far as accumulation needs to know it."""
+    """A loader in iteration, as gradient accumulation sees it."""
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that was given out last is the last one."""
+        """Whether the newest batch is the last one."""
 
     @property
     def remainder(self) -> int:
-        """Samples of the last global batch that are no padding; -1 when nothing has to be trimmed."""
+        """Number of samples of the last global batch without padding; -1 when there is no padding."""
 
 
 class GradientState:
-    """Whether gradients are synchronised at this step, and which loaders are in iteration.
+    """Whether this micro-batch synchronises gradients, and which loaders are in iteration.
 
     Objects that share one state do not keep each other alive.
     """
@@ -83,7 +82,7 @@ class GradientState:
 
     @classmethod
     def of(cls, plugin: GradientAccumulationPlugin) -> GradientState:
-        """A state of its own for one Accelerator; it becomes what `GradientState()` shows."""
+        """A new state for one Accelerator, which `GradientState()` returns from now on."""
         state = cls._made(plugin)
         current.set_gradient(state)
         return state.shared()
@@ -98,7 +97,7 @@ class GradientState:
         return state
 
     def shared(self) -> GradientState:
-        """Another object with this very state, for what outlives the Accelerator."""
+        """Another object with the same state, for objects that outlive the Accelerator."""
         other = object.__new__(type(self))
         other.__dict__ = self.__dict__
         return other
@@ -110,7 +109,7 @@ class GradientState:
         return self.shared()
 
     def __reduce__(self) -> Any:
-        # What was pickled belongs to no Accelerator any more and follows the one at hand.
+        # An unpickled object belongs to no Accelerator; it is the newest state of the process that reads it.
         return GradientState, ()
 
     @property
@@ -156,12 +155,12 @@ class GradientState:
         return self.plugin.to_kwargs()
 
     def begin(self, loader: Iterating) -> None:
-        """A loader enters iteration and is the innermost one from now on."""
+        """Add a loader that begins to iterate; it becomes the innermost one."""
         self.loaders.append(loader)
         self.left = None
 
     def finish(self, loader: Iterating) -> None:
-        """A loader leaves iteration.
+        """Remove a loader that has stopped to iterate.
 
         Raises:
             NotReady: it was not in iteration.
@@ -171,8 +170,8 @@ class GradientState:
                 del self.loaders[index]
                 return
         raise NotReady(
-            "A loader was reported to have left iteration.",
-            "It had not been reported to be in iteration.",
+            "Cannot end the iteration of a loader.",
+            "The loader is not in iteration.",
             "Call begin(loader) before finish(loader).",
         )
 
@@ -193,12 +192,12 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost loader has given out its last batch; False outside of loaders."""
+        """Whether the innermost loader has yielded its last batch; False outside of loaders."""
         return bool(self.loaders) and self.loaders[-1].end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Samples of the innermost loader's last global batch that are no padding; -1 outside of loaders."""
+        """Number of samples of the innermost loader's last global batch without padding; -1 outside of loaders."""
         return self.loaders[-1].remainder if self.loaders else -1
 
     def __repr__(self) -> str:
@@ -208,7 +207,7 @@ class GradientState:
         )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """What transformers calls before each micro-batch, because it counts them itself."""
+        """Called by transformers before each micro-batch, because it counts them itself."""
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Iterating) -> None:

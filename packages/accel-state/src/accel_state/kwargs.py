@@ -1,4 +1,4 @@
-"""Keyword arguments for objects that this project creates on a user's behalf, grouped in plain data classes."""
+"""Data classes with keyword arguments for objects that this project creates for the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ("InitProcessGroupKwargs", "KwargsHandler")
 
 @dataclass
 class KwargsHandler:
-    """Base of the classes handed over in `kwargs_handlers`."""
+    """Base class of the objects in `kwargs_handlers`."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -31,10 +31,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     """How the process group of a run is initialised.
 
     Args:
-        backend: name of the torch.distributed backend; "nccl" and None mean the one that fits the device.
-        init_method: where the processes meet; from the environment by default. A first argument that holds "://" is
-            taken as this one.
-        timeout: how long a collective may take, as a timedelta or in seconds; by default 30 minutes, 10 on GPUs.
+        backend: name of the torch.distributed backend; "nccl" and None select the backend of the device.
+        init_method: URL of the rendezvous; by default from the environment. A first argument with "://" is used as
+            `init_method`.
+        timeout: timeout of a collective, a timedelta or seconds; by default 30 minutes, 10 on GPUs.
 
     Raises:
         SettingError: the timeout is not a positive duration.
@@ -55,8 +55,8 @@ def _duration(given: object) -> timedelta:
     duration = timedelta(seconds=given) if isinstance(given, (int, float)) and not isinstance(given, bool) else given
     if not isinstance(duration, timedelta) or duration <= timedelta(0):
         raise SettingError(
-            f"InitProcessGroupKwargs(timeout={given!r}) was asked for.",
-            "A timeout is a positive duration.",
+            f"Cannot use InitProcessGroupKwargs(timeout={given!r}).",
+            "The timeout must be a positive duration.",
             "Give seconds or a datetime.timedelta.",
         )
     return duration

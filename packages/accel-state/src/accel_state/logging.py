@@ -1,4 +1,4 @@
-"""Logging that knows about processes: a record goes out once, or from every process in turn."""
+"""Logging in several processes: a record is logged once, by every process, or by every process in turn."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _STACK_LEVEL = 2
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Logger whose records go out on the main process only, unless the call says otherwise.
+    """A logger that logs on the main process only, unless a call says otherwise.
 
-    Each call takes two keywords more: `main_process_only` (True by default), and `in_order`, with which all processes
+    Each call takes two more keywords: `main_process_only` (True by default), and `in_order`, with which the processes
     log one after the other. A `stacklevel` counts from the method of this class: 2 is its caller, 3 the caller of that.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log where the keywords say.
+        """Log on the processes that the keywords select.
 
         Raises:
-            NotReady: no state was made yet, so nobody knows which process this is.
+            NotReady: there is no state yet, so the rank of this process is not known.
         """
         process = current.process_or_none()
         if process is None:
             raise NotReady(
-                f"A message was logged through the logger {self.logger.name!r}.",
-                "No state was made yet, so it is not known which process this is.",
+                f"Cannot log a message through the logger {self.logger.name!r}.",
+                "There is no state yet, so the rank of this process is not known.",
                 "Create a PartialState() or an Accelerator() before logging.",
             )
         main_process_only = kwargs.pop("main_process_only", True)
@@ -68,12 +68,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     @functools.cache  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warn the first time that these arguments are given."""
+        """Warn at the first call with these arguments."""
         self.warning(*args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger that knows about processes.
+    """A logger for several processes.
 
     Args:
         name: usually `__name__`.

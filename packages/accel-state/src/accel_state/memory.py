@@ -1,4 +1,4 @@
-"""Running within the memory there is: telling when it was too little, and giving back what is not needed."""
+"""Memory of devices: freeing it, and recognising errors that mean that it was too little."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _family() -> DeviceFamily:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that is held but unused back to the device.
+    """Free the memory that the allocator of the device caches.
 
     Args:
-        garbage_collection: let Python collect unreachable objects first.
+        garbage_collection: run Python's garbage collector first.
     """
     if garbage_collection:
         gc.collect()
@@ -33,7 +33,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Forget objects and give their memory back; the caller assigns the result over its own names.
+    """Drop objects and free their memory; the caller assigns the result to its own names.
 
     Example:
         >>> model, optimizer = object(), object()
@@ -48,5 +48,5 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether an error says that a device ran out of memory, so that a smaller batch may fit."""
+    """Whether an error means that a device ran out of memory, so that a smaller batch may fit."""
     return any(family.out_of_memory(exception) for family in families())

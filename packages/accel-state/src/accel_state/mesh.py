@@ -1,10 +1,10 @@
-"""How the processes of a run are arranged: one axis for each way in which they divide the work.
+"""The axes along which the processes of a run divide the work, their sizes and options, and the device mesh.
 
 Reading the configuration never loads torch; building the mesh does.
 
-Axes, outermost first: `dp_replicate` (whole copies), `dp_shard` (parameters divided), `cp` (the sequence divided, by
-torch), `sp` (the sequence divided, and heads of attention in its place), `tp` (tensors divided). Where DeepSpeed
-divides the sequence over `sp`, it has groups of its own and there is no mesh.
+Axes, outermost first: `dp_replicate` (copies of the model), `dp_shard` (sharded parameters), `cp` (the sequence sharded
+by torch), `sp` (the sequence sharded, and in attention the heads), `tp` (sharded tensors of a layer). Where DeepSpeed
+shards the sequence over `sp`, it has groups of its own and there is no mesh.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BETA_TP_AVAILABLE_PYTORCH_VERSION: Final = "2.3.0"
 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION: Final = "4.52.0"
 
 MESH_GROUP: Final = "ParallelismConfig"
-"""Heading of these settings in lists for users."""
+"""Heading of these settings in `--help` and the reference."""
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Axes of the device mesh, outermost first."""
@@ -53,8 +53,7 @@ FLATTENED: Final[Mapping[str, tuple[str, ...]]] = {
     "dp_shard_cp": ("dp_shard", "cp", "sp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
-"""Axes that are also reached together under one name: all that read different data, that divide parameters, that
-average gradients."""
+"""Names for several axes as one: those with different data, that shard parameters, that average gradients."""
 
 
 _ATTENTION: Final = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -85,7 +84,7 @@ class TorchContextParallelConfig:
     """Options of context parallelism by torch.
 
     Args:
-        cp_comm_strategy: how keys and values travel: "allgather" (all at once) or "alltoall" (around a ring).
+        cp_comm_strategy: how processes exchange keys and values: "allgather" (all at once) or "alltoall" (in a ring).
 
     Raises:
         SettingError: there is no such strategy.
@@ -97,7 +96,7 @@ class TorchContextParallelConfig:
         variable="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         flag="--parallelism_config_cp_comm_strategy",
         key="parallelism_config.parallelism_config_cp_comm_strategy",
-        help="How keys and values travel in context parallelism.",
+        help="How the processes of context parallelism exchange keys and values.",
         group=MESH_GROUP,
         unset="allgather",
     )
@@ -114,14 +113,14 @@ class DeepSpeedSequenceParallelConfig:
     """Options of sequence parallelism by DeepSpeed.
 
     Args:
-        sp_seq_length: tokens of a whole sequence; needed when all have the same.
-        sp_seq_length_is_variable: whether sequences differ in length.
+        sp_seq_length: tokens of a full sequence; required when all sequences have the same length.
+        sp_seq_length_is_variable: whether the lengths of sequences differ.
         sp_attn_implementation: "sdpa", "flash_attention_2", "flash_attention_3", or a flash attention kernel of the
             Hub such as "kernels-community/flash-attn2"; None leaves the model's.
 
     Raises:
-        SettingError: the attention cannot be used.
-        Conflict: sequences have one length and it is not known.
+        SettingError: the attention does not work on a sharded sequence.
+        Conflict: all sequences have the same length, and it is not given.
     """
 
     sp_seq_length: int | None = setting(
@@ -130,7 +129,7 @@ class DeepSpeedSequenceParallelConfig:
         variable="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
         flag="--parallelism_config_sp_seq_length",
         key="parallelism_config.parallelism_config_sp_seq_length",
-        help="Tokens of a whole sequence, when all have the same number.",
+        help="Tokens of a full sequence, when all have the same number.",
         group=MESH_GROUP,
     )
     sp_seq_length_is_variable: bool | None = setting(
@@ -149,7 +148,7 @@ class DeepSpeedSequenceParallelConfig:
         variable="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
         flag="--parallelism_config_sp_attn_implementation",
         key="parallelism_config.parallelism_config_sp_attn_implementation",
-        help="Attention that works on a divided sequence.",
+        help="Attention that works on a sharded sequence.",
         group=MESH_GROUP,
     )
 
@@ -158,15 +157,15 @@ class DeepSpeedSequenceParallelConfig:
         name = self.sp_attn_implementation
         if name is not None and name not in _ATTENTION and not ("/" in name and "flash-attn" in name):
             raise SettingError(
-                f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={name!r}) was asked for.",
-                "It does not work on a divided sequence.",
+                f"Cannot use DeepSpeedSequenceParallelConfig(sp_attn_implementation={name!r}).",
+                "This attention does not work on a sharded sequence.",
                 f"Give one of {', '.join(_ATTENTION)}, or a flash attention kernel such as "
                 "'kernels-community/flash-attn2'.",
             )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise Conflict(
-                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False) was asked for.",
-                "The length that all sequences have is not given.",
+                "Cannot use DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).",
+                "The length of the sequences is not given.",
                 "Give sp_seq_length, or set PARALLELISM_CONFIG_SP_SEQ_LENGTH.",
             )
 
@@ -178,7 +177,7 @@ def _size(name: str, what: str) -> Any:
         variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
         flag=f"--parallelism_config_{name}_size",
         key=f"parallelism_config.parallelism_config_{name}_size",
-        help=f"Number of processes among which {what}; 1 for none.",
+        help=f"Number of processes over which {what}; 1 for none.",
         group=MESH_GROUP,
         unset=1,
     )
@@ -191,7 +190,7 @@ def _backend(name: str, what: str, *libraries: str) -> Any:
         variable=f"PARALLELISM_CONFIG_{name.upper()}_BACKEND",
         flag=f"--parallelism_config_{name}_backend",
         key=f"parallelism_config.parallelism_config_{name}_backend",
-        help=f"Library that divides {what}.",
+        help=f"Library that shards {what}.",
         group=MESH_GROUP,
         unset=libraries[0],
     )
@@ -199,24 +198,24 @@ def _backend(name: str, what: str, *libraries: str) -> Any:
 
 @dataclass
 class ParallelismConfig:
-    """How many processes each way of dividing the work has; their product is the number of all processes.
+    """The sizes of the axes along which processes divide the work; their product is the world size.
 
-    What is not given comes from its variable `PARALLELISM_CONFIG_...`, else is 1.
+    The default of each is its variable `PARALLELISM_CONFIG_...`, else 1.
 
     Args:
-        dp_replicate_size: groups that each hold the whole model.
-        dp_shard_size: processes among which parameters, gradients and optimizer states are divided.
-        tp_size: processes among which each tensor of a layer is divided.
-        cp_size: processes among which the sequence is divided, by torch.
+        dp_replicate_size: number of copies of the model.
+        dp_shard_size: processes over which parameters, gradients and optimizer states are sharded.
+        tp_size: processes over which each tensor of a layer is sharded.
+        cp_size: processes over which torch shards the sequence.
         cp_backend: "torch".
-        sp_size: processes among which the sequence is divided, and in attention the heads (Ulysses).
+        sp_size: processes over which the sequence is sharded, and in attention the heads (Ulysses).
         sp_backend: "deepspeed", or "torch" for collectives of torch without DeepSpeed.
         tp_handler: options of tensor parallelism.
         cp_handler: options of context parallelism.
         sp_handler: options of sequence parallelism.
 
     Raises:
-        SettingError: a size, backend or handler cannot be used.
+        SettingError: a size, backend or handler is invalid.
         Conflict: two of them exclude each other.
 
     Example:
@@ -225,12 +224,12 @@ class ParallelismConfig:
         (8, ['dp_shard', 'tp'])
     """
 
-    dp_replicate_size: int | None = _size("dp_replicate", "the model is copied")
-    dp_shard_size: int | None = _size("dp_shard", "parameters are divided")
-    tp_size: int | None = _size("tp", "each tensor of a layer is divided")
-    cp_size: int | None = _size("cp", "the sequence is divided by torch")
+    dp_replicate_size: int | None = _size("dp_replicate", "the model is replicated")
+    dp_shard_size: int | None = _size("dp_shard", "parameters are sharded")
+    tp_size: int | None = _size("tp", "each tensor of a layer is sharded")
+    cp_size: int | None = _size("cp", "torch shards the sequence")
     cp_backend: str | None = _backend("cp", "the sequence over `cp`", "torch")
-    sp_size: int | None = _size("sp", "the sequence, and in attention the heads, are divided")
+    sp_size: int | None = _size("sp", "the sequence, and in attention the heads, are sharded")
     sp_backend: str | None = _backend("sp", "the sequence over `sp`", "deepspeed", "torch")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
@@ -245,18 +244,18 @@ class ParallelismConfig:
         self._fill_handlers()
         if self.cp_enabled and self.sp_enabled:
             raise Conflict(
-                f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size}) was asked for.",
-                "Both divide the sequence.",
+                f"Cannot use ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size}).",
+                "Both shard the sequence.",
                 "Set one of them to 1.",
             )
-        divided = self.tp_enabled or (self.cp_enabled and not from_environment(MeshSettings).allow_cp_standalone)
-        if divided and self.dp_replicate_enabled and not self.dp_shard_enabled:
+        sharded = self.tp_enabled or (self.cp_enabled and not from_environment(MeshSettings).allow_cp_standalone)
+        if sharded and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise Conflict(
-                f"ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, tp_size={self.tp_size}, "
-                f"cp_size={self.cp_size}) was asked for.",
-                "Tensor and context parallelism do not go with copies of an undivided model.",
-                "Set dp_shard_size above 1, or dp_replicate_size to 1; context parallelism alone is allowed by "
-                "ACCELERATE_ALLOW_CP_STANDALONE=true.",
+                f"Cannot use ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, tp_size={self.tp_size}, "
+                f"cp_size={self.cp_size}).",
+                "Tensor and context parallelism do not support copies of a model without sharded parameters.",
+                "Set dp_shard_size above 1, or dp_replicate_size to 1; ACCELERATE_ALLOW_CP_STANDALONE=true allows "
+                "context parallelism alone.",
             )
 
     def _fill_handlers(self) -> None:
@@ -271,8 +270,8 @@ class ParallelismConfig:
                 setattr(self, f"{axis}_handler", kind())
             elif handler is not None and not isinstance(handler, kind):
                 raise SettingError(
-                    f"ParallelismConfig({axis}_handler={handler!r}) was asked for.",
-                    f"It has to be a {kind.__name__}.",
+                    f"Cannot use ParallelismConfig({axis}_handler={handler!r}).",
+                    f"The handler must be a {kind.__name__}.",
                     f"Give {axis}_handler={kind.__name__}(...).",
                 )
 
@@ -285,7 +284,7 @@ class ParallelismConfig:
 
     @property
     def sp_by_engine(self) -> bool:
-        """Whether an engine divides the sequence over `sp` with groups of its own, outside of the mesh."""
+        """Whether an engine shards the sequence over `sp` with groups of its own, outside of the mesh."""
         return self.sp_enabled and self.sp_backend != "torch"
 
     def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
@@ -297,27 +296,27 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are whole copies of the model."""
+        """Whether there are copies of the model."""
         return self.size("dp_replicate") > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether parameters are divided."""
+        """Whether parameters are sharded."""
         return self.size("dp_shard") > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether tensors of a layer are divided."""
+        """Whether tensors of a layer are sharded."""
         return self.size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether torch divides the sequence."""
+        """Whether torch shards the sequence."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether the sequence is divided, and in attention the heads."""
+        """Whether the sequence is sharded, and in attention the heads."""
         return self.size("sp") > 1
 
     @property
@@ -337,7 +336,7 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes along which parameters are divided."""
+        """Axes along which parameters are sharded."""
         return self._in_mesh(*FLATTENED["dp_shard_cp"])
 
     @property
@@ -347,7 +346,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Axes that fully sharded data parallelism works on: copies, then those that divide parameters as one."""
+        """Axes of fully sharded data parallelism: copies, then those that shard parameters as one."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -366,7 +365,7 @@ class ParallelismConfig:
         return math.prod(map(self.size, ("tp", "cp", "sp")))
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a number of processes that this arrangement does not use up.
+        """Raise unless the product of the sizes is the world size.
 
         Raises:
             Conflict: they differ.
@@ -374,8 +373,8 @@ class ParallelismConfig:
         if self.total_size != world_size:
             sizes = " x ".join(f"{axis}={self.size(axis)}" for axis in self.active_mesh_dims) or "nothing"
             raise Conflict(
-                f"A ParallelismConfig of {sizes} was asked for, which takes {self.total_size} processes.",
-                f"There are {world_size}.",
+                f"Cannot use a ParallelismConfig of {sizes}: it requires {self.total_size} processes.",
+                f"The world size is {world_size}.",
                 f"Launch {self.total_size} processes, or change the sizes.",
             )
 
@@ -386,7 +385,7 @@ class ParallelismConfig:
             device_type: such as "cuda".
 
         Raises:
-            Conflict: the number of processes is not that of the arrangement.
+            Conflict: the world size is not the product of the sizes.
         """
         named_sizes = self._get_mesh()
         if not named_sizes or self.sp_by_engine:
@@ -408,19 +407,19 @@ class ParallelismConfig:
         """The mesh; built the first time.
 
         Args:
-            device_type: such as "cuda"; may be left out once the mesh is built.
+            device_type: such as "cuda"; optional once the mesh is built.
 
         Raises:
-            SettingError: there is no mesh yet and no type was given.
-            Conflict: the mesh is of another type of device, or the number of processes does not fit.
+            SettingError: there is no mesh yet, and no device type was given.
+            Conflict: the mesh has another device type, or the world size is not the product of the sizes.
         """
         if self.device_mesh is not None:
             self._check_type(device_type)
         elif device_type is None:
             raise SettingError(
-                "A device mesh was asked for.",
-                "It is not built yet, and no type of device was given.",
-                'Give the type of the devices, such as "cuda".',
+                "Cannot build a device mesh.",
+                "No device type was given.",
+                'Give the device type, such as "cuda".',
             )
         else:
             self.device_mesh = self.build_device_mesh(device_type)
@@ -429,13 +428,13 @@ class ParallelismConfig:
     def _check_type(self, device_type: str | None) -> None:
         if device_type is not None and self.device_mesh.device_type != device_type:
             raise Conflict(
-                f"A device mesh of {device_type!r} devices was asked for.",
-                f"The mesh was built of {self.device_mesh.device_type!r} devices already.",
-                "Ask for one type of device in a run.",
+                f"Cannot build a device mesh of {device_type!r} devices.",
+                f"This run has a mesh of {self.device_mesh.device_type!r} devices.",
+                "Use one device type in a run.",
             )
 
     def submesh(self, name: str) -> DeviceMesh | None:
-        """The part of the built mesh along an axis or a name of `FLATTENED`; None where it has one process."""
+        """The submesh along an axis or a name of `FLATTENED`; None where it has one process."""
         if self.device_mesh is None:
             return None
         if name in FLATTENED:
@@ -443,7 +442,7 @@ class ParallelismConfig:
         return self.device_mesh[name] if name in self.device_mesh.mesh_dim_names else None
 
     def to_json(self) -> dict[str, Any]:
-        """Sizes, backends and handlers as values that can be written as JSON."""
+        """Sizes, backends and handlers as JSON values."""
         fields = (field.name for field in dataclasses.fields(self) if field.init)
         return {name: _plain(getattr(self, name)) for name in fields}
 
@@ -453,7 +452,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check(name: str, value: object, known: Any) -> None:
-    """Refuse a value given in code that its kind would not read from text."""
+    """Raise for a value, given in code, that its type would not parse from text."""
     as_text = known.type.format(value)
     if isinstance(value, bool) or known.parse(as_text, "argument") != value:
         raise known.refusal(value, "argument")

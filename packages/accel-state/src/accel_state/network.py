@@ -1,4 +1,4 @@
-"""Ports of this machine, and the secret that the processes of a run share. Never loads torch."""
+"""Ports and interfaces of this machine, and the secret of a run. Never loads torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = (
 )
 
 DEFAULT_PORT: Final = 29500
-"""Where processes meet when nobody chose a port; that of torch.distributed."""
+"""Default port of the store of a run, the same as in torch.distributed."""
 
 SECRET_VARIABLE: Final = "ACCEL_RUN_SECRET"
-"""Holds the secret of a run, with which its processes sign what they tell each other through its store."""
+"""Variable with the secret of a run, with which its processes sign the values they exchange through its store."""
 
 _LAST: Final = 65535
 
@@ -31,26 +31,26 @@ _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
 def new_secret() -> str:
-    """A secret for a run on one machine; on several, the user gives every machine the same one."""
+    """A new secret, for a run on one machine; on several machines the user sets the same one on each."""
     return os.urandom(32).hex()
 
 
 def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that keep gloo's connections inside of this machine, where the user chose no interface."""
+    """Variables that bind gloo to the loopback interface, unless the user has chosen an interface."""
     interfaces = {name for _index, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
     return {} if loopback is None or environ.get(_GLOO_INTERFACE) else {_GLOO_INTERFACE: loopback}
 
 
 def get_free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
+    """A TCP port that no program used a moment ago."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether a program of this machine listens on a TCP port, by default the one of torch.distributed.
+    """Whether a program of this machine listens on a TCP port, by default on `DEFAULT_PORT`.
 
     Raises:
         SettingError: there is no such port.
@@ -61,9 +61,9 @@ def is_port_in_use(port: int | str | None = None) -> bool:
         number = -1
     if not 0 <= number <= _LAST:
         raise SettingError(
-            f"The port {port!r} was asked for.",
-            f"Ports are whole numbers from 0 to {_LAST}.",
-            "Give one of them; 0 lets the system choose.",
+            f"Cannot check the port {port!r}.",
+            f"A port must be an integer from 0 to {_LAST}.",
+            "Give such a number; 0 lets the system choose.",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return number != 0 and probe.connect_ex(("localhost", number)) == 0

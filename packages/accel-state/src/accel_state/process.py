@@ -1,4 +1,4 @@
-"""`PartialState`: who this process is, and the order in which the processes of a run do things."""
+"""`PartialState`: the rank and device of this process, and what runs on which rank."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """What a decorated function is on the processes that it was not meant for."""
+    """Replaces a decorated function on the processes that do not run it."""
 
 
 def wait_for_everyone() -> None:
-    """Return when every process has called this.
+    """Wait until every process has called this.
 
     Raises:
         ShapeMismatch: on every process, when one of them called another collective.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process died or did not call it before the timeout.
     """
     barrier(current.process_or_start().transport, "wait_for_everyone")
 
 
 def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = False) -> Any:
-    """The part of `inputs` that belongs to process `index` of `count`.
+    """The shard of `inputs` for process `index` of `count`.
 
     Args:
-        inputs: a list, tuple (a named one gives plain tuples), tensor, or a dict of such with equal lengths; a data set
-            with `select` works too.
+        inputs: a list, tuple (a named tuple becomes a tuple), tensor, data set with a method `select`, or a dict of
+            those with equal lengths.
         count: number of processes.
-        index: the process whose part is wanted.
-        apply_padding: add the last of all items until every process has equally many, so that results can be gathered.
+        index: the process.
+        apply_padding: repeat the last item until all shards have the same length, so that results can be gathered.
 
     Raises:
-        UnknownKind: `inputs` cannot be split.
+        UnknownKind: `inputs` is of another type.
         ShapeMismatch: the values of a dict have different lengths.
     """
     if count == 1:
@@ -66,13 +66,13 @@ def split_inputs(inputs: Any, count: int, index: int, apply_padding: bool = Fals
         return inputs[torch.tensor(_indices(len(inputs), count, index, apply_padding), dtype=torch.long)]
     if isinstance(inputs, (list, tuple)):
         items = [inputs[position] for position in _indices(len(inputs), count, index, apply_padding)]
-        # A part of a named tuple has fewer items than the class has fields.
+        # A shard of a named tuple has fewer items than the class has fields.
         kind = tuple if hasattr(inputs, "_fields") else type(inputs)
         return kind(items)
     raise UnknownKind(
-        f"split_between_processes was given an object of type {type(inputs).__name__}.",
-        "It can split lists, tuples, tensors, and dicts of those.",
-        "Turn it into a list first.",
+        f"Cannot split an object of type {type(inputs).__name__} between processes.",
+        "split_between_processes takes lists, tuples, tensors, and dicts of those.",
+        "Convert it to a list first.",
     )
 
 
@@ -91,17 +91,17 @@ def _check_equal_lengths(inputs: dict[Any, Any]) -> None:
     lengths = {key: len(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
         raise ShapeMismatch(
-            "split_between_processes was given a dict.",
+            "Cannot split a dict between processes.",
             "Its values have different lengths: " + ", ".join(f"{key}: {n}" for key, n in lengths.items()) + ".",
             "Give values of equal length.",
         )
 
 
 class SharedState:
-    """Class attribute that reads as a new dictionary of what a state knows; empty before there is one.
+    """Class attribute that returns the content of a state as a new dictionary; empty while there is no state.
 
     Args:
-        read: makes the dictionary.
+        read: returns the dictionary.
 
     Example:
         >>> class View:
@@ -134,16 +134,16 @@ def _facts() -> dict[str, Any]:
 
 
 class PartialState:
-    """Who this process is, without anything that has to do with training.
+    """The rank, world size and device of this process, without a run.
 
-    All instances show the same process. The first one joins the other processes of a launched run.
+    All instances are views of the same process. The first one connects a launched process with the others.
 
     Args:
-        cpu: work on the CPU even if another device is present.
+        cpu: use the CPU even if another device is present.
         kwargs: fields of `InitProcessGroupKwargs`.
 
     Raises:
-        Conflict: the process works on another device than `cpu=True` asks for.
+        Conflict: `cpu=True`, and the process already uses another device.
 
     Example:
         >>> from accel_state import PartialState
@@ -168,8 +168,8 @@ class PartialState:
                 install_hook()
         elif cpu and existing.family is not family_of("cpu"):
             raise Conflict(
-                "PartialState(cpu=True) was asked for.",
-                f"This process works on {existing.device} already.",
+                "Cannot use the CPU in this process.",
+                f"Its state already uses the device {existing.device}.",
                 "Give cpu=True to the first state or Accelerator, or launch with --cpu.",
             )
 
@@ -185,7 +185,7 @@ class PartialState:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Say what a property cannot be read from, once the state was reset."""
+            """Explain why a property cannot be read after a reset."""
             known = getattr(type(self), name, None)
             kind = type(self).__name__
             if not isinstance(known, property):
@@ -204,12 +204,12 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """Whether the process is known; False after `destroy_process_group` or a reset."""
+        """Whether there is a state; False after `destroy_process_group` or a reset."""
         return current.process_or_none() is not None
 
     @property
     def device(self) -> torch.device:
-        """Where this process works."""
+        """The device of this process."""
         return self._process.device
 
     @property
@@ -219,27 +219,27 @@ class PartialState:
 
     @property
     def backend(self) -> str | None:
-        """Name of the torch.distributed backend, or None when the process runs alone."""
+        """Name of the torch.distributed backend; None in a single process."""
         return self._process.backend
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of the run."""
+        """The label of the device family, or NO in a single process."""
         return self._process.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """Number of all processes."""
+        """The world size."""
         return self._process.world_size
 
     @property
     def process_index(self) -> int:
-        """Index of this process among all."""
+        """The rank of this process."""
         return self._process.rank
 
     @property
     def local_process_index(self) -> int:
-        """Index of this process on its node."""
+        """The local rank of this process."""
         return self._process.topology.local_rank
 
     @property
@@ -263,37 +263,37 @@ class PartialState:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
+        """Whether this is local rank 0."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
+        """Whether this is the highest rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has called this.
+        """Wait until every process has called this.
 
         Raises:
             ShapeMismatch: on every process, when one of them called another collective.
-            CollectiveError: a process is gone or did not come in time.
+            CollectiveError: a process died or did not call it before the timeout.
         """
         barrier(self._process.transport, "wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let the main process run the block first; the others follow when it has left the block."""
+        """Run the block on the main process first; the others run it afterwards."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Let the first process of each node run the block first; the others follow when all of those have left it."""
+        """Run the block on the local main process of every node first; the others run it afterwards."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -309,7 +309,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of `inputs` for this process; see `accel_state.process.split_inputs`."""
+        """The shard of `inputs` for this process; see `accel_state.process.split_inputs`."""
         yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
 
     def on_main_process(self, function: F | None = None) -> F:
@@ -318,7 +318,7 @@ class PartialState:
         return only
 
     def on_local_main_process(self, function: F | None = None) -> F:
-        """Decorator: run the function on the first process of each node only."""
+        """Decorator: run the function on the local main process of each node only."""
         only: F = self._only(function, lambda: self.is_local_main_process)
         return only
 
@@ -328,15 +328,15 @@ class PartialState:
         return only
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this index only."""
+        """Decorator: run the function on the process with this rank only."""
         return self._only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this index on its node only."""
+        """Decorator: run the function on the processes with this local rank only."""
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
     def _only(self, function: F | None, condition: Callable[[], bool]) -> Any:
-        """The function where the condition holds; a decorator when it was called with brackets and no function."""
+        """The function where the condition holds; a decorator when there is no function yet."""
         if function is None:
             return functools.partial(self._only, condition=condition)
 
@@ -347,16 +347,16 @@ class PartialState:
         return only_where_it_holds
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the first process of each node."""
+        """`print` on the local main process of each node."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 - this is what it is for
 
     def set_device(self) -> None:
-        """Make the device of this process the current one of its family."""
+        """Make the device of this process the current device."""
         self._process.family.device(self.device.index or 0)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End a process group, by default all of them, after which this state is not initialised any more."""
+        """Destroy a process group; by default all groups, and this state."""
         if group is not None:
             dist.destroy_process_group(group)
             return

@@ -1,6 +1,6 @@
-"""The processors of this machine: which this process may run on, and how they form cores and NUMA nodes.
+"""The processors of this machine: those that this process may use, and their cores and NUMA nodes.
 
-Linux tells the layout in /sys; elsewhere each processor counts as a core and no nodes are known.
+Linux describes the layout in /sys. Elsewhere each processor counts as a core, and the NUMA nodes are unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def available_processors() -> frozenset[int]:
 
 
 def numa_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
-    """Processors of each NUMA node by the node's number; empty where the system does not tell."""
+    """Processors of each NUMA node by its number; empty where the system does not describe them."""
     nodes = {}
     for folder in sorted(system.glob("node/node[0-9]*"), key=lambda found: int(found.name[4:])):
         nodes[int(folder.name[4:])] = _parse_list((folder / "cpulist").read_text())

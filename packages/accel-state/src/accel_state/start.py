@@ -29,27 +29,27 @@ _logger: Final = logging.getLogger(__name__)
 
 
 def start_process(cpu: bool = False, **options: Any) -> Process:
-    """Make the process from the environment, joining the others when it was launched as one of several.
+    """Make the process from the environment, and connect it with the others of a launched run.
 
     Args:
-        cpu: work on the CPU even if another device is present.
+        cpu: use the CPU even if another device is present.
         options: fields of `InitProcessGroupKwargs`.
 
     Raises:
-        SettingError: a variable or an option cannot be used.
-        NotReady: the device was opened before this process was forked.
-        CollectiveError: the processes did not meet.
+        SettingError: a variable or an option is invalid.
+        NotReady: the device was initialised before this process was forked.
+        CollectiveError: the other processes did not connect.
     """
     settings = from_environment(ProcessSettings, cpu=True if cpu else None)
     group = InitProcessGroupKwargs(**{"backend": None, **options})
     family = wanted_family(settings)
     family.check_fork()
-    told = family.runtime_topology(read_topology())
-    if told.distributed:
-        publish(told.variables())
-    topology = told if told.distributed else topology_of_group(max(family.count(), 1)) or told
+    launched = family.runtime_topology(read_topology())
+    if launched.distributed:
+        publish(launched.variables())
+    topology = launched if launched.distributed else topology_of_group(max(family.count(), 1)) or launched
     device = _device(settings, family, topology)
-    family.configure(told)
+    family.configure(launched)
     if settings.cpu_affinity:
         bind(family, topology.local_rank if device.index is None else device.index, settings.debug)
     timeout: Any = group.timeout
@@ -76,18 +76,18 @@ def _device(settings: ProcessSettings, family: DeviceFamily, topology: Topology)
     if settings.device is None or settings.cpu:
         return family.device(topology.local_rank)
     try:
-        asked = torch.device(settings.device)
+        given = torch.device(settings.device)
     except RuntimeError as error:
         raise SettingError(
-            f"The device {settings.device!r} was asked for.",
+            f"Cannot use the device {settings.device!r}.",
             str(error).splitlines()[0],
             "Give a device such as cpu or cuda:0.",
         ) from None
-    return family.device(topology.local_rank if asked.index is None else asked.index)
+    return family.device(topology.local_rank if given.index is None else given.index)
 
 
 def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
-    """Run this process on the processors nearest to a device, whatever it was bound to before.
+    """Bind this process to the processors nearest to a device; replaces an earlier binding.
 
     Args:
         family: the family of the device.
@@ -99,16 +99,15 @@ def bind(family: DeviceFamily, index: int, verbose: bool = False) -> None:
     """
     if not hasattr(os, "sched_setaffinity"):
         raise NotOffered(
-            "This process was to be bound to the processors nearest to its device.",
-            "The operating system offers no such call.",
+            "Cannot bind this process to the processors nearest to its device.",
+            "The operating system has no such call.",
             "Unset ACCELERATE_CPU_AFFINITY.",
         )
     node = family.numa_node(index)
     wanted = available_processors() & (frozenset() if node is None else numa_nodes().get(node, frozenset()))
     if not wanted:
         _logger.warning(
-            "Which of the allowed processors are nearest to device %d of the family %r is not known; the process "
-            "stays unbound.",
+            "The allowed processors nearest to device %d of the family %r are not known; the process stays unbound.",
             index,
             family.name,
         )

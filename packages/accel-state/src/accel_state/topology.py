@@ -1,7 +1,7 @@
-"""Who this process is among the processes of a run, read once from the environment and frozen.
+"""The rank and world size of this process, read once from the environment and frozen.
 
-Launchers tell a process its place in different variables; each convention is one row of `SCHEMES`. The first scheme
-that applies is taken.
+Launchers set them in different variables; each convention is one entry of `SCHEMES`. `read_topology` uses the first
+scheme that applies.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NATURAL: Final = int_at_least(0)
 
 _FIRST_SLURM_PORT: Final = 15000
 _SLURM_PORTS: Final = 10000
-"""Ports for the processes to meet at; all below those that systems hand out to clients."""
+"""Ports for the store of a job; all below those that operating systems assign to clients."""
 
 
 def _meet_here(world_size: str, local_world_size: str) -> Callable[[Mapping[str, str]], Mapping[str, str]]:
-    """MPI tells no meeting place; where all processes are on one node it can only be this one."""
+    """The address of the store, which MPI does not set: this machine, if all processes are on one node."""
 
     def derive(source: Mapping[str, str]) -> dict[str, str]:
         one_node = source.get(world_size) == source.get(local_world_size)
@@ -45,14 +45,14 @@ def _meet_here(world_size: str, local_world_size: str) -> Callable[[Mapping[str,
 
 
 def in_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether this is the script of a job, which Slurm starts once; its steps are what `srun` starts."""
+    """Whether this is the script of a job, which Slurm starts once, and not a step, which `srun` starts."""
     in_job = "SLURM_JOB_ID" in environ
     in_step = any(name in environ for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
     return in_job and not in_step
 
 
 def derive_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of torchrun that Slurm's imply, as far as they do."""
+    """Variables of torchrun that follow from those of Slurm."""
     derived = {}
     tasks = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     node = environ.get("SLURM_NODEID", "0")
@@ -72,7 +72,7 @@ def derive_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_of_node(tasks: str, node: int) -> int | None:
-    """Number of tasks on a node, from a list such as "2(x3),1"; None when the list does not reach so far.
+    """Number of tasks on a node, from a list such as "2(x3),1"; None when the list has fewer nodes.
 
     Example:
         >>> [tasks_of_node("2(x2),1", node) for node in range(4)]
@@ -90,7 +90,7 @@ def tasks_of_node(tasks: str, node: int) -> int | None:
 
 
 def first_host(hosts: str) -> str:
-    """First host of Slurm's short form of a list.
+    """First host of a list of hosts in the short form of Slurm.
 
     Example:
         >>> first_host("gpu[007-009,012],login1"), first_host("a,b")
@@ -104,18 +104,18 @@ def _first(environ: Mapping[str, str], *names: str) -> str | None:
 
 
 class Scheme(NamedTuple):
-    """The variables in which one kind of launcher tells a process its place.
+    """The variables in which a type of launcher sets rank and world size.
 
     Args:
-        name: how messages call it.
-        rank: variables that hold the rank, of which the first that is set counts; likewise the next four.
-        world_size: number of processes; its being set shows that this launcher started the process.
-        local_rank: index on the node.
-        local_world_size: number of processes of the node.
+        name: name of the launcher in messages.
+        rank: variables with the rank; the first that is set counts, as for the next four.
+        world_size: world size; this launcher started the process only if such a variable is set.
+        local_rank: rank on the node.
+        local_world_size: number of processes on the node.
         node_rank: index of the node.
-        needs: a variable without which it was not this launcher.
-        unless: tells that the process was not started as one of several although the variables are there.
-        derive: variables of torchrun that those of this launcher imply; what is set comes first.
+        needs: a variable that this launcher always sets.
+        unless: returns whether the launcher started the process alone although the variables are set.
+        derive: returns variables of torchrun that follow from those of this launcher; set variables have precedence.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Scheme(NamedTuple):
     derive: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None
 
     def applies(self, source: Mapping[str, str]) -> bool:
-        """Whether a launcher of this kind started the process."""
+        """Whether a launcher of this type started the process."""
         if _variable(source, self.world_size) is None or (self.needs and not _variable(source, (self.needs,))):
             return False
         return self.unless is None or not self.unless(source)
@@ -173,7 +173,7 @@ SCHEMES: Final = (
         unless=in_batch_script,
         derive=derive_from_slurm,
     ),
-    # Slurm and others speak this part of the interface of Intel MPI too, without telling places on the node.
+    # Slurm and others set this part of the variables of Intel MPI too, without local ranks.
     Scheme(
         "PMI",
         ("PMI_RANK",),
@@ -185,24 +185,23 @@ SCHEMES: Final = (
 )
 
 
-_TOLD: Final = frozenset(scheme.name for scheme in SCHEMES)
+_NAMES: Final = frozenset(scheme.name for scheme in SCHEMES)
 
 
 class Topology(NamedTuple):
-    """The place of one process.
+    """The ranks of one process, and the address of the store.
 
     Args:
-        rank: index among all processes.
-        world_size: number of all processes.
-        local_rank: index among the processes of this node.
-        local_world_size: number of processes of this node.
+        rank: rank of the process.
+        world_size: number of processes of the run.
+        local_rank: rank on this node.
+        local_world_size: number of processes on this node.
         node_rank: index of this node.
-        master_addr: host that serves the store, or None when the process runs alone.
-        master_port: its port.
-        attempt: how often the run was restarted where its attempts share a store, 0 for the first start. Where each
-            has a store of its own it stays 0: a machine that replaced another one counts its own restarts only.
-        scheme: name of the convention the place was read from; "process group" where the script made one by itself, or
-            "alone".
+        master_addr: host of the store; None in a single process.
+        master_port: port of the store.
+        attempt: number of restarts of the run where all attempts share a store. Where each attempt has a store of its
+            own it is always 0, because a machine that replaced another one counts its own restarts only.
+        scheme: name of the scheme that it was read from, "process group" where the script itself made one, or "alone".
     """
 
     rank: int = 0
@@ -217,26 +216,26 @@ class Topology(NamedTuple):
 
     @property
     def distributed(self) -> bool:
-        """Whether a launcher told the process its place, be it as the only one of a run."""
-        return self.scheme in _TOLD
+        """Whether a launcher started the process, also as the only one of a run."""
+        return self.scheme in _NAMES
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its node."""
+        """Whether this is local rank 0."""
         return self.local_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last process of all."""
+        """Whether this is the highest rank."""
         return self.rank == self.world_size - 1
 
     def variables(self) -> dict[str, str]:
-        """The place in the variables of torchrun, which other libraries read."""
+        """The topology as variables of torchrun, which other libraries read."""
         known = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -250,10 +249,10 @@ class Topology(NamedTuple):
 
 
 def read_topology(environ: Mapping[str, str] | None = None) -> Topology:
-    """The place that the environment gives this process; alone when no launcher left a trace.
+    """The topology of this process; a single process when no scheme applies.
 
     Raises:
-        SettingError: a variable is not a number, a rank is missing, or a rank lies outside its world.
+        SettingError: a variable is not a number, a rank is missing, or a rank is not below its world size.
     """
     source = os.environ if environ is None else environ
     for scheme in SCHEMES:
@@ -265,12 +264,12 @@ def read_topology(environ: Mapping[str, str] | None = None) -> Topology:
 
 def _read_scheme(source: Mapping[str, str], scheme: Scheme) -> Topology:
     world_size = _number(source, scheme.world_size, 1)
-    _check_rank_is_told(source, scheme, world_size)
+    _check_rank_is_set(source, scheme, world_size)
     rank = _number(source, scheme.rank, 0)
     local_world_size = _number(source, scheme.local_world_size, world_size)
     local_rank = _number(source, scheme.local_rank, rank % max(local_world_size, 1))
-    _check_place(scheme.rank[0], rank, scheme.world_size[0], world_size)
-    _check_place(scheme.local_rank[0], local_rank, scheme.local_world_size[0], local_world_size)
+    _check_range(scheme.rank[0], rank, scheme.world_size[0], world_size)
+    _check_range(scheme.local_rank[0], local_rank, scheme.local_world_size[0], local_world_size)
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -301,19 +300,19 @@ def _number(source: Mapping[str, str], names: tuple[str, ...], default: int) -> 
     return number
 
 
-def _check_rank_is_told(source: Mapping[str, str], scheme: Scheme, world_size: int) -> None:
+def _check_rank_is_set(source: Mapping[str, str], scheme: Scheme, world_size: int) -> None:
     if world_size > 1 and _variable(source, scheme.rank) is None:
         raise SettingError(
-            f"This process was started as one of {world_size} ({scheme.name}).",
-            f"{scheme.rank[0]} is not set, so it does not know which.",
+            f"Cannot read the rank of this process, one of {world_size} ({scheme.name}).",
+            f"{scheme.rank[0]} is not set.",
             f"Set it, unset {scheme.world_size[0]}, or start the script with `accel launch`, which sets both.",
         )
 
 
-def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
+def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if size < 1 or rank >= size:
         raise SettingError(
-            f"This process was started as {rank_name}={rank} of {size_name}={size}.",
-            "Ranks count from 0 and stay below the number of processes.",
+            f"Cannot use {rank_name}={rank} with {size_name}={size}.",
+            "A rank must be at least 0 and below the number of processes.",
             "Correct the variables, or start the script with `accel launch`, which sets them.",
         )

@@ -1,1 +1,1 @@
-"""Settings: one definition per field, read from flags, variables, config files and arguments. Never imports torch."""
+"""Settings: one definition for each, read from flags, variables, config files and arguments. Never imports torch."""

@@ -1,4 +1,4 @@
-"""Extensions: what installed distributions offer through entry points, found without loading any of it.
+"""Extensions: the entry points of installed distributions in our groups, found without importing them.
 
 `importlib.metadata` reads and parses the metadata of every distribution. This module looks only at the
 `entry_points.txt` files on `sys.path` that mention one of our groups, which is some fifty times quicker.
@@ -20,7 +20,7 @@ _libraries = {"contextlib", "functools", "logging", "threading", "torch", "typin
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is not the user's code: of torch, of this family of packages, or of a loaded extension.
+    """Whether a module belongs to torch, to these packages or to a loaded extension, and not to the user.
 
     Example:
         >>> is_library("accel_ops.collectives"), is_library("train")
@@ -31,16 +31,16 @@ def is_library(module: str) -> bool:
 
 
 def add_library(package: str) -> None:
-    """Count a top-level package as one whose lines are not the user's; `Extension.load` does so for its own."""
+    """Count a top-level package as a library in `is_library`; `Extension.load` does so for its own package."""
     _libraries.add(package)
 
 
 class Extension(NamedTuple):
-    """One entry point: `name = target` in a group, offered by a distribution.
+    """One entry point: `name = target` in a group of a distribution.
 
     Args:
         group: for example "accel.backends".
-        name: the name users choose it by.
+        name: the name by which users select it.
         target: "module:attribute".
         origin: name and version of the distribution, such as "accel-plugins 0.1.0".
     """
@@ -51,7 +51,7 @@ class Extension(NamedTuple):
     origin: str
 
     def load(self) -> Any:
-        """Import the module and return the attribute; whatever the import raises comes through."""
+        """Import the module and return the attribute; errors of the import propagate."""
         import importlib
 
         module, _, attribute = self.target.partition(":")
@@ -63,12 +63,12 @@ class Extension(NamedTuple):
 
 
 def extensions(group: str) -> tuple[Extension, ...]:
-    """Extensions of a group in the order of `sys.path`; of two with the same name and target, the first."""
+    """Extensions of a group in the order of `sys.path`; without later ones of the same name and target."""
     return tuple(found for found in _scan(tuple(sys.path)) if found.group == group)
 
 
 def forget() -> None:
-    """Look again at the next call, after something was installed in the running process."""
+    """Search again at the next call, after an installation by the running process."""
     _scan.cache_clear()
 
 

@@ -22,7 +22,7 @@ def _found(module: str) -> bool:
 
 
 def importable(module: str) -> bool:
-    """Whether `import module` would find something; a folder without an `__init__` counts as found.
+    """Whether `import module` would find a module; a folder without an `__init__` counts.
 
     Example:
         >>> importable("json"), importable("no_such_package")
@@ -34,7 +34,7 @@ def importable(module: str) -> bool:
 
 
 def look_again() -> None:
-    """Forget what was found, because the program itself installed something."""
+    """Search again at the next call, after an installation by the running process."""
     importlib.invalidate_caches()
     _found.cache_clear()
 
@@ -51,10 +51,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 class Requirement(NamedTuple):
-    """A package that a backend, a tracker or a feature needs.
+    """A package that a backend, tracker or feature requires.
 
     Args:
-        module: the name it is imported by, such as "torch_xla".
+        module: its import name, such as "torch_xla".
         distribution: its name on the package index; the module's name by default.
         versions: allowed versions as a specifier such as ">=0.15"; empty for any.
         extra: what to install to get it, such as "accel-plugins[xla]"; the distribution by default.
@@ -66,7 +66,7 @@ class Requirement(NamedTuple):
     extra: str = ""
 
     def obstacle(self) -> str | None:
-        """What stands in the way, in one sentence, or None when the requirement is met."""
+        """Why the requirement is not met, in one sentence; None when it is."""
         name = self.distribution or self.module
         if not importable(self.module):
             return f"The package {name!r} is not installed."
@@ -83,12 +83,15 @@ class Requirement(NamedTuple):
         """The install line."""
         return f'Run: pip install "{self.extra or (self.distribution or self.module) + self.versions}"'
 
-    def demand(self, asked: str) -> None:
-        """Raise unless the requirement is met; `asked` says for what it is needed.
+    def demand(self, failure: str) -> None:
+        """Raise an error unless the requirement is met.
+
+        Args:
+            failure: what fails without the package, as the first part of the error.
 
         Raises:
-            Missing: the package is absent or of another version.
+            Missing: the package is not installed, or its version does not fit.
         """
         obstacle = self.obstacle()
         if obstacle is not None:
-            raise Missing(asked, obstacle, self.remedy())
+            raise Missing(failure, obstacle, self.remedy())

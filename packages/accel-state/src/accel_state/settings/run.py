@@ -9,7 +9,7 @@ __all__ = ("MeshSettings", "OutputSettings", "ProcessSettings", "RunSettings", "
 
 @settings_class
 class ProcessSettings:
-    """Who this process is and on which device it works."""
+    """The device of a process, and how it runs."""
 
     cpu: bool = setting(
         False,
@@ -32,8 +32,8 @@ class ProcessSettings:
         variable="ACCELERATE_DEBUG_MODE",
         flag="--debug",
         key="debug",
-        question="Should more be told about what every process does?",
-        help="Tell more about what every process does.",
+        question="Should every process report more about what it does?",
+        help="Let every process report more about what it does.",
     )
     cpu_affinity: bool = setting(
         False,
@@ -61,7 +61,7 @@ class OutputSettings:
         None,
         type=choice("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET", fold=str.upper),
         variable="ACCELERATE_LOG_LEVEL",
-        help="Level of the loggers that know about processes.",
+        help="Level of the loggers of `get_logger`.",
     )
     enable_rich: bool = setting(
         False,
@@ -106,7 +106,7 @@ class RunSettings:
 
 @settings_class
 class MeshSettings:
-    """Whether the processes form a mesh at all."""
+    """Whether the processes form a mesh; `accel_state.mesh` has its sizes."""
 
     use_parallelism_config: bool = setting(
         False,
@@ -114,7 +114,7 @@ class MeshSettings:
         variable="ACCELERATE_USE_PARALLELISM_CONFIG",
         flag="--use_parallelism_config",
         key="use_parallelism_config",
-        help="Arrange the processes as the ParallelismConfig options say.",
+        help="Build a mesh of the sizes in the ParallelismConfig options.",
         group="ParallelismConfig",
     )
     allow_cp_standalone: bool = setting(
@@ -127,7 +127,7 @@ class MeshSettings:
 
 @settings_class
 class XLASettings:
-    """How torch_xla computes; it has to know before the first tensor lies on a device."""
+    """How torch_xla computes; fixed before the first tensor is on a device."""
 
     fsdp: bool = setting(
         False,
