@@ -29,7 +29,7 @@ def run(library: str, task: str, folder: Path, kind: str, processes: int = 1) ->
     command = [python, str(SCRIPT), task, str(folder), kind]
     port = ReservedPort()
     if processes > 1:
-        place = ["--nproc-per-node", str(processes), "--master-port", str(port.another())]
+        place = ["--nproc-per-node", str(processes), "--master-port", str(port.reserve())]
         command = [python, "-m", "torch.distributed.run", *place, *command[1:]]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
     if library == "ours":
@@ -37,7 +37,7 @@ def run(library: str, task: str, folder: Path, kind: str, processes: int = 1) ->
     try:
         done = run_command(command, timeout=110, env=environment)
     finally:
-        port.give_back()
+        port.release()
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -454,7 +454,7 @@ def test_the_memory_of_a_device_is_shown_beside_that_of_the_host(tmp_path: Path)
 def test_processes_of_another_machine_are_read_from_the_store(tmp_path: Path) -> None:
     port = ReservedPort()
     place = ("--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1")
-    place = (*place, "--main_process_port", str(port.another()), "--machine_rank")
+    place = (*place, "--main_process_port", str(port.reserve()), "--machine_rank")
     (tmp_path / "imports").touch()
     (tmp_path / "slow.py").write_text(WAITS_TO_IMPORT, encoding="utf-8")
     job = Job(tmp_path, *place, "0")
@@ -481,7 +481,7 @@ def test_processes_of_another_machine_are_read_from_the_store(tmp_path: Path) ->
         assert silent["processes"][1]["at"] == at("time.sleep(0.02)")
         assert "The store of the run does not answer" in job.status().stdout
     finally:
-        port.give_back()
+        port.release()
         for launcher in (job.process, first, other):
             launcher.kill()
             launcher.wait()

@@ -242,6 +242,7 @@ REWORDED = (
     "packages/accel-cli/src/**/*.py",
     "packages/accel-data/src/**/*.py",
     "packages/accel-plugins/src/**/*.py",
+    "packages/accel-state/src/**/*.py",
     "packages/accel-torch/src/**/*.py",
     "packages/accel-tracking/src/**/*.py",
     "packages/accelerate/src/**/*.py",

@@ -39,9 +39,9 @@ def played(python: str, processes: int, only: list[str] | None = None, timeout: 
     """Play topics, all when none is named, with a Python on so many processes."""
     port = ReservedPort()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
-        ending.callback(port.give_back)
+        ending.callback(port.release)
         files = [Path(folder) / f"{rank}.jsonl" for rank in range(processes)]
-        common = _environment(processes, port.another())
+        common = _environment(processes, port.reserve())
         started = []
         for rank, file in enumerate(files):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}

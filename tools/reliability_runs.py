@@ -75,7 +75,7 @@ class Run:
     def session(self, folder: Path | None = None) -> Session:
         """A fresh start of the training script."""
         if self.sharded:
-            _place(0, 1, self._reserved.another())
+            _place(0, 1, self._reserved.reserve())
         return Session(folder or self.project, overwrite=self.overwrite, behind=self.behind, sharded=self.sharded)
 
     def save(self) -> None:
@@ -219,7 +219,7 @@ class Together:
 
     def prepare(self) -> None:
         """Choose where the next two processes meet."""
-        self.port = self._reserved.another()
+        self.port = self._reserved.reserve()
 
     def _both(self, function: Callable[[int], None]) -> None:
         ended = faults.run(lambda: function(0), self.project.parent, companion=lambda: function(1))

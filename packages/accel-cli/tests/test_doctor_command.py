@@ -89,8 +89,8 @@ def test_what_is_wrong_between_machines(members, expected):
 def port():
     """A port that nobody else is given meanwhile."""
     reserved = ReservedPort()
-    yield reserved.another()
-    reserved.give_back()
+    yield reserved.reserve()
+    reserved.release()
 
 
 def both(meetings, members):

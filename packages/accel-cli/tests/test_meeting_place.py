@@ -13,7 +13,7 @@ OPTIONS = ["--nnodes=2", "--rdzv-backend=c10d"]
 
 def test_one_agent_of_a_machine_serves_and_the_others_are_guests():
     reserved = ReservedPort()
-    port = reserved.another()
+    port = reserved.reserve()
     first, second = seat_at("127.0.0.1", port), seat_at("127.0.0.1", port)
     assert (first.serves, second.serves) == (True, False)
     assert first.address == second.address == "127.0.0.1"
@@ -21,7 +21,7 @@ def test_one_agent_of_a_machine_serves_and_the_others_are_guests():
     third = seat_at("127.0.0.1", port)
     assert third.serves
     third.claim.close()
-    reserved.give_back()
+    reserved.release()
 
 
 def test_a_machine_whose_address_is_another_one_is_a_guest():

@@ -126,7 +126,7 @@ def test_an_error_that_nobody_catches_names_the_process_that_has_left(tmp_path: 
     port = ReservedPort()
     place = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port.another()),
+        "MASTER_PORT": str(port.reserve()),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -146,7 +146,7 @@ def test_an_error_that_nobody_catches_names_the_process_that_has_left(tmp_path: 
     finally:
         for process in started:
             process.kill()
-        port.give_back()
+        port.release()
     assert [process.returncode for process in started] == [1, 0], said
     assert "train.py" in said[0]
     assert "rank 0 is in all_reduce() at " in said[0].lower(), said[0]

@@ -109,12 +109,12 @@ def test_a_mesh_is_wanted_only_when_the_launcher_says_so(monkeypatch: pytest.Mon
         ({"sp_backend": "megatron"}, SettingError, "sp_backend"),
         ({"tp_handler": 5}, SettingError, "tp_handler=5"),
         ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, SettingError, "TorchContextParallelConfig"),
-        ({"cp_size": 2, "sp_size": 2}, Conflict, "Both divide the sequence"),
+        ({"cp_size": 2, "sp_size": 2}, Conflict, "Both shard the sequence"),
         ({"dp_replicate_size": 2, "tp_size": 2}, Conflict, "dp_shard_size above 1"),
         ({"dp_replicate_size": 2, "cp_size": 2}, Conflict, "dp_shard_size above 1"),
     ],
 )
-def test_arrangements_that_cannot_be(options: dict[str, Any], error: type[Exception], named: str) -> None:
+def test_invalid_sizes_and_handlers_are_refused(options: dict[str, Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         ParallelismConfig(**options)
 

@@ -51,13 +51,13 @@ def test_a_free_port_can_be_listened_on() -> None:
 
 def test_reserved_ports_differ_until_they_are_given_back() -> None:
     holders = [ReservedPort() for _ in range(20)]
-    ports = [holder.another() for holder in holders]
+    ports = [holder.reserve() for holder in holders]
     assert len(set(ports)) == 20
     taken = set(ports)
     one_more = ReservedPort()
-    assert {one_more.another() for _ in range(50)}.isdisjoint(taken)
+    assert {one_more.reserve() for _ in range(50)}.isdisjoint(taken)
     for holder in (*holders, one_more):
-        holder.give_back()
+        holder.release()
 
 
 def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_port_that_is_listened_on_is_not_reserved(monkeypatch: pytest.MonkeyPa
         port = listening.getsockname()[1]
         monkeypatch.setattr("accel_state.testing.processes._PORTS", (port, port))
         with pytest.raises(OSError, match="no free port"):
-            ReservedPort().another()
+            ReservedPort().reserve()
 
 
 def test_what_states_share_is_empty_until_there_is_one() -> None:

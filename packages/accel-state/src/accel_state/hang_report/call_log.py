@@ -37,7 +37,7 @@ class Location:
     """A line of the user's code.
 
     Args:
-        path: the file, relative to the working directory where it lies below it.
+        path: the file, relative to the working directory if it is below it.
         line: number of the line.
     """
 

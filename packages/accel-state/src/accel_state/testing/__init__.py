@@ -1,1 +1,1 @@
-"""What tests of this project and of packages built on it share: clean state, real processes, devices."""
+"""Tools for tests of these packages and of others that use them: clean state, real processes, devices."""

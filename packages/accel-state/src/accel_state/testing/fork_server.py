@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _receive(requests: socket.socket) -> tuple[Any, Sequence[int]] | None:
-    """A request and its descriptors, or None where the other end is closed."""
+    """A request and its descriptors, or None when the other end is closed."""
     message, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
     return (pickle.loads(message), fds) if message else None
 
@@ -190,7 +190,7 @@ def _can_preload(module: str) -> bool:
 
 
 def _preload(modules: Sequence[str]) -> None:
-    """Import modules, as far as this process finds them, and spare the forked processes their garbage collection."""
+    """Import the modules that this process finds, and exclude their objects from garbage collection."""
     for module in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
@@ -200,7 +200,7 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def _report_ended(children: dict[int, int]) -> None:
-    """Tell the owner of each process that has ended how it ended."""
+    """Send the exit code of each process that has ended."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -212,7 +212,7 @@ def _report_ended(children: dict[int, int]) -> None:
 
 
 def _become_member(output: int, environment: Mapping[str, str], path: list[str], folder: str) -> None:
-    """Make a forked process what a new interpreter would be."""
+    """Give a forked process the session, output, environment and paths of a new interpreter."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -245,7 +245,7 @@ def _module(name: str, file: str) -> ModuleType:
 
 
 def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dict[str, str]) -> tuple[Any, str | None]:
-    """What a function returned, or the traceback of what it raised."""
+    """The return value of a function, or the traceback of its error."""
     with fresh(launched=True):
         try:
             found: Any = _module(name, file)
@@ -254,16 +254,16 @@ def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dic
             publish(place)
             return found(*args), None
         except BaseException:
-            told = traceback.format_exc()
+            error = traceback.format_exc()
             _end_reducers()
-            return None, told
+            return None, error
 
 
 def _end_reducers() -> None:
-    """Free what DistributedDataParallel holds of the process groups, while the groups still stand.
+    """Free the reducers of DistributedDataParallel before their process groups.
 
-    The frames of an error keep a model until after they have gone. Then its reducer would end their threads while it
-    holds the interpreter's lock, for which these threads may be waiting.
+    The frames of an error keep a model alive longer than the groups. Its reducer would then end the threads of the
+    groups while it holds the interpreter lock, for which these threads may be waiting.
     """
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is None:
@@ -284,7 +284,7 @@ def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:
 
 
 def _next_call(calls: IO[bytes]) -> Any:
-    """What to call, or None where no call follows."""
+    """The next call, or None at the end."""
     try:
         return pickle.load(calls)
     except EOFError:
@@ -299,7 +299,7 @@ def serve(calls_from: int, answers_to: int) -> NoReturn:
         answers_to: the descriptor that answers are written to.
     """
     torch.set_num_threads(1)
-    # Whoever runs the tests in the background may ignore interrupts, which this process would inherit.
+    # A shell that runs the tests in the background ignores interrupts, and this process would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where processes are not forked from this one (Python 3.14 and newer), each would import it anew.
     multiprocessing.set_forkserver_preload(["torch"])
@@ -308,7 +308,7 @@ def serve(calls_from: int, answers_to: int) -> NoReturn:
         value, error = _call(*call)
         sys.stdout.flush()
         _answer(answers, value, error)
-    # Taking torch down piece by piece would last longer than most calls.
+    # An orderly exit of torch takes longer than most calls.
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(0)

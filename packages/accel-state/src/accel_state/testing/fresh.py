@@ -1,4 +1,4 @@
-"""A clean state for a test: what belongs to the process is as in a new one, and as before when the block ends."""
+"""A clean state for a test: the process is like a new one inside a block, and like before after it."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ LAUNCH_VARIABLES = frozenset(
         for name in names
     }
 )
-"""Variables by which a launcher tells a process its place."""
+"""Variables in which launchers set ranks and world sizes."""
 
 _PREFIXES = ("ACCELERATE_", "ACCEL_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 
 @contextmanager
 def fresh(launched: bool = False) -> Iterator[None]:
-    """Run a block as in a new process: no state, no settings in the environment, no process group left behind.
+    """Run a block as in a new process: without state, process groups and settings in the environment.
 
-    When it ends, environment, generators, threads, processors, default dtype and the level of the root logger are as
-    before, whatever the block did.
+    Afterwards environment, generators, threads, processors, default dtype and the level of the root logger are as
+    before.
 
     Args:
-        launched: keep the variables by which a launcher told this process its place.
+        launched: keep the variables in which a launcher set the rank of this process.
     """
     restore = _keep()
     _end()
@@ -63,7 +63,7 @@ def fresh(launched: bool = False) -> Iterator[None]:
 
 
 def _keep() -> list[Callable[[], Any]]:
-    """What puts everything back that a test may change."""
+    """Functions that restore everything that a test may change."""
     environment = dict(os.environ)
     python, host = random.getstate(), torch.get_rng_state()
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
@@ -101,7 +101,7 @@ def _keep_devices() -> Iterator[Callable[[], Any]]:
 
 
 def _is_open(family: Any) -> bool:
-    """Whether the device was used already; asking it for its generators would open it, and forbid forks."""
+    """Whether the device is initialised; reading its generators would initialise it, and prevent forks."""
     asked = getattr(family.module, "is_initialized", None)
     return asked is None or bool(asked())
 
@@ -124,10 +124,10 @@ def _end() -> None:
 
 
 def _forget_meshes() -> None:
-    """Let DTensor forget what it has worked out: it names meshes whose groups are gone, also for equal new meshes."""
+    """Clear the cache of DTensor: it has meshes whose groups are gone, and uses them for equal new meshes."""
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return
-    # A torch that keeps it elsewhere is not refused: what it does then shows in the tests of this module.
+    # A torch without this cache needs nothing; the tests of this module show whether that is so.
     with suppress(AttributeError):
         tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

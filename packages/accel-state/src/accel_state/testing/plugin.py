@@ -60,10 +60,10 @@ __all__ = (
 
 
 SIMULATED: Final = "simulated"
-"""The kind of device that is made of CPU memory, see `accel_state.testing.simulated_device`."""
+"""The device type that is made of CPU memory, see `accel_state.testing.simulated_device`."""
 
 GPU_PROCESSES: Final = int(os.environ.get("GPU_PROCESSES", "1"))
-"""How many processes tests start that give each process a GPU of its own."""
+"""Number of processes in tests that give each process a GPU."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """See that each mark says what is different on a GPU."""
+    """Raise for a mark that does not say what is different on a GPU."""
     silent = [item.nodeid for item in items for mark in item.iter_markers("cuda") if not mark.kwargs.get("differs")]
     if silent:
         raise pytest.UsageError(
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs more GPUs than there are."""
+    """Skip a test that needs more GPUs than this machine has."""
     needed = max((mark.kwargs.get("gpus", 1) for mark in item.iter_markers("cuda")), default=0)
     if needed and needed > _gpus_here():
         pytest.skip(f"needs {needed} NVIDIA GPU{'s' if needed > 1 else ''}, and there are {_gpus_here()}")
@@ -96,7 +96,7 @@ def _gpus_here() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Keep collections short: torch and thousands of tests are objects by the million, none of which ever goes."""
+    """Keep garbage collections short: torch and thousands of tests are millions of objects that stay alive."""
     gc.collect()
     gc.freeze()
 
@@ -118,12 +118,12 @@ def on_devices(*others: str, differs: str, gpus: int = 1) -> Any:
     """Decorator: run a test on a CUDA device, and on others; it takes the device from the fixture `device`.
 
     Args:
-        others: "cpu" and "simulated", where the body shows something there.
+        others: "cpu" and "simulated", where the test is meaningful there.
         differs: in one line, what is different on a GPU.
-        gpus: how many GPUs the test needs.
+        gpus: number of GPUs that the test needs.
     """
     if SIMULATED in others:
-        # It has to be known to torch before the first backward pass of this process.
+        # torch must know it before the first backward pass of this process.
         import accel_state.testing.simulated_device  # noqa: F401
     cuda = pytest.param("cuda", marks=pytest.mark.cuda(differs=differs, gpus=gpus))
     return pytest.mark.parametrize("device", [*others, cuda], indirect=True)
@@ -131,7 +131,7 @@ def on_devices(*others: str, differs: str, gpus: int = 1) -> Any:
 
 @contextmanager
 def working_on(kind: str, memory: int = 2**30) -> Iterator[None]:
-    """Let a process state that is made inside the block choose this kind of device.
+    """Let a state that is created inside the block use this device type.
 
     Args:
         kind: "cpu", "simulated" or "cuda".
@@ -150,7 +150,7 @@ def working_on(kind: str, memory: int = 2**30) -> Iterator[None]:
 
 @contextmanager
 def room_for(device: torch.device, size: int) -> Iterator[None]:
-    """Leave `size` bytes of a device's memory to this process, until the block ends."""
+    """Limit the free memory of a device for this process to `size` bytes, inside the block."""
     if device.type != "cuda":
         held = torch.empty(family_of(device).free_memory() - size, dtype=torch.uint8, device=device)
         yield
@@ -179,7 +179,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Callable[[int], Processes]]:
-    """Gives the group of as many processes as it is called with; the tests of a module share it.
+    """A function that returns a group of so many processes; the tests of a module share the groups.
 
     Example:
         def test_ranks(processes):
@@ -222,5 +222,5 @@ def four(processes: Callable[[int], Processes]) -> Processes:
 
 @pytest.fixture(scope="module")
 def gpus(processes: Callable[[int], Processes]) -> Processes:
-    """As many processes as the variable GPU_PROCESSES says, for tests that give each process a GPU; one without it."""
+    """As many processes as the variable GPU_PROCESSES says, by default one, for tests that give each process a GPU."""
     return processes(GPU_PROCESSES)

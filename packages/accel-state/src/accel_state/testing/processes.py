@@ -44,27 +44,27 @@ __all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "ReservedPort"
 
 _GRACE = 5.0
 _END = 60.0
-"""Seconds until a process that was killed, or has closed its pipe, has ended even on a busy machine."""
+"""Seconds within which a killed process ends, even on a busy machine."""
 
 _NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
-"""What keeps the C library from asking a name server.
+"""Keeps the C library from querying a name server.
 
-torch asks it for the name of every peer, and where its answer is lost a process stands still for five seconds. Names
-that the machine knows by itself, such as localhost, are found all the same.
+torch resolves the name of every peer, and where the answer is lost a process waits for five seconds. Names that the
+machine resolves itself, such as localhost, still work.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did with a call.
+    """The result of a call on one rank.
 
     Args:
-        rank: which one.
-        value: what the function returned.
+        rank: the rank.
+        value: the return value of the function.
         error: the traceback as text, or None.
         exitcode: exit code of a process that died (negative for a signal), else None.
-        output: what it printed meanwhile.
-        hung: whether it was still busy when time was up.
+        output: what it printed during the call.
+        hung: whether it was still busy at the timeout.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class ProcessesFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ended."""
+    """The result of a command."""
 
     returncode: int
     stdout: str
@@ -103,14 +103,14 @@ class Finished:
 
 
 class Processes:
-    """A group of real processes that have imported torch and take calls.
+    """A group of real processes that have imported torch and run functions.
 
-    Each call starts from a clean state and a rendezvous of its own. After a rank died or hung the group is started anew
-    at the next call.
+    Each call has a clean state and a rendezvous of its own. After a rank died or hung, the next call starts new
+    processes.
 
     Args:
         count: number of processes.
-        timeout: seconds a call may take.
+        timeout: timeout of a call in seconds.
     """
 
     def __init__(self, count: int, timeout: float = 100.0) -> None:
@@ -135,10 +135,10 @@ class Processes:
         """Call a function on every rank and return each rank's value.
 
         Args:
-            function: a module-level function; sent by the file and name it stands under.
-            args: what it is called with; pickled.
-            timeout: seconds, instead of the group's.
-            environment: variables set during the call.
+            function: a module-level function; the processes import it by its file and name.
+            args: its arguments, pickled.
+            timeout: timeout in seconds, instead of that of the group.
+            environment: variables to set during the call.
 
         Raises:
             ProcessesFailed: a rank raised, died or hung.
@@ -155,13 +155,13 @@ class Processes:
         timeout: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
-        """Like `run`, but what went wrong is returned, not raised."""
+        """Like `run`, but returns failures and does not raise."""
         if any(member.process.poll() is not None for member in self._members):
             self.close()
         if not self._members:
             self._members = [_Member(rank, self.count) for rank in range(self.count)]
         module = sys.modules[function.__module__]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.another()), **(environment or {})}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.reserve()), **(environment or {})}
         call = (module.__name__, module.__file__, function.__qualname__, args, place)
         for member in self._members:
             member.send(call)
@@ -178,11 +178,11 @@ class Processes:
         for member in self._members:
             member.end()
         self._members = []
-        self._port.give_back()
+        self._port.release()
 
 
 class _Member:
-    """One process of a group: calls go in through a pipe, answers come back through another, output goes to a file."""
+    """One process of a group, with a pipe for calls, a pipe for answers, and a file for its output."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
@@ -226,9 +226,9 @@ class _Member:
         return self.output.read().decode(errors="replace")
 
     def dismiss(self) -> None:
-        """Tell it that no call follows.
+        """Send the end of calls.
 
-        It cannot learn that from the pipe's end where a process that the tests forked holds the pipe as well.
+        The end of the pipe is not enough where a process that the tests forked has the pipe as well.
         """
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(None, self._calls)
@@ -252,7 +252,7 @@ class _Member:
 
 _starting = threading.Lock()
 _servers: dict[int, ForkServer] = {}
-"""A server for each rank: strings hash differently in each, so that tests see what depends on the order of a set."""
+"""A server for each rank: strings hash differently in each, so that tests notice code that depends on set order."""
 
 
 def _start(
@@ -281,16 +281,16 @@ def run_command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
-    """Run a command and return how it ended; its whole process group is ended when time is up.
+    """Run a command, and end its process group at the timeout.
 
     Args:
         argv: the command.
-        timeout: seconds it may take.
+        timeout: timeout in seconds.
         env: variables in addition to those of this process.
-        cwd: folder to run it in.
+        cwd: its working directory.
 
     Raises:
-        AssertionError: it was still running when time was up; the message shows what it printed.
+        AssertionError: the command was still running at the timeout; the message has its output.
     """
     process = subprocess.Popen(
         list(argv),
@@ -309,7 +309,7 @@ def run_command(
         shown = stdout.decode(errors="replace") + stderr.decode(errors="replace")
         raise AssertionError(f"{' '.join(argv)} was still running after {timeout} s:\n{shown}") from None
     except BaseException:
-        # The time limit of the test itself, or an interrupt: neither the command nor its pipes live on.
+        # The timeout of the test itself, or an interrupt: end the command and its pipes.
         _end(process)
         process.communicate()
         raise
@@ -338,8 +338,8 @@ def _loopback() -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a command and its group.
 
-    Launchers start workers in sessions of their own, and end them when SIGTERM comes. A worker that lives on would hold
-    the pipes open, and reading them would never end.
+    Launchers start workers in sessions of their own, and end them on SIGTERM. A surviving worker would keep the pipes
+    open, and reading them would never end.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -357,34 +357,34 @@ def _kill(process: Forked | subprocess.Popen[bytes]) -> None:
 
 
 _PORTS: Final = (20000, 31999)
-"""Below the ports that systems give to connections: one that was free a moment ago may be taken by now."""
+"""Below the ports that operating systems assign to connections; a free one of those may be in use a moment later."""
 
 _TRIES: Final = 1000
 _random: Final = random.SystemRandom()
 
 
 class ReservedPort:
-    """One port at a time, of which no other `ReservedPort` of this machine has the same."""
+    """A port that no other `ReservedPort` of this machine has at the same time."""
 
     def __init__(self) -> None:
         self._lock: IO[str] | None = None
 
-    def another(self) -> int:
-        """A port on which nobody listens; the one before is given back.
+    def reserve(self) -> int:
+        """A port on which no program listens; releases the port before.
 
         Raises:
-            OSError: none was found.
+            OSError: there is no such port.
         """
-        self.give_back()
+        self.release()
         for _ in range(_TRIES):
             port = _random.randint(*_PORTS)
             if self._take(port) and _can_be_listened_on(port):
                 return port
-            self.give_back()
+            self.release()
         raise OSError(f"no free port between {_PORTS[0]} and {_PORTS[1]}")
 
-    def give_back(self) -> None:
-        """Let others have the port."""
+    def release(self) -> None:
+        """Let other objects reserve the port."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

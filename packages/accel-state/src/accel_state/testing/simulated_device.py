@@ -51,10 +51,10 @@ class _Allocation:
 
     def __init__(self, memory: _Memory, size: int) -> None:
         memory.take(size)
-        weakref.finalize(self, self._give_back, memory, size)
+        weakref.finalize(self, self._free, memory, size)
 
     @staticmethod
-    def _give_back(memory: _Memory, size: int) -> None:
+    def _free(memory: _Memory, size: int) -> None:
         memory.used -= size
 
 

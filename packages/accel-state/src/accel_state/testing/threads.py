@@ -48,15 +48,14 @@ def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: 
 
     Args:
         count: number of ranks.
-        function: what each rank calls; it begins without a state.
-        args: what it is called with; all ranks get the same objects.
-        timeout: seconds that all of it may take.
+        function: the function that each rank calls; it begins without a state.
+        args: its arguments; all ranks get the same objects.
+        timeout: timeout in seconds.
 
     Raises:
-        ProcessesFailed: a rank raised, or was still busy when time was up; the message shows the traceback of each,
-            and where it was.
-        SettingError: there is no such number of ranks.
-        NotReady: other ranks are threads of this process.
+        ProcessesFailed: a rank raised, or was still busy at the timeout; the message has the traceback of each.
+        SettingError: the number of ranks is below 1.
+        NotReady: this process already runs ranks as threads.
 
     Example:
         >>> from accel_state import PartialState
@@ -64,12 +63,12 @@ def run_as_threads(count: int, function: Callable[..., T], *args: Any, timeout: 
         [0, 1, 2]
     """
     if count < 1:
-        raise SettingError(f"Cannot run {count} ranks.", "There has to be one at least.", "Give a number from 1.")
+        raise SettingError(f"Cannot run {count} ranks.", "There must be at least one rank.", "Give 1 or more.")
     if not _one_world.acquire(blocking=False):
         raise NotReady(
             f"Cannot run {count} ranks as threads.",
-            "Other ranks are threads of this process.",
-            "Let them end first, or call this in another process.",
+            "This process already runs ranks as threads.",
+            "Wait until they have ended, or call this in another process.",
         )
     try:
         return _World(count, function, args).run(timeout)
@@ -82,8 +81,8 @@ class _World:
 
     Args:
         count: number of ranks.
-        function: what each rank calls.
-        args: what it is called with.
+        function: the function that each rank calls.
+        args: its arguments.
     """
 
     def __init__(self, count: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -122,7 +121,7 @@ class _World:
         return [outcome.value for outcome in outcomes]
 
     def _wait(self, deadline: float) -> list[Outcome]:
-        """What became of each rank, once all have ended or time is up."""
+        """The outcome of each rank, when all have ended or at the timeout."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         frames = sys._current_frames()
@@ -140,7 +139,7 @@ class _World:
         return [hung.get(rank) or outcome or Outcome(rank, hung=True) for rank, outcome in ended]
 
     def _rank(self, rank: int) -> None:
-        """What the thread of one rank does."""
+        """The body of the thread of one rank."""
         try:
             dist.init_process_group("threaded", rank=rank, world_size=len(self._threads), store=self._store)
             try:
@@ -150,8 +149,8 @@ class _World:
             self._outcomes[rank] = Outcome(rank, value)
         except BaseException as error:
             woken = isinstance(error, SystemExit) and multi_threaded_pg.ProcessLocalGroup._terminate.is_set()
-            told = "It waited for a rank that had failed.\n" if woken else traceback.format_exc()
-            self._outcomes[rank] = Outcome(rank, error=told)
+            reason = "It waited for a rank that had failed.\n" if woken else traceback.format_exc()
+            self._outcomes[rank] = Outcome(rank, error=reason)
             _wake()
 
 
