@@ -27,6 +27,8 @@ LIGHT = (
     ("accel-state", "accel_state/hang_report/rank_status.py"),
     ("accel-state", "accel_state/hang_report/report.py"),
     ("accel-state", "accel_state/labels.py"),
+    ("accel-state", "accel_state/lazy.py"),
+    ("accel-state", "accel_state/network.py"),
     ("accel-state", "accel_state/proc.py"),
     ("accel-state", "accel_state/run_status/*.py"),
     ("accel-state", "accel_state/topology.py"),
