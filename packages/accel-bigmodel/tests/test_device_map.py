@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from accel_bigmodel import (
 from accel_bigmodel.device_map import check_device_same, resolve_device
 from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.tied import device_of_name
+from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
 
 
@@ -65,7 +67,7 @@ def test_budgets_are_sorted_and_read() -> None:
     free = get_max_memory()
     assert free["cpu"] > 2**20
     for wrong in ({"gpu": 1}, {-1: 1}, {True: 1}):
-        with pytest.raises(SettingError, match="index of an accelerator"):
+        with pytest.raises(SettingError, match="indices of accelerators"):
             get_max_memory(wrong)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="'lots'"):
         get_max_memory({0: "lots"})
@@ -187,6 +189,25 @@ def test_a_budget_of_all_devices_that_is_too_small_is_refused_with_name_and_numb
     assert infer_auto_device_map(Model(), {"cpu": 100}) == {"": "disk"}
 
 
+def test_a_budget_that_is_too_small_names_the_missing_bytes_and_the_nearest_map_that_fits() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with pytest.raises(SettingError) as refused:
+        infer_auto_device_map(model, {0: 160, "cpu": 160, "disk": 100})
+    assert "the budget {0: 160, 'cpu': 160, 'disk': 100}: 60 bytes are missing" in str(refused.value)
+    nearest = {"0": 0, "1": "cpu", "2": "disk", "3": "disk"}
+    assert f"Raise the budget of 'disk' to 160 bytes. The nearest device map that fits is then {nearest}" in str(
+        refused.value
+    )
+    assert infer_auto_device_map(model, {0: 160, "cpu": 160, "disk": 160}) == nearest
+
+
+def test_the_nearest_map_of_a_large_model_is_shortened() -> None:
+    with init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
+    with pytest.raises(SettingError, match=r"'9': 'cpu', and 20 more\}"):
+        infer_auto_device_map(model, {"cpu": 80 * 20, "disk": 80})
+
+
 def test_sizes_in_another_dtype_decide() -> None:
     assert infer_auto_device_map(Model(), {0: 450}, dtype="float16") == {"": 0}
     special = {"emb.weight": torch.float32}
@@ -236,7 +257,7 @@ def test_the_report_says_why_in_a_table_and_bars(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "it fits" in shown
     assert "160 bytes did not fit" not in shown
-    assert "80 bytes did not fit on 0: 228 bytes left, 160 bytes of them kept to bring in 'head'" in shown
+    assert "80 bytes did not fit on 0: 228 bytes left, 160 bytes of them kept to load 'head'" in shown
     assert "   cpu  [###########............................." in shown
     assert "disk  612 bytes used, no bound" in shown
     pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib")
@@ -270,14 +291,14 @@ def test_a_device_map_must_fit_the_model() -> None:
     with pytest.raises(SettingError, match=r"no device to: head\.weight, scale|no device to: scale, head\.weight"):
         check_device_map(Model(), {"emb": 0, "blocks": 0, "norm": 0})
     for wrong in ("nowhere", -1, None, 1.5):
-        with pytest.raises(SettingError, match="is no device"):
+        with pytest.raises(SettingError, match="is not a device"):
             check_device_map(Model(), {"": wrong})  # type: ignore[dict-item]
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     for missing in ("disk", "cuda:99", 99, "xpu:3"):
-        with pytest.raises(SettingError, match="Use the device"):
+        with pytest.raises(SettingError, match="Cannot use the device"):
             resolve_device(missing)
     with pytest.raises(SettingError, match="computed on the disk"):
         resolve_device("disk")
@@ -300,6 +321,7 @@ def calls_of(blocks: int) -> int:
     sys.setprofile(count)
     try:
         infer_auto_device_map(model, {0: total // 3, "cpu": total // 3}, ["Block"])
+        layout_of(model, infer_auto_device_map(model, {0: total // 3, "cpu": total // 3}, clean_result=False))
         get_balanced_memory(model, {0: total, 1: total})
     finally:
         sys.setprofile(before)
@@ -308,3 +330,21 @@ def calls_of(blocks: int) -> int:
 
 def test_work_grows_with_the_model_not_with_its_square() -> None:
     assert calls_of(400) < 4.5 * calls_of(100)
+
+
+def memory_of(blocks: int, width: int) -> int:
+    with init_empty_weights():
+        model = Model(blocks=blocks, width=width)
+    total = compute_module_sizes(model)[""]
+    tracemalloc.start()
+    try:
+        infer_auto_device_map(model, {0: total // 3, "cpu": total // 3}, offload_buffers=True)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_grows_with_the_number_of_modules_not_with_their_sizes() -> None:
+    small, wide = memory_of(100, 4), memory_of(100, 4096)
+    assert wide < 1.1 * small
+    assert memory_of(400, 4) < 4.5 * small

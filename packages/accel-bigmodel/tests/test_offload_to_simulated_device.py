@@ -144,7 +144,7 @@ def test_a_budget_is_the_free_memory_of_each_device() -> None:
     report = infer_auto_device_map(Net(blocks=40))
     assert {0, 1, "cpu"} <= set(report.values())
     assert resolve_device(1) == SECOND
-    with pytest.raises(SettingError, match="Use the device 2"):
+    with pytest.raises(SettingError, match="Cannot use the device 2"):
         resolve_device(2)
 
 

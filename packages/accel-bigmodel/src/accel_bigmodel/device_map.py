@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accel_bigmodel.placement import OFFLOADED, Budget, Packing, Placement, get_max_memory, pieces_of
+from accel_bigmodel.placement import OFFLOADED, Budget, DevicePacking, Misfit, Placement, get_max_memory, pieces_of
 from accel_bigmodel.sizes import Dtype, convert_bytes
 from accel_bigmodel.tied import device_of_name
 from accel_state.devices.select import best_family, family_of
@@ -94,8 +94,10 @@ def explain_device_map(
     classes = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
     budget = get_max_memory(max_memory)
     pieces = pieces_of(model, classes, dtype, special_dtypes)
-    packing = Packing(pieces, budget, fallback_allocation)
+    packing = DevicePacking(pieces, budget, fallback_allocation)
     packing.run()
+    if packing.misfit is not None:
+        raise _too_large(packing, packing.misfit)
     missing = 0 if offload_buffers else _missing_for_buffers(packing)
     if missing:
         warnings.warn(
@@ -104,26 +106,43 @@ def explain_device_map(
             UserWarning,
             stacklevel=3,
         )
-    placed = {name: placement for placement in packing.placements for name in placement.piece.names}
-    blocks = _blocks({name: placed[name] for piece in pieces for name in piece.names})
+    blocks = _blocks(packing)
     return DeviceMapReport(_simplified(blocks), blocks, tuple(packing.placements), dict(budget), dict(packing.used))
 
 
-def _blocks(placed: Mapping[str, Placement]) -> dict[str, Any]:
+def _blocks(packing: DevicePacking) -> dict[str, Any]:
     """Devices by the highest names that were not split: all below is on the device that was filled at their turn."""
-    arrived: dict[str, Any] = {}
+    found = {name: placement for placement in packing.placements for name in placement.piece.names}
+    placed = {name: found[name] for piece in packing.pieces for name in piece.names}
+    reached: dict[str, Any] = {}
     split = {""}
+    prefixes_of = _Prefixes()
     for name, placement in placed.items():
-        for prefix in _prefixes(name):
-            if placement.device != arrived.setdefault(prefix, placement.arrived):
+        for prefix in prefixes_of[name]:
+            if placement.device != reached.setdefault(prefix, placement.reached):
                 split.add(prefix)
     return {
-        next((prefix for prefix in _prefixes(name) if prefix not in split), name): placement.device
+        next((prefix for prefix in prefixes_of[name] if prefix not in split), name): placement.device
         for name, placement in placed.items()
     }
 
 
-def _missing_for_buffers(packing: Packing) -> int:
+def _too_large(packing: DevicePacking, misfit: Misfit) -> SettingError:
+    """The error for a model that the budget cannot hold, with the nearest device map."""
+    last = list(packing.used)[-1]
+    nearest = _simplified(_blocks(packing))
+    shown = ", ".join(f"{name!r}: {device!r}" for name, device in list(nearest.items())[:10])
+    more = f", and {len(nearest) - 10} more" if len(nearest) > 10 else ""
+    left = ", ".join(f"{device}: {free}" for device, free in misfit.left.items())
+    return SettingError(
+        f"Cannot place the model under the budget {dict(packing.budget)}: {packing.missing} bytes are missing.",
+        f"{misfit.piece.names[0]!r} takes {misfit.piece.size} bytes, and no device has them (left: {left}).",
+        f"Raise the budget of {last!r} to {packing.used[last]} bytes. The nearest device map that fits is then "
+        f"{{{shown}{more}}}. Without 'disk' in the budget, the disk has no bound.",
+    )
+
+
+def _missing_for_buffers(packing: DevicePacking) -> int:
     """Bytes of the buffers of offloaded modules, which accelerators hold at the same time, where none has room."""
     offloaded = [p.piece for p in packing.placements if p.device in OFFLOADED]
     buffers = sum(piece.buffers for piece in offloaded)
@@ -152,21 +171,30 @@ def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> di
 
 def _simplified(device_map: Mapping[str, Any]) -> dict[str, Any]:
     """One pass: which devices each name has below it, then the highest names that put several entries on one."""
-    below: dict[str, list[Any]] = {}
+    first: dict[str, Any] = {}
+    several, mixed = set[str](), set[str]()
+    prefixes_of = _Prefixes()
     for name, device in device_map.items():
-        for prefix in _prefixes(name):
-            below.setdefault(prefix, []).append(device)
-    merged = {prefix for prefix, devices in below.items() if len(devices) > 1 and len(set(devices)) == 1}
+        for prefix in prefixes_of[name]:
+            if prefix not in first:
+                first[prefix] = device
+                continue
+            several.add(prefix)
+            if first[prefix] != device:
+                mixed.add(prefix)
+    merged = several - mixed
     result: dict[str, Any] = {}
     for name, device in device_map.items():
-        result.setdefault(next((prefix for prefix in _prefixes(name) if prefix in merged), name), device)
+        result.setdefault(next((prefix for prefix in prefixes_of[name] if prefix in merged), name), device)
     return result
 
 
-def _prefixes(name: str) -> list[str]:
-    """The name and every module above it, from the root down."""
-    parts = name.split(".") if name else []
-    return ["", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
+class _Prefixes(dict[str, tuple[str, ...]]):
+    """Name to the names of all modules above it, from the root down, and itself; each is made once."""
+
+    def __missing__(self, name: str) -> tuple[str, ...]:
+        made = self[name] = (*self[name.rpartition(".")[0]], name) if name else ("",)
+        return made
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
@@ -175,7 +203,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     Raises:
         SettingError: it names devices that are none, or leaves tensors without a device.
     """
-    asked = f"Place {type(model).__name__} by a device map with {len(device_map)} entries."
+    failure = f"Cannot place {type(model).__name__} by a device map with {len(device_map)} entries."
     names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
@@ -189,24 +217,24 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
             stacklevel=2,
         )
     for device in set(device_map.values()):
-        _check_form(asked, device)
+        _check_form(failure, device)
     persistent = {*model.state_dict(keep_vars=True), *parameters}
     left = [name for name in tensors if name in persistent and device_of_name(name, device_map) is None]
     if left:
         more = f", and {len(left) - 10} more" if len(left) > 10 else ""
         raise SettingError(
-            asked, f"It gives no device to: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
+            failure, f"It gives no device to: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
         )
 
 
-def _check_form(asked: str, device: Any) -> None:
+def _check_form(failure: str, device: Any) -> None:
     if device == "disk" or (isinstance(device, int) and device >= 0):
         return
     try:
         torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise SettingError(
-            asked, f"{device!r} is no device.", 'Use an index, "cpu", "disk" or a torch device.'
+            failure, f"{device!r} is not a device.", 'Use an index, "cpu", "disk" or a torch device.'
         ) from error
 
 
@@ -216,21 +244,21 @@ def resolve_device(device: Device) -> torch.device:
     Raises:
         SettingError: there is no such device here, or it is "disk".
     """
-    asked = f"Use the device {device!r}."
+    failure = f"Cannot use the device {device!r}."
     family = best_family() if isinstance(device, int) else None
     if device == "disk" or (family is not None and family is family_of("cpu")):
         obstacle = "Nothing is computed on the disk." if device == "disk" else "There is no accelerator here."
-        raise SettingError(asked, obstacle, 'Name "cpu", or a device that is present.')
+        raise SettingError(failure, obstacle, 'Name "cpu", or a device that is present.')
     resolved = torch.device(family.name, int(device)) if family is not None else torch.device(device)  # type: ignore[arg-type]
     if resolved.type == "meta":
         return resolved
     try:
         family = family_of(resolved)
     except NotOffered as error:
-        raise SettingError(asked, error.obstacle, error.remedy) from error
+        raise SettingError(failure, error.obstacle, error.remedy) from error
     if not family.present() or (resolved.index or 0) >= max(family.count(), 1):
         raise SettingError(
-            asked, f"{family.count() if family.present() else 0} of that kind are present.", "Name another."
+            failure, f"{family.count() if family.present() else 0} of its kind are present.", "Name another."
         )
     return resolved
 

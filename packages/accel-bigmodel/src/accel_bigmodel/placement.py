@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -17,7 +17,8 @@ __all__ = (
     "HOST",
     "OFFLOADED",
     "Budget",
-    "Packing",
+    "DevicePacking",
+    "Misfit",
     "Piece",
     "Placement",
     "fallback_allocate",
@@ -55,8 +56,8 @@ def get_max_memory(max_memory: Budget | None = None) -> dict[int | str, int]:
     unknown = [device for device in sizes if not _is_index(device) and device not in OFFLOADED]
     if unknown:
         raise SettingError(
-            f"A memory budget for the device {unknown[0]!r} was given.",
-            "Budgets are given by the index of an accelerator, for 'cpu' and for 'disk'.",
+            f"Cannot use a memory budget for the device {unknown[0]!r}.",
+            "The keys of a budget are indices of accelerators, 'cpu' and 'disk'.",
             'Write max_memory={0: "10GB", "cpu": "30GB"}.',
         )
     if isinstance(max_memory, dict):
@@ -115,7 +116,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Piece:
-    """What must lie on one device: a layer, a block that stays whole or a lone tensor, and what shares weights with it.
+    """What must be on one device: a layer, a block that is not split or a single tensor, and what shares its weights.
 
     Args:
         names: of the modules and tensors, in the order of the model.
@@ -132,24 +133,25 @@ class Piece:
     @property
     def largest(self) -> tuple[int, str]:
         """Bytes and name of its largest layer."""
+        if len(self.names) == 1:
+            return self.sizes[0], self.names[0]
         return max(zip(self.sizes, self.names, strict=True), key=lambda pair: pair[0])
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a piece went and why.
 
     Args:
         piece: the piece.
         device: the device that has it.
         reason: why it is there.
-        arrived: the device that was filled when the packing came to the piece.
+        reached: the device that was filled when the packing reached the piece.
     """
 
     piece: Piece
     device: int | str
     reason: str
-    arrived: int | str
+    reached: int | str
 
 
 def pieces_of(
@@ -161,69 +163,79 @@ def pieces_of(
     """The pieces of a model in its order, from one walk over its modules."""
     walk = _Walk(frozenset(no_split_module_classes or ()), byte_counter(dtype, special_dtypes))
     walk.visit("", model)
+    sizes, buffers = walk.sizes, walk.buffers
     pieces = []
-    for group in _tied_together([keys for _, keys in walk.layers]):
-        members = [walk.layers[number] for number in group]
+    for members in _tied_together(walk.layers):
+        own_sizes = [sum([sizes[key] for key in own]) for _, own in members]
         keys = members[0][1] if len(members) == 1 else set[int]().union(*(own for _, own in members))
-        own_sizes = [sum([walk.sizes[key] for key in own]) for _, own in members]
-        size = own_sizes[0] if len(members) == 1 else sum(walk.sizes[key] for key in keys)
-        in_buffers = sum(walk.sizes[key] for key in keys & walk.buffers) if walk.buffers else 0
+        size = own_sizes[0] if len(members) == 1 else sum([sizes[key] for key in keys])
+        in_buffers = sum([sizes[key] for key in keys & buffers]) if buffers else 0
         pieces.append(Piece([name for name, _ in members], own_sizes, size, in_buffers))
     return pieces
 
 
-class _Walk:
-    """One pass over a model: its layers, whole blocks and lone tensors, each with the identities of its tensors."""
+_Layer: TypeAlias = "tuple[str, set[int]]"
+"""Name of a layer, block or tensor, and the identities of its tensors."""
 
-    def __init__(self, whole: frozenset[str], count: Callable[[str, Tensor], int]) -> None:
-        self.whole, self.count = whole, count
-        self.layers: list[tuple[str, set[int]]] = []
+
+class _Walk:
+    """One pass over a model: its layers, unsplit blocks and single tensors, each with the identities of its tensors."""
+
+    def __init__(self, unsplit: frozenset[str], count: Callable[[str, Tensor], int]) -> None:
+        self.unsplit, self.count = unsplit, count
+        self.layers: list[_Layer] = []
         self.sizes: dict[int, int] = {}
         self.buffers: set[int] = set()
 
     def visit(self, name: str, module: nn.Module) -> None:
         # Every name of a module that has several counts, unlike in named_children().
-        if name and (not module._modules or type(module).__name__ in self.whole):
+        if name and (not module._modules or type(module).__name__ in self.unsplit):
             keys = set[int]()
             self._collect(f"{name}.", module, keys)
             self.layers.append((name, keys))
             return
         prefix = f"{name}." if name else ""
-        self.layers += [(prefix + leaf, {self._note(prefix + leaf, t)}) for leaf, t in _own(module._parameters)]
+        self._add_each(prefix, module._parameters)
         for child, inner in module._modules.items():
             if inner is not None:
                 self.visit(prefix + child, inner)
-        for leaf, buffer in _own(module._buffers):
-            self.buffers.add(id(buffer))
-            self.layers.append((prefix + leaf, {self._note(prefix + leaf, buffer)}))
+        if module._buffers:
+            self._add_each(prefix, module._buffers)
+            self.buffers.update(map(id, module._buffers.values()))
+
+    def _add_each(self, prefix: str, tensors: Mapping[str, Tensor | None]) -> None:
+        for leaf in tensors:
+            if tensors[leaf] is not None:
+                keys = set[int]()
+                self._note(prefix, {leaf: tensors[leaf]}, keys)
+                self.layers.append((prefix + leaf, keys))
 
     def _collect(self, prefix: str, module: nn.Module, keys: set[int]) -> None:
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                keys.add(self._note(prefix + leaf, parameter))
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                keys.add(self._note(prefix + leaf, buffer))
-                self.buffers.add(id(buffer))
+        if module._parameters:
+            self._note(prefix, module._parameters, keys)
+        if module._buffers:
+            self._note(prefix, module._buffers, keys)
+            self.buffers.update(map(id, module._buffers.values()))
         for child, inner in module._modules.items():
             if inner is not None:
                 self._collect(f"{prefix}{child}.", inner, keys)
 
-    def _note(self, name: str, tensor: Tensor) -> int:
-        key = id(tensor)
-        if key not in self.sizes:
-            self.sizes[key] = self.count(name, tensor)
-        return key
+    def _note(self, prefix: str, tensors: Mapping[str, Tensor | None], keys: set[int]) -> None:
+        """Add the identities of tensors to `keys`, and their sizes to those that are known."""
+        sizes = self.sizes
+        for leaf, tensor in tensors.items():
+            if tensor is not None:
+                key = id(tensor)
+                keys.add(key)
+                if key not in sizes:
+                    sizes[key] = self.count(prefix + leaf, tensor)
 
 
-def _own(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
-    return [(leaf, tensor) for leaf, tensor in tensors.items() if tensor is not None]
-
-
-def _tied_together(members: Sequence[set[int]]) -> list[list[int]]:
-    """Numbers of the sets, those that overlap directly or through others in one group, in the order of their first."""
+def _tied_together(layers: Sequence[_Layer]) -> list[list[_Layer]]:
+    """The layers, those that share tensors directly or through others in one group, in the order of their first."""
+    members = [keys for _, keys in layers]
     if sum(map(len, members)) == len(set[int]().union(*members)):
-        return [[number] for number in range(len(members))]
+        return [[layer] for layer in layers]
     root = list(range(len(members)))
 
     def find(number: int) -> int:
@@ -237,18 +249,18 @@ def _tied_together(members: Sequence[set[int]]) -> list[list[int]]:
         for key in keys:
             a, b = sorted((find(first.setdefault(key, number)), find(number)))
             root[b] = a
-    groups: dict[int, list[int]] = {}
-    for number in range(len(members)):
-        groups.setdefault(find(number), []).append(number)
+    groups: dict[int, list[_Layer]] = {}
+    for number, layer in enumerate(layers):
+        groups.setdefault(find(number), []).append(layer)
     return list(groups.values())
 
 
 @dataclass
-class Packing:
+class DevicePacking:
     """Fills devices one after the other, in the order of the model, never above a budget.
 
-    The first accelerator and the host also keep room for the largest layer still to be placed: what ends up further
-    down is brought there when its turn comes.
+    The first accelerator and the host also keep room for the largest layer that is still to be placed: an offloaded
+    layer is loaded there for its forward.
 
     Args:
         pieces: what to place.
@@ -257,6 +269,8 @@ class Packing:
             the first that fits.
         used: bytes taken on each device.
         left: bytes that were free on each device that was full, without those kept for the layers after the next piece.
+        misfit: the first piece that no device had room for; it and the later ones are on the last device, above its
+            budget. None when everything fits.
     """
 
     pieces: Sequence[Piece]
@@ -265,25 +279,27 @@ class Packing:
     used: dict[int | str, int] = field(default_factory=dict)
     left: dict[int | str, int] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
+    misfit: Misfit | None = None
+
+    def __post_init__(self) -> None:
+        accelerators = [device for device in self.budget if device not in OFFLOADED]
+        self._reserving = {*accelerators[:1], HOST}
+        self._devices = [*self.budget, *([] if DISK in self.budget else [DISK])]
 
     def run(self) -> list[Placement]:
-        """Place everything.
-
-        Raises:
-            SettingError: a piece fits nowhere.
-        """
-        devices = [*self.budget, *([] if DISK in self.budget else [DISK])]
+        """Place everything."""
+        devices = self._devices
         self.used = dict.fromkeys(devices, 0)
         waiting = list(self.pieces)
         rest = _largest_after(waiting)
         position, number, passed = 0, 0, ""
-        arrived = devices[0]
+        reached = devices[0]
         while number < len(waiting):
             piece, device = waiting[number], devices[position]
-            if self._fits(piece.size, device, rest[number + 1]):
-                self._place(piece, device, passed, arrived)
+            if self.misfit is not None or self._fits(piece.size, device, rest[number + 1]):
+                self._place(piece, device, passed, reached)
                 number += 1
-                arrived = device
+                reached = device
                 continue
             passed = self._obstacle(piece, device, rest[number + 1])
             moved = self._fall_back(waiting, number, device) if self.fallback else []
@@ -296,9 +312,16 @@ class Packing:
             self.left[device] = self._room(device, rest[number + 1][0]) or 0
             position += 1
             if position == len(devices):
-                raise self._too_small(piece)
-        self._warn_of_no_room()
+                position -= 1
+                self.misfit = Misfit(piece, {device: self.free(device) for device in devices})
+        if self.misfit is None:
+            self._warn_of_no_room()
         return self.placements
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the last device lacks."""
+        return -(self.free(self._devices[-1]) or 0) if self.misfit is not None else 0
 
     @property
     def execution_device(self) -> int | str:
@@ -315,22 +338,17 @@ class Packing:
             return None
         return free - largest_later if device in self._reserving else free
 
-    @property
-    def _reserving(self) -> list[int | str]:
-        """The first accelerator and the host."""
-        return [*[device for device in self.budget if device not in OFFLOADED][:1], HOST]
-
     def _fits(self, size: int, device: int | str, later: tuple[int, str]) -> bool:
         room = self._room(device, later[0])
         return room is None or size <= room
 
-    def _place(self, piece: Piece, device: int | str, passed: str, arrived: int | str) -> None:
+    def _place(self, piece: Piece, device: int | str, passed: str, reached: int | str) -> None:
         self.used[device] += piece.size
-        self.placements.append(Placement(piece, device, passed or "it fits", arrived))
+        self.placements.append(Placement(piece, device, passed or "it fits", reached))
 
     def _obstacle(self, piece: Piece, device: int | str, later: tuple[int, str]) -> str:
         free, room = self.free(device) or 0, self._room(device, later[0]) or 0
-        reserved = f", {convert_bytes(free - room)} of them kept to bring in {later[1]!r}" if room < free else ""
+        reserved = f", {convert_bytes(free - room)} of them kept to load {later[1]!r}" if room < free else ""
         return f"{convert_bytes(piece.size)} did not fit on {device}: {convert_bytes(free)} left{reserved}"
 
     def _fall_back(self, waiting: Sequence[Piece], number: int, device: int | str) -> list[Piece]:
@@ -351,10 +369,10 @@ class Packing:
     def _warn_of_no_room(self) -> None:
         """Name the offloaded layer that the device which computes it has no room for."""
         device = self.execution_device
-        brought = [p.piece.largest for p in self.placements if p.device in OFFLOADED and p.device != device]
-        if not brought or device not in self.budget:
+        offloaded = [p.piece.largest for p in self.placements if p.device in OFFLOADED and p.device != device]
+        if not offloaded or device not in self.budget:
             return
-        size, name = max(brought)
+        size, name = max(offloaded)
         if size > (self.free(device) or 0):
             _log.warning(
                 "%s has insufficient memory to compute the offloaded layer %r, which needs %s; %s are left under the "
@@ -366,21 +384,24 @@ class Packing:
                 dict(self.budget),
             )
 
-    def _too_small(self, piece: Piece) -> SettingError:
-        left = ", ".join(f"{device}: {self.free(device)}" for device in self.used)
-        return SettingError(
-            f"Place the model under the budget {dict(self.budget)}.",
-            f"{piece.names[0]!r} takes {piece.size} bytes, and no device has them (left: {left}).",
-            "Raise the budget, or leave 'disk' out of it so that it has no bound.",
-        )
+
+class Misfit(NamedTuple):
+    """A piece that no device had room for, and the bytes that were left on each; None where there is no bound."""
+
+    piece: Piece
+    left: Mapping[int | str, int | None]
 
 
 def _largest_after(pieces: Sequence[Piece]) -> list[tuple[int, str]]:
     """For each number, the largest layer among the pieces from there on; one entry more than there are pieces."""
-    largest = [(0, "")]
+    largest = (0, "")
+    after = [largest]
     for piece in reversed(pieces):
-        largest.append(max(largest[-1], piece.largest, key=lambda pair: pair[0]))
-    return largest[::-1]
+        own = piece.largest
+        if own[0] > largest[0]:
+            largest = own
+        after.append(largest)
+    return after[::-1]
 
 
 def get_module_size_with_ties(
@@ -405,7 +426,7 @@ def get_module_size_with_ties(
         found = next(((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")), None)
         if found is None:
             raise SettingError(
-                f"Count the parameter {tied!r} with the module that shares it.",
+                f"Cannot count the parameter {tied!r} with the module that shares it.",
                 "None of the given modules has it.",
                 "Give the modules that are still to be placed.",
             )
