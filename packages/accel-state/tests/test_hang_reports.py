@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from accel_state.hang_report.call_log import CallLog, Location, locate
-from accel_state.hang_report.rank_status import RankStatus, capture
-from accel_state.hang_report.report import describe, format_ranks
+from accel_state.hang_report.rank_status import RankStatus, capture_status
+from accel_state.hang_report.report import describe_ranks, format_ranks
 from accel_state.settings import extension
 
 IN_GATHER = RankStatus(17, "gather", "eval.py:88", True, "", "")
@@ -28,7 +28,7 @@ NOWHERE = RankStatus(0, "", "", False, "train.py:2", "")
 
 def described_now(seen: dict[int, RankStatus], world_size: int) -> str:
     """The sentence for statuses that were captured just now."""
-    return describe({rank: replace(status, time=time.time()) for rank, status in seen.items()}, world_size)
+    return describe_ranks({rank: replace(status, time=time.time()) for rank, status in seen.items()}, world_size)
 
 
 def test_processes_in_one_place_share_a_sentence_and_the_smallest_group_comes_first() -> None:
@@ -60,7 +60,7 @@ def test_processes_in_one_place_share_a_sentence_and_the_smallest_group_comes_fi
     ],
 )
 def test_each_state_has_its_words(status: RankStatus, words: str) -> None:
-    told = describe({0: status}, 1, {0: 60.0 if status.time == 1.0e9 else 0.0})
+    told = describe_ranks({0: status}, 1, {0: 60.0 if status.time == 1.0e9 else 0.0})
     # Names of tests must be the same in every process that collects them.
     assert told.startswith(words.replace("{pid}", str(os.getpid())))
 
@@ -96,7 +96,7 @@ def test_a_process_that_has_ended_is_gone_even_before_its_parent_waits_for_it() 
     try:
         ended_pid = ended.pid
         deadline = time.monotonic() + 30
-        while "gone" not in describe({0: replace(IN_GATHER, pid=ended_pid)}, 1):
+        while "gone" not in describe_ranks({0: replace(IN_GATHER, pid=ended_pid)}, 1):
             assert time.monotonic() < deadline
     finally:
         ended.wait()
@@ -105,7 +105,7 @@ def test_a_process_that_has_ended_is_gone_even_before_its_parent_waits_for_it() 
 
 
 def test_a_process_of_another_machine_is_not_looked_up_here() -> None:
-    assert "gone" not in describe({0: replace(IN_GATHER, pid=2**22 + 1, host="elsewhere")}, 1)
+    assert "gone" not in describe_ranks({0: replace(IN_GATHER, pid=2**22 + 1, host="elsewhere")}, 1)
 
 
 def test_of_many_places_the_rest_is_counted() -> None:
@@ -129,15 +129,15 @@ def test_a_status_survives_the_journey() -> None:
 
 def test_a_status_has_the_active_call_and_then_the_last_one() -> None:
     log = CallLog()
-    assert capture(log).number == 0
+    assert capture_status(log).number == 0
     log.enter("gather")
     line = sys._getframe().f_lineno - 1
-    first = capture(log, stack=True)
+    first = capture_status(log, stack=True)
     assert first.active
     assert first.called_at.endswith(f"test_hang_reports.py:{line}")
     assert first.main_thread_at.endswith(f"test_hang_reports.py:{line + 2}")
     log.leave()
-    second = capture(log)
+    second = capture_status(log)
     assert not second.active
     assert second.main_thread_at == ""
     assert (second.number, second.operation) == (1, "gather")
@@ -161,7 +161,7 @@ def test_a_status_never_has_a_completed_call_as_active() -> None:
     try:
         for _ in range(2000):
             completed = next((done.number for done in log.recent(1)), 0)
-            seen = capture(log)
+            seen = capture_status(log)
             assert not seen.active or seen.number > completed
     finally:
         ended.set()

@@ -20,7 +20,7 @@ from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.hang_report.call_log import Location, UserFrame, locate, main_thread_frame
 from accel_state.hang_report.rank_status import (
     STATUS_FOLDER,
-    Progress,
+    TrainingProgress,
     WorldStatus,
     read_world_status,
     request_world_status,
@@ -233,7 +233,7 @@ def test_py_spy_shows_the_stack_of_a_process_also_of_a_stopped_one(
 
 
 def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress, clock = Progress(), 100.0
+    progress, clock = TrainingProgress(), 100.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     assert progress.pace() == (0, 0.0, 0.0)
     for steps in (4, 6, 6, 8):
@@ -246,7 +246,7 @@ def test_the_pace_follows_from_the_steps_that_were_seen(monkeypatch: pytest.Monk
 
 
 def test_an_activity_has_the_line_that_began_it() -> None:
-    progress = Progress()
+    progress = TrainingProgress()
     assert progress.activity() is None
     with progress.during("saving"), progress.during("loading"):
         activity = progress.activity()

@@ -13,7 +13,7 @@ import pytest
 
 from accel_state import PartialState
 from accel_state.hang_report.rank_status import STATUS_FOLDER, read_statuses, request_stacks
-from accel_state.hang_report.report import describe
+from accel_state.hang_report.report import describe_ranks
 from accel_state.process import wait_for_everyone
 from accel_state.testing.processes import Processes
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).name
 def until(text: str, folder: Path) -> str:
     """The sentence for the files, as soon as it contains a text."""
     deadline = time.monotonic() + 60
-    while text not in (said := describe(read_statuses(str(folder)), 2)):
+    while text not in (said := describe_ranks(read_statuses(str(folder)), 2)):
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
     return said

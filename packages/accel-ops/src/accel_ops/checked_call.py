@@ -28,7 +28,7 @@ from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
-from accel_state.hang_report.report import describe
+from accel_state.hang_report.report import describe_ranks
 from accel_state.protocol import CallDescription, HeaderCall, fingerprint_of, protocol_state
 from accel_state.transport.base import Transport
 
@@ -410,7 +410,7 @@ def where_is_everyone() -> str:
     while not monitor.always_reads and snapshot.taken < asked and time.monotonic() < asked + _LONGEST_READ:
         time.sleep(0.02)
         snapshot = monitor.snapshot()
-    return describe(snapshot.statuses, transport.world_size, snapshot.ages)
+    return describe_ranks(snapshot.statuses, transport.world_size, snapshot.ages)
 
 
 def recent_calls(count: int | None = None) -> tuple[Call, ...]:

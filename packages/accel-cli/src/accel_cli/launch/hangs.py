@@ -17,7 +17,7 @@ from typing import Final
 from accel_cli.launch.report import ending
 from accel_state.hang_report.call_log import IMPORT
 from accel_state.hang_report.rank_status import STATUS_FOLDER, RankStatus, read_statuses, request_stacks
-from accel_state.hang_report.report import describe
+from accel_state.hang_report.report import describe_ranks
 from accel_state.proc import process_info, state_of
 from accel_state.run_status.find import announce_run
 
@@ -129,7 +129,7 @@ class HangWatch:
     def _described(self) -> str:
         size = self._world_size if self._world_size is not None else max(self._seen, default=-1) + 1
         known = range(size) if self._world_size is not None else sorted(self._seen)
-        sentences = [describe(self._seen, size, known=known) + "."]
+        sentences = [describe_ranks(self._seen, size, known=known) + "."]
         sentences += [f"Process {rank} {ending(code)}." for rank, code in sorted(self._codes().items())]
         return "\n  ".join((*sentences, *_in_the_system(self._seen.items())))
 

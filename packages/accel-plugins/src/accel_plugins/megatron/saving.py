@@ -39,7 +39,8 @@ def save(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     place = folder / FOLDER
     if _is_first():
         place.mkdir(parents=True, exist_ok=True)
-    _everyone_is_here()
+    # The folder exists now.
+    wait_for_everyone()
     state = _sharded(engine, loading=False, optimizer=not plugin.no_save_optim)
     state[_GENERATORS] = _generators()
     state["degrees"] = _degrees(plugin)
@@ -173,11 +174,6 @@ def _is_first() -> bool:
     import torch.distributed as dist
 
     return dist.get_rank() == 0
-
-
-def _everyone_is_here() -> None:
-    """Wait until the folder exists."""
-    wait_for_everyone()
 
 
 def _look_through(asked: str, place: Path) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from weakref import WeakSet
 
 from accel_state.errors import StoreUnreachable
 from accel_state.hang_report.call_log import CallLog, UserFrame
-from accel_state.hang_report.rank_status import EXITED_NORMALLY, RankStatus, StatusFile, WorldStatus, capture
+from accel_state.hang_report.rank_status import EXITED_NORMALLY, RankStatus, StatusFile, WorldStatus, capture_status
 from accel_state.transport.control import ControlStore
 from accel_state.transport.shutdown import exit_exception
 
-__all__ = ("ALWAYS_READ_UP_TO", "TICK", "HangMonitor", "Snapshot")
+__all__ = ("ALWAYS_READ_UP_TO", "TICK", "HangMonitor", "WorldSnapshot")
 
 TICK: Final = 0.5
 """Seconds between two captures."""
@@ -54,7 +54,7 @@ _POLLS: Final = 5
 _REQUEST_KEY: Final = "hang_report/request"
 
 
-class Snapshot(NamedTuple):
+class WorldSnapshot(NamedTuple):
     """The statuses of all ranks, as far as this one knows them.
 
     Args:
@@ -123,7 +123,9 @@ class HangMonitor:
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=_JOIN_TIMEOUT)
-        last = replace(capture(self._log), left=f"with {error}" if (error := exit_exception()) else EXITED_NORMALLY)
+        last = replace(
+            capture_status(self._log), left=f"with {error}" if (error := exit_exception()) else EXITED_NORMALLY
+        )
         if self._file is not None:
             self._file.write(last)
         if self._control is not None and self._failed is None and not self._thread.is_alive():
@@ -140,12 +142,12 @@ class HangMonitor:
         self._requests = True
         return now
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> WorldSnapshot:
         """The statuses of all ranks, with a new one of this rank. Does not wait."""
         now = time.monotonic()
-        statuses = {**self._statuses, self._rank: capture(self._log, True, self.pinned)}
+        statuses = {**self._statuses, self._rank: capture_status(self._log, True, self.pinned)}
         arrived = {**self._arrived, self._rank: now}
-        return Snapshot(statuses, {rank: now - at for rank, at in arrived.items()}, self._taken, self._failed)
+        return WorldSnapshot(statuses, {rank: now - at for rank, at in arrived.items()}, self._taken, self._failed)
 
     def _run(self) -> None:
         while True:
@@ -160,7 +162,7 @@ class HangMonitor:
                 self._stacks_until = now + _STACKS_FOR
             if self._file is not None:
                 stack = self._file.stack_requested() or stack
-                self._file.write(capture(self._log, stack, self.pinned))
+                self._file.write(capture_status(self._log, stack, self.pinned))
             if self._control is not None and (requests or now >= self._try_again):
                 self._use_store(now, stack, requests)
             if self._file is not None and writes_world:
@@ -206,7 +208,7 @@ class HangMonitor:
             self._failed = None
             return True
         self._publish_at = now + _PUBLISH_EVERY
-        return self._publish(capture(self._log, stack, self.pinned))
+        return self._publish(capture_status(self._log, stack, self.pinned))
 
     def _publish(self, status: RankStatus) -> bool:
         assert self._control is not None

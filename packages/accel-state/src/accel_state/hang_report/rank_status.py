@@ -37,11 +37,11 @@ __all__ = (
     "STATUS_FOLDER",
     "Activity",
     "Pace",
-    "Progress",
     "RankStatus",
     "StatusFile",
+    "TrainingProgress",
     "WorldStatus",
-    "capture",
+    "capture_status",
     "host_with_namespaces",
     "read_statuses",
     "read_world_status",
@@ -86,7 +86,7 @@ class Pace(NamedTuple):
     seconds: float
 
 
-class Progress:
+class TrainingProgress:
     """The progress of one process.
 
     Attributes:
@@ -139,7 +139,7 @@ class Progress:
         return Pace(steps, (more - fewer) / (last - first) if last > first else 0.0, now - last)
 
 
-PROGRESS: Final = Progress()
+PROGRESS: Final = TrainingProgress()
 """That of this process."""
 
 # ---------------------------------------------------------------------- the status of a rank
@@ -222,7 +222,7 @@ class RankStatus:
         return f"{inside}, {before}" if at else before
 
 
-def capture(log: CallLog, stack: bool = False, pinned: UserFrame | None = None) -> RankStatus:
+def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None = None) -> RankStatus:
     """The status of this process.
 
     Args:

@@ -20,13 +20,13 @@ from accel_state.hang_report.rank_status import RankStatus, host_with_namespaces
 from accel_state.proc import State, state_of
 
 if TYPE_CHECKING:
-    from accel_state.hang_report.monitor import HangMonitor, Snapshot
+    from accel_state.hang_report.monitor import HangMonitor, WorldSnapshot
 
 __all__ = (
     "MISSED",
     "collective_error",
-    "describe",
     "describe_all_ranks",
+    "describe_ranks",
     "extend_error",
     "format_ranks",
 )
@@ -42,7 +42,7 @@ _MOST_GROUPS: Final = 16
 _HELPLESS: Final = frozenset({"ended", "stopped"})
 
 
-def describe(
+def describe_ranks(
     statuses: Mapping[int, RankStatus],
     world_size: int,
     ages: Mapping[int, float] | None = None,
@@ -191,7 +191,7 @@ def describe_all_ranks(monitor: HangMonitor, rank: int, world_size: int) -> str:
 def _everyone(monitor: HangMonitor, rank: int, world_size: int, termination: _Termination) -> tuple[str, list[int]]:
     """Where all ranks are, and which of them this one waited for."""
     snapshot = _answers(monitor, world_size, termination)
-    where = describe(snapshot.statuses, world_size, snapshot.ages)
+    where = describe_ranks(snapshot.statuses, world_size, snapshot.ages)
     note = ""
     if snapshot.store_failed is not None and world_size > 1:
         note = (
@@ -210,7 +210,7 @@ def _collective_of(status: RankStatus) -> tuple[int, str]:
     return (status.number, status.operation) if status.active else (0, status.main_thread_in)
 
 
-def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -> Snapshot:
+def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -> WorldSnapshot:
     """The statuses once all ranks have answered or cannot, time is up, or this process received SIGTERM.
 
     Where the store does not answer, a rank that published just before may be about to end, and gets the time to.

@@ -28,7 +28,7 @@ from accel_state.topology import Topology
 from accel_state.transport.base import LocalTransport, Transport
 from accel_state.transport.control import find_absent
 
-__all__ = ("backend_for", "init_transport", "topology_of_group")
+__all__ = ("init_transport", "process_group_backend", "topology_of_group")
 
 _GRACE: Final = timedelta(seconds=2)
 """What torch is given beyond the timeout to report by itself."""
@@ -47,7 +47,7 @@ _rendezvous_counts: Counter[tuple[str, int]] = Counter()
 """How often this process met others at a URL; a second rendezvous must not read the keys of the first one."""
 
 
-def backend_for(family: DeviceFamily, requested: str | None) -> str:
+def process_group_backend(family: DeviceFamily, requested: str | None) -> str:
     """Name of the torch.distributed backend for a device family; `requested` wins where it can move its tensors.
 
     "nccl" is what the interface has as its default, so on another family it means "by device".
@@ -108,7 +108,7 @@ def init_transport(
     no_address = topology.master_addr is None or topology.master_port is None
     if topology.world_size == 1 and (no_address or not dist.is_available()):
         return LocalTransport(device), None
-    chosen = backend_for(family, backend)
+    chosen = process_group_backend(family, backend)
     store = _init_store(topology, init_method, limit)
     try:
         return _connect(topology, family, device, chosen, store, limit), chosen
