@@ -174,7 +174,7 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
         load_checkpoint_in_model(Net(), tmp_path / "missing")
     with pytest.raises(SettingError, match="'atuo'"):
         load_checkpoint_and_dispatch(Net(), tmp_path, device_map="atuo")
-    with pytest.raises(SettingError, match="parts on the disk"):
+    with pytest.raises(SettingError, match="Cannot load parts of Net to the disk"):
         load_checkpoint_in_model(Net(), tmp_path, {"": "cpu", "head": "disk"})
     with pytest.warns(UserWarning, match=": haed"), pytest.raises(SettingError, match="no device to: "):
         load_checkpoint_in_model(Net(), tmp_path, {"haed": "cpu"})
@@ -312,5 +312,5 @@ def test_only_the_first_process_reads(two: Processes, tmp_path: Path, meta: bool
 
 def test_what_the_first_process_meets_every_process_raises(two: Processes, tmp_path: Path) -> None:
     first, second = two.run(missing_everywhere, str(tmp_path / "nothing"))
-    assert first == second
+    assert second.replace("Process 0 failed: ", "") == first
     assert "no such file" in first

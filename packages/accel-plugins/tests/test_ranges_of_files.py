@@ -10,7 +10,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from accel_bigmodel.weight_files.header import read_header
+from accel_bigmodel.weight_files.metadata import read_header
 from accel_plugins.checkpoint import ranges
 from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, record_of
 from accel_plugins.checkpoint.ranges import hash_of, place_of, range_ends

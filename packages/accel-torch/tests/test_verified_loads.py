@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.weight_files.header import read_header
+from accel_bigmodel.weight_files.metadata import read_header
 from accel_plugins.checkpoint import verification
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify

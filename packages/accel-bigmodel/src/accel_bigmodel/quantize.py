@@ -16,15 +16,11 @@ from torch import Tensor, nn
 
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
 from accel_bigmodel.dispatch import dispatch_model, is_offloaded, main_device_of
-from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.load import chosen_map
-from accel_bigmodel.load_names import refuse_empty
-from accel_bigmodel.loading import Loading
+from accel_bigmodel.load import Loading, chosen_map, refuse_empty
 from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placement import OFFLOADED, Budget
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
-from accel_bigmodel.weight_files.reading import find_weights
 from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
 from accel_state.labels import CustomDtype
@@ -360,7 +356,7 @@ def load_and_quantize_model(
         quantising.convert()
     else:
         loading = Loading(model, chosen, offload_folder, dtype_of=quantising.dtype_of, place=quantising.place)
-        report = loading.run(find_weights(local_checkpoint(weights_location)), strict=False)
+        report = loading.run(weights_location, strict=False)
         refuse_empty(model, report, weights_location)
     setattr(model, f"is_loaded_in_{8 if config.load_in_8bit else 4}bit", True)
     return dispatch_model(model, chosen, offload_dir=offload_folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_bigmodel.weight_files.header import read_header
-from accel_bigmodel.weight_files.index import read_index
+from accel_bigmodel.weight_files.metadata import Entry, read_header, read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
+from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.torch_files import check_torch_file
 from accel_ops.pickle_check import PickleRefused
 from accel_state.errors import CheckpointError
 
-__all__ = ("WeightFile", "WeightSource", "find_weights", "load_weights", "load_weights_file")
+__all__ = (
+    "FileWeight",
+    "WeightFile",
+    "WeightSource",
+    "find_weights",
+    "load_weights",
+    "load_weights_file",
+    "open_weights",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,9 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[WeightSource, ...]:
         path = _in_folder(path)
     if not path.is_file():
         raise CheckpointError(
-            f"Load weights from {str(path)!r}.", "There is no such file or folder.", "Check the spelling of the path."
+            f"Cannot load weights from {str(path)!r}.",
+            "There is no such file or folder.",
+            "Check the spelling of the path.",
         )
     if path.suffix != ".json":
         return (WeightSource(path),)
@@ -101,7 +113,7 @@ def _in_folder(folder: Path) -> Path:
         return indexes[0]
     found = f"{len(indexes)} index files: {', '.join(index.name for index in indexes)}" if indexes else "no index file"
     raise CheckpointError(
-        f"Load weights from the folder {str(folder)!r}.",
+        f"Cannot load weights from the folder {str(folder)!r}.",
         f"It holds neither {WEIGHTS_NAME} nor {SAFE_WEIGHTS_NAME}, and {found}.",
         "Name the weight file or the index itself.",
     )
@@ -115,7 +127,7 @@ def _load_safetensors(path: Path, device: str, names: tuple[str, ...] | None) ->
 
 
 class WeightFile:
-    """An open safetensors file, checked, whose weights are mapped one by one.
+    """A safetensors file whose header is checked, and whose weights are mapped one by one.
 
     Args:
         path: the file.
@@ -129,10 +141,6 @@ class WeightFile:
         self.path = path
         self.header = read_header(path)
         self._device = device
-        with self._typed():
-            # safetensors itself knows no device "meta".
-            opened: Any = safe_open(path, framework="pt", device="cpu" if device == "meta" else device)
-            self._file = opened.__enter__()
 
     def get(self, name: str) -> Tensor:
         """A weight.
@@ -142,8 +150,14 @@ class WeightFile:
         """
         _check_present(self.path, [name], self.header.entries)
         with self._typed():
-            weight: Tensor = self._file.get_tensor(name)
+            weight: Tensor = self._opened.get_tensor(name)
         return weight.to(self._device)
+
+    @cached_property
+    def _opened(self) -> Any:
+        # safetensors itself knows no device "meta".
+        opened: Any = safe_open(self.path, framework="pt", device="cpu" if self._device == "meta" else self._device)
+        return opened.__enter__()
 
     @contextmanager
     def _typed(self) -> Iterator[None]:
@@ -151,10 +165,89 @@ class WeightFile:
             yield
         except (SafetensorError, OSError, AttributeError) as error:
             raise CheckpointError(
-                f"Read the weights in {str(self.path)!r}.",
+                f"Cannot read the weights in {str(self.path)!r}.",
                 f"{type(error).__name__}: {error}",
                 "Fetch the file again, or install a safetensors and torch that know its dtypes.",
             ) from error
+
+
+class FileWeight:
+    """A weight in a file that was checked; nothing of it is read yet.
+
+    Attributes:
+        path: the file.
+        name: its name there.
+        shape: its shape.
+        dtype: its dtype.
+        entry: where its bytes are; None in a file of `torch.save`.
+    """
+
+    def __init__(self, name: str, path: Path, held: WeightFile | Tensor) -> None:
+        self.name, self.path = name, path
+        self._held = held
+        self.entry: Entry | None = None
+        if isinstance(held, Tensor):
+            self.shape, self.dtype = tuple(held.shape), held.dtype
+        else:
+            self.entry = held.header.entries[name]
+            self.shape, self.dtype = self.entry.shape, _torch_dtype(path, name, self.entry)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def mapped(self) -> Tensor:
+        """The weight, mapped from its file where that can be."""
+        return self._held if isinstance(self._held, Tensor) else self._held.get(self.name)
+
+    def read_into(self, reader: RangeReader, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        """Let a reader fill a tensor with the weight, or with the part that has the shape of the tensor.
+
+        Args:
+            starts: first index of the part in each dimension.
+        """
+        if self.entry is not None:
+            reader.add(target, self.path, self.entry.begin, self.dtype, self.shape, starts)
+            return
+        weight = self.mapped()
+        for dimension, start in enumerate(starts or ()):
+            weight = weight.narrow(dimension, start, target.shape[dimension])
+        reader.add_copy(target, weight)
+
+
+def open_weights(sources: Iterable[WeightSource]) -> dict[str, FileWeight]:
+    """All weights of a checkpoint by name; every file is checked before the first one is read.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or corrupted, holds Python objects other than weights, lacks a
+            weight that the index places there, or has a dtype that torch does not know.
+    """
+    found: dict[str, FileWeight] = {}
+    for source in sources:
+        held: Mapping[str, Any]
+        if is_safetensors(source.path):
+            file = WeightFile(source.path)
+            held = dict.fromkeys(file.header.entries, file)
+        else:
+            held = _load_torch(source.path, "cpu")
+        names = tuple(held) if source.names is None else source.names
+        _check_present(source.path, names, held)
+        # What `get_extra_state` of a module returned may be something else.
+        weights = {name: held[name] for name in names if isinstance(held[name], (Tensor, WeightFile))}
+        found.update({name: FileWeight(name, source.path, weight) for name, weight in weights.items()})
+    return found
+
+
+def _torch_dtype(path: Path, name: str, entry: Entry) -> torch.dtype:
+    dtype = getattr(torch, entry.torch_dtype or "none", None)
+    if dtype is None:
+        raise CheckpointError(
+            f"Cannot read {name!r} at offset {entry.begin} of {str(path)!r}.",
+            f"torch {torch.__version__} does not know its dtype {entry.dtype}.",
+            "Install a torch that does, or convert the checkpoint.",
+        )
+    return dtype  # type: ignore[no-any-return]
 
 
 def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
@@ -164,14 +257,14 @@ def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
         weights = torch.load(path, map_location=torch.device(device), weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, PickleRefused) as error:
         raise CheckpointError(
-            f"Read the weights in {str(path)!r}.",
+            f"Cannot read the weights in {str(path)!r}.",
             f"It is not a plain file of tensors: {str(error).splitlines()[0]}",
             "If you trust whoever made it, read it yourself with torch.load and save its tensors again.",
         ) from error
     except Exception as error:  # a damaged pickle can make its reader raise anything
         first_line = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"Read the weights in {str(path)!r} ({os.path.getsize(path) if os.path.exists(path) else 0} bytes).",
+            f"Cannot read the weights in {str(path)!r} ({os.path.getsize(path) if os.path.exists(path) else 0} bytes).",
             f"{type(error).__name__}: {first_line}",
             "The file is damaged or was not written by torch.save: fetch it again, or load an older checkpoint.",
         ) from error
@@ -189,7 +282,7 @@ def _check_weights(path: Path, weights: object) -> None:
             return
         wrong = f"{type(weights[odd[0]]).__name__} under {odd[0]!r}"
     raise CheckpointError(
-        f"Read the weights in {str(path)!r}.",
+        f"Cannot read the weights in {str(path)!r}.",
         f"It holds {wrong} where a mapping of names to tensors is expected.",
         "If the weights lie deeper inside, take them out with torch.load and save them by themselves.",
     )
@@ -199,7 +292,7 @@ def _check_present(path: Path, names: Iterable[str], present: Mapping[str, Any])
     missing = [name for name in names if name not in present]
     if missing:
         raise CheckpointError(
-            f"Read {missing[0]!r} from {str(path)!r}.",
+            f"Cannot read {missing[0]!r} from {str(path)!r}.",
             f"The file does not hold it, nor {len(missing) - 1} others that the index places there.",
             "The index and the file do not belong together: fetch both again.",
         )

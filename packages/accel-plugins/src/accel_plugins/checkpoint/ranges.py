@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import xxhash
 
-from accel_bigmodel.weight_files.header import Header, read_header
+from accel_bigmodel.weight_files.metadata import Header, read_header
 from accel_bigmodel.weight_files.names import is_safetensors
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular

@@ -1,31 +1,56 @@
-"""The header of a safetensors file, read and checked against the size of the file before anything is mapped.
+"""What weight files say of themselves: the header of a safetensors file, and the index of a sharded checkpoint.
 
-Format (https://huggingface.co/docs/safetensors): eight bytes with the length of the header, little-endian; the header
-as JSON, name to dtype, shape and offsets; the data. A mapped file that turns out shorter than its header says would end
-the process with a bus error at the first use of the missing part.
+Both are checked against the files before a tensor is read or mapped: a mapped file that turns out shorter than its
+header says would end the process with a bus error at the first use of the missing part.
+
+Format of a safetensors file (https://huggingface.co/docs/safetensors): eight bytes with the length of the header,
+little-endian; the header as JSON, name to dtype, shape and offsets; the data.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from accel_state.errors import CheckpointError
-from accel_state.untrusted import open_regular, parse_json, printable
+from accel_state.untrusted import dict_of, open_regular, parse_json, path_inside, printable, read_json, record, text
 
-__all__ = ("Entry", "Header", "read_header")
+__all__ = ("Entry", "Header", "WeightIndex", "read_header", "read_index")
 
 _LENGTH = 8
 _LONGEST = 100_000_000
 _MOST_DIMENSIONS = 64
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "C128": 128, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
+_DTYPES: Final[Mapping[str, tuple[int, str]]] = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+    "C128": (128, "complex128"),
+    "F4": (4, ""),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+}
+"""Dtypes of the format: bits of an element, and the name in torch, which has no dtype for the last ones."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +61,11 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def torch_dtype(self) -> str:
+        """Name of the dtype in torch; empty where torch has none."""
+        return _DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
@@ -70,7 +100,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 def _unreadable(path: object, obstacle: str) -> CheckpointError:
     return CheckpointError(
-        f"Read the weights in {os.fspath(path)!r}.",  # type: ignore[call-overload]
+        f"Cannot read the weights in {os.fspath(path)!r}.",  # type: ignore[call-overload]
         printable(obstacle),
         "The file is damaged or not a safetensors file: fetch it again, or load an older checkpoint.",
     )
@@ -106,9 +136,9 @@ def _entry(path: object, name: str, value: Any, data: int) -> Entry:
         raise _unreadable(path, f"Its header gives {name!r} {len(shape)} dimensions.")
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or begin > end:
         raise _unreadable(path, f"Its header gives {name!r} the shape {shape} and the offsets {begin} to {end}.")
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unreadable(path, f"Its header gives {name!r} the unknown dtype {dtype!r:.200}.")
-    needed = math.prod(shape) * _BITS[dtype]
+    needed = math.prod(shape) * _DTYPES[dtype][0]
     if needed != 8 * (end - begin):
         raise _unreadable(
             path, f"{name!r} of shape {shape} and dtype {dtype} takes {needed // 8} bytes, not {end - begin}."
@@ -127,3 +157,62 @@ def _check_extent(path: object, entries: Mapping[str, Entry], data: int, size: i
         position = entry.end
     if position != size:
         raise _unreadable(path, f"Its tensors end at byte {position}, the file has {size} bytes.")
+
+
+_SHAPE: Final = record({"weight_map": dict_of(text())})
+
+
+@dataclass(frozen=True)
+class WeightIndex:
+    """Weight name to file name, relative to the folder of the index, and the size of all weights in bytes."""
+
+    weight_map: Mapping[str, str]
+    total_size: int
+
+    def text(self) -> str:
+        """The index as JSON: two spaces of indentation, sorted keys, a newline at the end."""
+        document = {"metadata": {"total_size": self.total_size}, "weight_map": dict(self.weight_map)}
+        return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+    def names_by_file(self) -> dict[str, list[str]]:
+        """The same map from the other end: file name to the weights in it."""
+        files: dict[str, list[str]] = {}
+        for name, file in self.weight_map.items():
+            files.setdefault(file, []).append(name)
+        return files
+
+
+def read_index(path: str | os.PathLike[str]) -> WeightIndex:
+    """Read an index and check it: every file it names lies in its folder, or below, and exists.
+
+    Raises:
+        CheckpointError: the index cannot be read, has no weight map, or names files that are missing or lie elsewhere.
+    """
+    path = Path(path)
+    try:
+        document = read_json(path, _SHAPE)
+    except OSError as error:
+        raise _bad_index(path, f"It cannot be read: {error}.") from error
+    except ValueError as error:
+        raise _bad_index(path, f"It is damaged. {error}") from error
+    weight_map = document["weight_map"]
+    files = dict.fromkeys(weight_map.values())
+    try:
+        # A download cache keeps files elsewhere and links to them.
+        missing = sorted(file for file in files if not os.path.isfile(path_inside(path.parent, file, links_out=True)))
+    except ValueError as error:
+        raise _bad_index(path, f"It places a weight elsewhere: {error}.") from error
+    if missing:
+        some = ", ".join(f"{file:.200}" for file in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise _bad_index(path, f"{len(missing)} of the {len(files)} files it names are missing: {some}.")
+    metadata = document.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return WeightIndex(weight_map, int(total) if isinstance(total, int) else 0)
+
+
+def _bad_index(path: Path, obstacle: str) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot read the weights listed in {str(path)!r}.",
+        printable(obstacle),
+        "Fetch the index and all of its files again into one folder.",
+    )
