@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +95,36 @@ def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     again = empty()
     load_checkpoint_in_model(again, tmp_path, {"": "cpu"})
     assert again.head.weight.abs().sum() > 0
+
+
+PEAK = """
+import resource, sys, torch
+from accel_bigmodel import init_empty_weights, load_checkpoint_in_model
+folder, how, layers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+make = lambda: torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(layers)))
+with init_empty_weights():
+    model = make()
+# What the first load imports and the threads of torch take is not memory of the load.
+load_checkpoint_in_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), folder + "/small", dtype=torch.bfloat16)
+before = peak()
+if how == "in place":
+    model = make().to_empty(device="cpu")
+load_checkpoint_in_model(model, folder + "/large", dtype=torch.bfloat16 if how == "bf16" else None)
+print(peak() - before - sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is counted in other units elsewhere")
+@pytest.mark.parametrize("how", ["in place", "bf16"])
+def test_loading_100_mb_takes_at_most_64_mb_beside_the_weights(tmp_path: Path, how: str) -> None:
+    save_weights(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "small")
+    large = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    save_weights(large.state_dict(), tmp_path / "large", "60MB")
+    command = [sys.executable, "-c", PEAK, str(tmp_path), how, "6"]
+    beside = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+    assert beside < 64e6
 
 
 def test_a_model_with_memory_is_filled_in_place(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,47 @@ def into_shards(folder: str, elsewhere: str, empty: bool, dtype: torch.dtype | N
     return same_as_reference(model, dtype or torch.float32), report.missing + report.unexpected, spread
 
 
+def bytes_of_shards(folder: str, how: str, empty: bool) -> tuple[bool, float]:
+    """Whether a model that is sharded in some way loads as it was saved, and bytes read by bytes held."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    PartialState(cpu=True)
+    torch.manual_seed(1)
+    with init_empty_weights(include_buffers=True) if empty else nullcontext():
+        model = wide()
+    mesh = init_device_mesh("cpu", (2,))
+    if how == "fsdp":
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif how == "fsdp by columns":
+        from torch.distributed.tensor import Shard
+
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    else:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    report = load_checkpoint_in_model(model, folder, strict=True)
+    held = sum(getattr(t, "_local_tensor", t).nbytes for t in model.state_dict().values())
+    expected = wide().state_dict()
+    return all(torch.equal(value, expected[name]) for name, value in whole(model).items()), report.bytes_read / held
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 98), nn.ReLU(), nn.Linear(98, 51))
+
+
+def bytes_by_device_map(folder: str) -> tuple[list[str], int]:
+    rank = PartialState(cpu=True).process_index
+    with init_empty_weights():
+        model = wide()
+    own, other = ("0", "2") if rank == 0 else ("2", "0")
+    report = load_checkpoint_in_model(model, folder, {own: "cpu", other: "meta"}, dtype=torch.bfloat16)
+    return [name for name, tensor in model.named_parameters() if not tensor.is_meta], report.bytes_read
+
+
 def parts_by_process(folder: str) -> bool:
     """Each process saves its own part and loads it again."""
     saved = sharded()
@@ -112,6 +154,40 @@ def test_weights_spread_over_processes_come_from_the_first(
     save_weights(reference().state_dict(), tmp_path, 300)
     nowhere = str(tmp_path / "nowhere")
     assert two.run(into_shards, str(tmp_path), nowhere, empty, dtype) == [(True, [], True)] * 2
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("how", ["fsdp", "fsdp by columns", "tp"])
+def test_each_process_reads_its_own_shards_of_a_checkpoint(
+    two: Processes, tmp_path: Path, how: str, safe: bool, empty: bool
+) -> None:
+    save_weights(wide().state_dict(), tmp_path, "20KB", safe)
+    for same, read_by_held in two.run(bytes_of_shards, str(tmp_path), how, empty):
+        assert same
+        assert 0.99 < read_by_held <= 1.05
+
+
+def test_each_process_reads_what_its_device_map_places(two: Processes, tmp_path: Path) -> None:
+    save_weights(wide().state_dict(), tmp_path)
+    assert two.run(bytes_by_device_map, str(tmp_path)) == [
+        (["0.weight", "0.bias"], 4 * 98 * 65),
+        (["2.weight", "2.bias"], 4 * 51 * 99),
+    ]
+
+
+def differing(folder: str) -> str:
+    model, rank = sharded(), PartialState().process_index
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint_in_model(model, f"{folder}/{rank}")
+    return str(raised.value)
+
+
+def test_processes_that_see_different_files_do_not_load_them(two: Processes, tmp_path: Path) -> None:
+    save_weights(reference().state_dict(), tmp_path / "0")
+    save_weights(reference().state_dict(), tmp_path / "1", 300)
+    for message in two.run(differing, str(tmp_path)):
+        assert "The files that process 1 sees differ from those of process 0" in message
 
 
 def test_each_process_loads_the_part_it_saved(two: Processes, tmp_path: Path) -> None:

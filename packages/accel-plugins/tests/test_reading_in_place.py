@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.weight_files import save_weights_file
-from accel_plugins.checkpoint import in_place, pickled
+from accel_bigmodel.weight_files import range_reader, save_weights_file
+from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.in_place import MappedState, read_weights
 from accel_plugins.checkpoint.parts import read_part, write_part
 from accel_plugins.manifest import Part
@@ -156,7 +156,7 @@ def test_every_kind_of_tensor_is_read_as_torch_reads_it(tmp_path: Path, name: st
 
 
 def test_pieces_of_a_large_file_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "_PIECE", 64)
+    monkeypatch.setattr(range_reader, "PIECE", 64)
     saved = {name: torch.randn(size) for name, size in zip("abcde", (1, 16, 17, 100, 333), strict=True)}
     save_weights_file(saved, tmp_path / "a.safetensors")
     pickled.write(saved, tmp_path / "a")

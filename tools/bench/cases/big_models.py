@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -23,6 +25,10 @@ FORWARDS: Final = (
 LOADS: Final = (
     "CPU time and peak memory of one load in a fresh process that has loaded a tiny model before; memory is what that "
     "process held at most, less what it held before."
+)
+COLD: Final = (
+    'Wall time of a load of 2 GB whose files were taken out of the page cache by posix_fadvise; "raw" reads the same '
+    "bytes by as many threads with preadv, 4 MiB at a time, into 4 MiB of memory for each thread."
 )
 MAPS: Final = "CPU time of a call for 200 blocks of 20 modules on the meta device."
 EMPTY: Final = 'For an empty model, "raw" is `torch.device("meta")`.'
@@ -177,6 +183,59 @@ def load(how: str, scope: Scope) -> Call:
     return run
 
 
+def take_out_of_cache(folder: str) -> list[Path]:
+    """The files of a checkpoint, on the disk alone."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    for file in files:
+        with open(file, "rb+") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return files
+
+
+def cold_load(how: str, scope: Scope) -> Call:
+    """A load from the disk into the memory that a model has, or as bfloat16 into new memory."""
+    import torch
+
+    functions, folder = library(scope), checkpoint(scope)
+    filled = layers()
+
+    def run() -> None:
+        with paused():
+            model, dtype = filled, None
+            if how == "as bf16":
+                with functions.init_empty_weights():
+                    model, dtype = layers(), torch.bfloat16
+            take_out_of_cache(folder)
+        functions.load_checkpoint_in_model(model, folder, dtype=dtype)
+
+    return run
+
+
+def cold_read(scope: Scope) -> Call:
+    """The same bytes read by as many threads, 4 MiB at a time, into memory that is there."""
+    import torch
+
+    folder, piece = checkpoint(scope), 1 << 22
+    buffers = threading.local()
+
+    def read(place: tuple[Path, int]) -> None:
+        file, begin = place
+        if not hasattr(buffers, "memory"):
+            buffers.memory = memoryview(torch.zeros(piece, dtype=torch.uint8).numpy())
+        with open(file, "rb", buffering=0) as opened:
+            os.preadv(opened.fileno(), [buffers.memory], begin)
+
+    def run() -> None:
+        with paused():
+            files = take_out_of_cache(folder)
+            pieces = [(file, begin) for file in files for begin in range(0, file.stat().st_size, piece)]
+        with ThreadPoolExecutor(min(8, max(4, os.cpu_count() or 1))) as pool:
+            list(pool.map(read, pieces))
+
+    return run
+
+
 def loads(name: str, how: str, seconds: float, memory: float | None) -> tuple[Case, Case]:
     """What one way to load takes, and what it holds."""
     side = partial(load, how)
@@ -263,6 +322,13 @@ CASES: Final = (
     *loads("load 2 GB, half to the disk", "half to the disk", 0.05, 1.0),
     *loads("load 2 GB and copy each weight", "copied", 0.7, None),
     *loads("load 2 GB as bf16", "as bf16", 0.7, 1.0),
+    *(
+        Case(GROUP, name, "wall s", "ours/raw", 1.15, Work(partial(cold_load, how), raw=cold_read, alone=True), COLD)
+        for name, how in (
+            ("load 2 GB from the disk, not in the page cache, into the memory of a model", "in place"),
+            ("load 2 GB from the disk, not in the page cache, as bf16", "as bf16"),
+        )
+    ),
     *(
         beside_original(f"{name}, 200 blocks", "CPU ms", limit, partial(mapped, function, kept), MAPS)
         for name, function, kept, limit in (

@@ -62,10 +62,12 @@ class _FailedLoad:
 
     def add(self) -> None:
         """Mark the model."""
+        module: Any
         for module in self._model.modules():
             self._handles.append(module.register_forward_pre_hook(self._refuse, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._refuse))
-        self._handles.append(self._model.register_load_state_dict_post_hook(self._loaded))
+        whole: Any = self._model
+        self._handles.append(whole.register_load_state_dict_post_hook(self._loaded))
         setattr(self._model, _MARK, self)
 
     def remove(self) -> None:

@@ -263,7 +263,6 @@ class Loading:
         with load_guard(self.model, checkpoint) as guard:
             found = open_weights(find_weights(local_checkpoint(checkpoint)))
             report = compare(self.model, self.layout, found, strict)
-            self.layout = self.layout.with_files({name: _stored(weight) for name, weight in found.items()})
             own = {name: weight for name, weight in found.items() if name in self.layout.weights}
             # Opened before anything is written, as the last thing that can be wrong with a file.
             mapped = {name: weight.mapped() for name, weight in own.items() if self._is_mapped(name, weight)}
@@ -278,6 +277,7 @@ class Loading:
             mapped: those among them that are mapped already.
         """
         index: dict[str, dict[str, Any]] = {}
+        self.layout = self.layout.with_files({name: _stored(weight) for name, weight in found.items()})
         here = {name: weight for name, weight in found.items() if not self._stays_on_disk(name)}
         for name in found.keys() - here.keys():
             self._leave_on_disk(name, found[name], index)
@@ -319,14 +319,14 @@ class Loading:
 
     def _set_all(self, found: Mapping[str, FileWeight], mapped: Mapping[str, Tensor]) -> int:
         """Give every weight its memory, then fill all of it from the files."""
-        reader, filled = RangeReader(), set[int]()
+        reader = RangeReader()
+        last_names = {id(self._tensors[name]): name for name in found}
         for name, weight in found.items():
             own = self._tensors[name]
             if self._is_filled(name):
-                # A tied tensor is filled once.
-                if id(own) not in filled:
+                # A tied tensor is filled once, with what `load_state_dict` would leave in it.
+                if last_names[id(own)] == name:
                     _fill(own, weight, reader)
-                filled.add(id(own))
                 continue
             device = self._device(self.layout.weights[name])
             value = mapped.get(name)

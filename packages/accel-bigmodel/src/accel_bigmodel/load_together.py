@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
@@ -137,7 +137,7 @@ class _View:
         )
 
 
-def _from_first(views: list[str]) -> str:
+def _from_first(views: Sequence[str]) -> str:
     """How processes that load the same files do so: all read where all see them, otherwise the first one."""
     seen = {view for view in views if view}
     if len(seen) > 1:
@@ -150,7 +150,7 @@ def _from_first(views: list[str]) -> str:
     return json.dumps({**json.loads(views[0]), "all": all(views)})
 
 
-def _from_each(views: list[str]) -> str:
+def _from_each(views: Sequence[str]) -> str:
     """The view of the first process; each loads its own files, and none reads ranges of whole weights."""
     return json.dumps({**json.loads(views[0]), "all": False})
 
@@ -174,7 +174,9 @@ def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadRepor
             continue
         filled.add(id(own))
         if own.is_meta:
-            own = fresh[name] = torch.empty_like(own, device=_device_of(own))
+            memory = torch.empty_like(own, device=_device_of(own))
+            is_parameter = isinstance(own, nn.Parameter)
+            own = fresh[name] = nn.Parameter(memory, own.requires_grad) if is_parameter else memory
         local, starts = _local_part(own)
         weight.read_into(reader, local, starts)
     with load_progress(model, reader.size) as advance:
@@ -209,7 +211,7 @@ def _distribute(model: nn.Module, view: _View, full: bool) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     own = {_file_name(name): tensor.dtype for name, tensor in tensors_of(model).items()}
-    given = {
+    given: dict[str, Any] = {
         name: weight.mapped().to(own[name] if own[name].is_floating_point else weight.dtype)
         for name, weight in view.found.items()
     }

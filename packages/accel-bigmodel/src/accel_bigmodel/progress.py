@@ -13,7 +13,7 @@ from accel_state.settings.installed import importable
 
 __all__ = ("PATIENCE", "progress")
 
-PATIENCE: Final = 3.0
+PATIENCE: Final = 2.0
 """Seconds that a load may take before a bar is drawn."""
 
 

@@ -8,12 +8,10 @@ a file that another process truncates would end the process.
 from __future__ import annotations
 
 import copy
-import ctypes
 import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
@@ -22,99 +20,71 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from accel_bigmodel.weight_files.reading import WeightFile
+from accel_bigmodel.failed_load import LoadGuard
+from accel_bigmodel.weight_files.range_reader import RangeReader
+from accel_bigmodel.weight_files.reading import FileWeight, WeightSource, open_weights
 from accel_plugins.checkpoint import pickled
-from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular
 
 __all__ = ("MappedState", "read_weights")
 
-_PIECE: Final = 1 << 24
-"""Bytes that one thread reads at a time."""
-
-_THREADS: Final = 2
 _LOCAL_HEADER: Final = 30
 _FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
-class _Filling:
-    """Memory that is to be filled from one file."""
+def read_weights(path: Path, own: Mapping[str, Any], guard: LoadGuard | None = None) -> dict[str, Any]:
+    """The weights of a safetensors file; where names and shapes agree, they are read into the tensors of `own`.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pieces: list[tuple[int, int, int]] = []
-        self._targets: dict[int, Any] = {}
+    A tensor of another dtype or on another device is converted and moved on the way.
 
-    def takes(self, own: Any, wanted: Tensor) -> bool:
-        """Whether the bytes of `wanted` are exactly those of `own`."""
-        return (
-            type(own) in (Tensor, Parameter)
-            and own.device.type == "cpu"
-            and (own.dtype, own.shape, own.layout) == (wanted.dtype, wanted.shape, wanted.layout)
-            and own.stride() == wanted.stride()
-            and any(own.is_contiguous(memory_format=form) for form in _FORMATS[: 1 + max(0, own.dim() - 3)])
-            and not (own.is_inference() or own.is_neg() or own.is_conj())
-            and own.data_ptr() not in self._targets
-        )
-
-    def add(self, target: Any, nbytes: int, offset: int) -> None:
-        """Fill the memory of a tensor or storage with the bytes at a position of the file."""
-        address = target.data_ptr()
-        self._targets[address] = target
-        for start in range(0, nbytes, _PIECE):
-            self._pieces.append((address + start, min(_PIECE, nbytes - start), offset + start))
-
-    def run(self) -> None:
-        """Fill everything.
-
-        Raises:
-            CheckpointError: the file is shorter than it says, or cannot be read.
-        """
-        try:
-            if sum(size for _, size, _ in self._pieces) <= _PIECE:
-                self._read(self._pieces)
-            else:
-                with ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-load") as threads:
-                    list(threads.map(self._read, (self._pieces[first::_THREADS] for first in range(_THREADS))))
-        except (OSError, EOFError) as error:
-            raise CheckpointError(
-                f"Cannot read {self._path.name} from {self._path.parent}.",
-                f"{type(error).__name__}: {error}",
-                "The file is damaged: load an older checkpoint.",
-            ) from error
-        for target in self._targets.values():
-            if isinstance(target, Tensor):
-                torch.autograd.graph.increment_version(target)
-
-    def _read(self, pieces: list[tuple[int, int, int]]) -> None:
-        with open_regular(self._path) as file:
-            for address, size, offset in pieces:
-                memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-                file.seek(offset)
-                while memory:
-                    count = file.readinto(memory)
-                    if not count:
-                        raise EOFError(f"it ends {len(memory)} bytes too early")
-                    memory = memory[count:]
-
-
-def read_weights(path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a safetensors file; where `own` has memory of the same form under a name, it is read into that.
+    Args:
+        path: the file.
+        own: tensors by name.
+        guard: its `writes` is set while tensors change.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: the file is missing or damaged; tensors are filled in part when it cannot be read to its end.
     """
-    file = WeightFile(path)
-    filling = _Filling(path)
-    weights: dict[str, Any] = {}
-    for name, entry in file.header.entries.items():
-        weight = file.get(name)
-        if filling.takes(own.get(name), weight):
-            weight = own[name]
-            filling.add(weight, weight.nbytes, entry.begin)
-        weights[name] = weight
-    filling.run()
+    found = open_weights([WeightSource(path)])
+    reader, weights, filled = RangeReader(), dict[str, Any](), set[int]()
+    fills = _agree(found, own)
+    for name, weight in found.items():
+        target = own.get(name)
+        # Of a tensor under several names, `load_state_dict` copies the later ones.
+        if fills and _is_dense(target) and target.data_ptr() not in filled:
+            filled.add(target.data_ptr())
+            weight.read_into(reader, target)
+            weights[name] = target
+        else:
+            weights[name] = weight.mapped()
+    guard = guard or LoadGuard()
+    guard.writes = bool(filled)
+    reader.run()
+    guard.writes = False
     return weights
+
+
+def _agree(found: Mapping[str, FileWeight], own: Mapping[str, Any]) -> bool:
+    """Whether the names and shapes agree; where they do not, `load_state_dict` says so before a tensor has changed."""
+    if any(name not in own or weight.shape != tuple(own[name].shape) for name, weight in found.items()):
+        return False
+    given = {own[name].data_ptr() for name in found}
+    return all(name in found or value.data_ptr() in given for name, value in own.items() if isinstance(value, Tensor))
+
+
+def _is_dense(own: Any) -> bool:
+    """Whether a tensor has memory of its own without gaps, which may be written to."""
+    return (
+        type(own) in (Tensor, Parameter)
+        and own.layout == torch.strided
+        and not (own.is_meta or own.is_inference() or own.is_neg() or own.is_conj())
+        and any(own.is_contiguous(memory_format=form) for form in _FORMATS[: 1 + max(0, own.dim() - 3)])
+    )
+
+
+def _bytes_of(storage: torch.UntypedStorage, offset: int, size: int) -> Tensor:
+    """Memory of a storage on the CPU as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,))
 
 
 class MappedState:
@@ -153,19 +123,27 @@ class MappedState:
         """
         if self._begin is None:
             return state
-        reading = _Reading(_Filling(self._path), self._begin, list(_tensors(state)))
+        reading = _Reading(self._path, self._begin, list(_tensors(state)))
         read = reading.tree(state, own)
-        reading.filling.run()
+        reading.run()
         return read
 
 
 class _Reading:
     """Replaces mapped tensors by such as have memory of their own."""
 
-    def __init__(self, filling: _Filling, begin: int, tensors: list[Tensor]) -> None:
-        self.filling, self._begin = filling, begin
+    def __init__(self, path: Path, begin: int, tensors: list[Tensor]) -> None:
+        self._path, self._begin = path, begin
+        self._reader = RangeReader()
+        self._filled: dict[int, Tensor] = {}
         self._users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
         self._fresh: dict[int, torch.UntypedStorage] = {}
+
+    def run(self) -> None:
+        """Fill everything."""
+        self._reader.run()
+        for tensor in self._filled.values():
+            torch.autograd.graph.increment_version(tensor)
 
     def tree(self, item: Any, own: Any) -> Any:
         """The same containers, with other tensors."""
@@ -187,15 +165,29 @@ class _Reading:
         storage = mapped.untyped_storage()
         address = storage.data_ptr()
         alone = self._users[address] == 1 and storage.nbytes() == mapped.nbytes
-        if alone and self.filling.takes(own, mapped):
-            self.filling.add(own, own.nbytes, address - self._begin)
+        if alone and self._takes(own, mapped):
+            self._filled[own.data_ptr()] = own
+            self._fill(own.untyped_storage(), own.storage_offset() * own.itemsize, own.nbytes, address)
             return own  # type: ignore[no-any-return]
         if address not in self._fresh:
             self._fresh[address] = fresh = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            self.filling.add(fresh, fresh.nbytes(), address - self._begin)
+            self._fill(fresh, 0, fresh.nbytes(), address)
         read = torch.empty(0, dtype=mapped.dtype)
         read.set_(self._fresh[address], mapped.storage_offset(), mapped.shape, mapped.stride())
         return read
+
+    def _takes(self, own: Any, wanted: Tensor) -> bool:
+        """Whether the bytes of `wanted` are exactly those of `own`, which no other tensor fills."""
+        return (
+            _is_dense(own)
+            and own.device.type == "cpu"
+            and (own.dtype, own.shape, own.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+            and own.data_ptr() not in self._filled
+        )
+
+    def _fill(self, storage: torch.UntypedStorage, offset: int, size: int, address: int) -> None:
+        """Read the bytes that are mapped at an address into a part of a storage."""
+        self._reader.add(_bytes_of(storage, offset, size), self._path, address - self._begin)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from accel_bigmodel import weight_files
+from accel_bigmodel.failed_load import LoadGuard, load_guard
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     FSDP_MODEL_NAME,
@@ -81,8 +82,10 @@ def read_part(
         CheckpointError: the file is missing or damaged, or it is that of another object.
     """
     if part is Part.MODEL:
-        weights = _weights(item, folder, index, map_location or "cpu", in_place=not options.get("assign", False))
-        load_into_model(item, weights, strict=strict, where=str(folder), **options)
+        with load_guard(item, folder) as guard:
+            in_place = not options.get("assign", False)
+            weights = _weights(item, folder, index, map_location or "cpu", guard, in_place=in_place)
+            load_into_model(item, weights, strict=strict, where=str(folder), **options)
         return
     path = folder / _NAMES[part](index)
     if part is Part.OPTIMIZER:
@@ -99,13 +102,15 @@ def read_part(
         ) from error
 
 
-def _weights(model: Module, folder: Path, index: int, map_location: Any, *, in_place: bool) -> dict[str, Any]:
+def _weights(
+    model: Module, folder: Path, index: int, map_location: Any, guard: LoadGuard, *, in_place: bool
+) -> dict[str, Any]:
     """All weights of a model, from whichever file or folder holds them."""
     candidates = [folder / weights_name(safe, index) for safe in (True, False)]
     safe = candidates[0]
     if safe.is_file() and in_place and map_location == "cpu":
         own = model.state_dict(keep_vars=True)
-        return read_weights(safe, {_uncompiled(name): value for name, value in own.items()})
+        return read_weights(safe, {_uncompiled(name): value for name, value in own.items()}, guard)
     found = next((path for path in candidates if path.is_file()), None)
     if found is not None:
         return weight_files.load_weights_file(found, map_location)

@@ -6,6 +6,7 @@ backend wrote that does not shard is loaded too.
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_bigmodel.load import load_checkpoint_in_model
+from accel_bigmodel.load_together import holds_sharded_weights
 from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
@@ -106,7 +109,10 @@ def write(
 
 
 def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) -> None:
-    """Read the weights of a model, from shards or from one file, whichever is there."""
+    """Read the weights of a model, from shards or from one file, whichever is there.
+
+    Of a safetensors file each process reads the ranges that it holds.
+    """
     sharded, whole = folder / shards_name(FSDP_MODEL_NAME, index), folder / sharded_model_name(index)
     if sharded.is_dir():
         state = model_state(model, full=False)
@@ -114,7 +120,12 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
         put_model(model, state, strict=strict)
         return
     plain = next((path for safe in (True, False) if (path := folder / weights_name(safe, index)).is_file()), None)
-    weights = pickled.read(whole) if plain is None else _with_ties(model, load_weights_file(plain))
+    if plain is not None and holds_sharded_weights(model):
+        load_checkpoint_in_model(model, plain, strict=strict)
+        return
+    # Mapped, so that each process reads no more than the pages of its shards.
+    mapped = {"mmap": zipfile.is_zipfile(whole)} if plain is None else {}
+    weights = pickled.read(whole, **mapped) if plain is None else _with_ties(model, load_weights_file(plain))
     loading.put(model, weights, strict=strict)
 
 
