@@ -239,7 +239,7 @@ FAILURES: dict[str, type[BaseException]] = {
 
 def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -> str:
     """What a process raises when loading fails on one of them, and whether all can go on together."""
-    from accel_bigmodel import load_together
+    from accel_bigmodel import loading
     from accel_ops.collectives import gather
 
     PartialState(cpu=True)
@@ -249,9 +249,9 @@ def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -
         raise FAILURES[kind]("at this point")
 
     owner, name = {
-        "find": (load_together, "find_weights"),
-        "read": (load_together.RangeReader, "run"),
-        "allocate": (load_together.Loading, "bring"),
+        "find": (loading, "find_weights"),
+        "read": (loading.RangeReader, "run"),
+        "allocate": (loading.Loading, "bring"),
         "convert": (nn.Module, "to"),
     }[stage]
     original = getattr(owner, name)

@@ -214,15 +214,13 @@ def cold_load(how: str, scope: Scope) -> Call:
 
 def cold_read(scope: Scope) -> Call:
     """The same bytes read by as many threads, 4 MiB at a time, into memory that is there."""
-    import torch
-
     folder, piece = checkpoint(scope), 1 << 22
     buffers = threading.local()
 
     def read(place: tuple[Path, int]) -> None:
         file, begin = place
         if not hasattr(buffers, "memory"):
-            buffers.memory = memoryview(torch.zeros(piece, dtype=torch.uint8).numpy())
+            buffers.memory = bytearray(piece)
         with open(file, "rb", buffering=0) as opened:
             os.preadv(opened.fileno(), [buffers.memory], begin)
 

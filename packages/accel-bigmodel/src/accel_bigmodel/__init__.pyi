@@ -28,11 +28,11 @@ from accel_bigmodel.hooks import SequentialHook as SequentialHook
 from accel_bigmodel.hooks import add_hook_to_module as add_hook_to_module
 from accel_bigmodel.hooks import remove_hook_from_module as remove_hook_from_module
 from accel_bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
-from accel_bigmodel.load import LoadReport as LoadReport
 from accel_bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.load import load_offloaded_weights as load_offloaded_weights
 from accel_bigmodel.load import load_state_dict as load_state_dict
+from accel_bigmodel.loading import LoadReport as LoadReport
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
 from accel_bigmodel.meta import init_on_device as init_on_device
 from accel_bigmodel.offload import OffloadedWeightsLoader as OffloadedWeightsLoader

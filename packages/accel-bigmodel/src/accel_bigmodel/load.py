@@ -2,66 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import nn
 
-from accel_bigmodel.device_map import Device, DeviceMap, infer_auto_device_map, resolve_device
+from accel_bigmodel.device_map import DeviceMap, infer_auto_device_map, resolve_device
 from accel_bigmodel.dispatch import DISK, dispatch_model
-from accel_bigmodel.failed_load import load_guard
-from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index, weight_file
+from accel_bigmodel.loading import Loading, LoadReport, holds_sharded_weights, load_together, refuse_empty
+from accel_bigmodel.offload import load_offloaded_weight, weight_file
 from accel_bigmodel.place import set_module_tensor_to_device
 from accel_bigmodel.placement import Budget, get_balanced_memory
-from accel_bigmodel.progress import progress
 from accel_bigmodel.sizes import Dtype, torch_dtype
-from accel_bigmodel.tied import device_of_name, retie_parameters
-from accel_bigmodel.weight_files.range_reader import RangeReader
-from accel_bigmodel.weight_files.reading import FileWeight, WeightSource, find_weights, open_weights
-from accel_bigmodel.weight_layout import StoredWeight, WeightLayout, WeightSpec, layout_of
-from accel_state.errors import CheckpointError, SettingError, ShapeMismatch
+from accel_bigmodel.tied import device_of_name
+from accel_bigmodel.weight_files.reading import WeightSource
+from accel_state.errors import SettingError
 
 __all__ = (
-    "LoadReport",
-    "Loading",
     "chosen_map",
-    "compare",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
     "load_state_dict",
-    "refuse_empty",
 )
 
-_log: Final = logging.getLogger(__name__)
-
 M = TypeVar("M", bound=nn.Module)
-
-Place: TypeAlias = "Callable[[nn.Module, str, Device, Tensor, torch.dtype | None], None]"
-"""Puts one weight into a model: model, name, device, the weight in the dtype of its file, the dtype it is given."""
-
-
-@dataclass
-class LoadReport:
-    """What a load found.
-
-    Args:
-        missing: names that the model has and the checkpoint does not.
-        unexpected: names that the checkpoint has and the model does not.
-        bytes_read: bytes that this process read from files; weights that are mapped, or stay on the disk, are not read.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    bytes_read: int = 0
 
 
 def load_checkpoint_in_model(
@@ -110,8 +78,6 @@ def load_checkpoint_in_model(
 
     def dtype_of(name: str) -> torch.dtype | None:
         return torch.float32 if wanted == torch.float16 and any(part in name for part in kept) else wanted
-
-    from accel_bigmodel.load_together import holds_sharded_weights, load_together
 
     if broadcast_from_rank0 or holds_sharded_weights(model):
         if device_map is not None:
@@ -217,227 +183,6 @@ def chosen_map(
     return infer_auto_device_map(
         model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
     )
-
-
-class Loading:
-    """One load by one process; `run` does it.
-
-    Args:
-        dtype_of: dtype that the weight of a name is given; None for that of the model.
-        place: puts each weight into the model, in place of setting it in the dtype and on the device that it is given.
-
-    The other arguments are those of `load_checkpoint_in_model`.
-
-    Attributes:
-        layout: the weights of the model; `run` fills in their files.
-
-    Raises:
-        SettingError: the device map does not fit the model, or names the disk and there is no folder.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device_map: DeviceMap | None = None,
-        offload_folder: str | os.PathLike[str] | None = None,
-        offload_buffers: bool = False,
-        dtype_of: Callable[[str], torch.dtype | None] = lambda name: None,
-        place: Place | None = None,
-    ) -> None:
-        self.layout = layout_of(model, device_map)
-        if device_map is not None and offload_folder is None and DISK in map(str, device_map.values()):
-            raise SettingError(
-                f"Cannot load parts of {type(model).__name__} to the disk.",
-                "No folder was named for them.",
-                "Give offload_folder=.",
-            )
-        self.model = model
-        self._folder = offload_folder
-        self._offload_buffers = offload_buffers
-        self._dtype_of = dtype_of
-        self._place = place
-        self._tensors = tensors_of(model)
-
-    def run(self, checkpoint: str | os.PathLike[str], strict: bool) -> LoadReport:
-        """Check all files, names and shapes, then bring every weight where it belongs."""
-        with load_guard(self.model, checkpoint) as guard:
-            found = open_weights(find_weights(local_checkpoint(checkpoint)))
-            report = compare(self.model, self.layout, found, strict)
-            own = {name: weight for name, weight in found.items() if name in self.layout.weights}
-            # Opened before anything is written, as the last thing that can be wrong with a file.
-            mapped = {name: weight.mapped() for name, weight in own.items() if self._is_mapped(name, weight)}
-            guard.writes = True
-            return replace(report, bytes_read=self.bring(own, mapped))
-
-    def bring(self, found: Mapping[str, FileWeight], mapped: Mapping[str, Tensor] | None = None) -> int:
-        """Bring weights where they belong, and return how many bytes were read.
-
-        Args:
-            found: weights of the model by name, whose shapes agree.
-            mapped: those among them that are mapped already.
-        """
-        index: dict[str, dict[str, Any]] = {}
-        self.layout = self.layout.with_files({name: _stored(weight) for name, weight in found.items()})
-        here = {name: weight for name, weight in found.items() if not self._stays_on_disk(name)}
-        for name in found.keys() - here.keys():
-            self._leave_on_disk(name, found[name], index)
-        read = self._set_all(here, mapped or {}) if self._place is None else self._place_each(here, self._place)
-        if self._folder is not None and index:
-            Path(self._folder).mkdir(parents=True, exist_ok=True)
-            save_offload_index(index, self._folder)
-        retie_parameters(self.model, self.layout.tied)
-        return read
-
-    def _device(self, spec: WeightSpec) -> Device:
-        """Where a weight goes; without a device map, an empty one goes to the CPU."""
-        if self.layout.device_map is None:
-            return "cpu" if self._tensors[spec.name].is_meta else spec.device
-        kept = spec.is_buffer and not self._offload_buffers and str(spec.device) == DISK
-        return "cpu" if kept else spec.device
-
-    def _dtype(self, name: str, weight: FileWeight) -> torch.dtype:
-        """The dtype that a weight is given: integers and bools keep that of the file."""
-        own = self.layout.weights[name].dtype
-        if not weight.dtype.is_floating_point:
-            return weight.dtype
-        return self._dtype_of(name) or (own if own.is_floating_point else weight.dtype)
-
-    def _is_filled(self, name: str) -> bool:
-        """Whether a weight is read into the memory that the model has, which an optimizer may hold as well."""
-        own, dtype = self._tensors[name], self._dtype_of(name)
-        return self.layout.device_map is None and not own.is_meta and dtype in (None, own.dtype)
-
-    def _stays_on_disk(self, name: str) -> bool:
-        return str(self._device(self.layout.weights[name])) == DISK
-
-    def _is_mapped(self, name: str, weight: FileWeight) -> bool:
-        """Whether a weight stays mapped from its file: it goes to the CPU, in the dtype that it has there."""
-        if self._place is not None or self._is_filled(name) or self._stays_on_disk(name):
-            return False
-        device = resolve_device(self._device(self.layout.weights[name]))
-        return device.type == "cpu" and self._dtype(name, weight) == weight.dtype
-
-    def _set_all(self, found: Mapping[str, FileWeight], mapped: Mapping[str, Tensor]) -> int:
-        """Give every weight its memory, then fill all of it from the files."""
-        reader = RangeReader()
-        last_names = {id(self._tensors[name]): name for name in found}
-        for name, weight in found.items():
-            own = self._tensors[name]
-            if self._is_filled(name):
-                # A tied tensor is filled once, with what `load_state_dict` would leave in it.
-                if last_names[id(own)] == name:
-                    _fill(own, weight, reader)
-                continue
-            device = self._device(self.layout.weights[name])
-            value = mapped.get(name)
-            if value is None:
-                value = torch.empty(weight.shape, dtype=self._dtype(name, weight), device=resolve_device(device))
-                _fill(value, weight, reader)
-            set_module_tensor_to_device(self.model, name, device, value=value, dtype=value.dtype, clear_cache=False)
-        with load_progress(self.model, reader.size) as advance:
-            reader.run(advance)
-        return reader.bytes_read
-
-    def _place_each(self, found: Mapping[str, FileWeight], place: Place) -> int:
-        """Read one weight after the other, so that memory holds a single one as the file has it."""
-        read = 0
-        with load_progress(self.model, sum(weight.nbytes for weight in found.values())) as advance:
-            for name, weight in found.items():
-                reader, value = RangeReader(), torch.empty(weight.shape, dtype=weight.dtype)
-                _fill(value, weight, reader)
-                reader.run(advance)
-                read += reader.bytes_read
-                place(self.model, name, self._device(self.layout.weights[name]), value, self._dtype_of(name))
-        return read
-
-    def _leave_on_disk(self, name: str, weight: FileWeight, index: dict[str, dict[str, Any]]) -> None:
-        if weight.entry is not None:
-            index[name] = {"safetensors_file": str(weight.path.absolute()), "weight_name": name}
-        elif self._folder is not None:
-            offload_weight(weight.mapped().to(self._dtype(name, weight)), name, self._folder, index)
-        set_module_tensor_to_device(self.model, name, "meta", dtype=self._dtype_of(name))
-
-
-def _fill(target: Tensor, weight: FileWeight, reader: RangeReader) -> None:
-    """Let a reader fill a tensor that has memory of its own; one of another class copies by itself."""
-    if type(target) in (Tensor, Parameter):
-        if not target.is_meta:
-            weight.read_into(reader, target)
-    else:
-        with torch.no_grad():
-            target.copy_(weight.mapped())
-
-
-def load_progress(model: nn.Module, size: int) -> AbstractContextManager[Callable[[int], None]]:
-    """The bar of a load of so many bytes."""
-    return progress(f"Loading {type(model).__name__}", size)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model by name; every name of a tied one."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return dict(named)
-
-
-def _stored(weight: FileWeight) -> StoredWeight:
-    entry = weight.entry
-    place = (None, None) if entry is None else (entry.begin, entry.end - entry.begin)
-    return StoredWeight(weight.path.absolute(), weight.name, weight.dtype, *place)
-
-
-def compare(model: nn.Module, layout: WeightLayout, found: Mapping[str, FileWeight], strict: bool) -> LoadReport:
-    """Compare what files hold with what a model has; nothing is changed.
-
-    A tied weight is missing only when no name of its group is there.
-
-    Raises:
-        ShapeMismatch: shapes differ.
-        CheckpointError: names differ and `strict` is set.
-    """
-    for name, weight in found.items():
-        own = layout.weights.get(name)
-        if own is not None and own.shape != weight.shape:
-            raise ShapeMismatch(
-                f"Cannot load {name!r} from {str(weight.path)!r} into {type(model).__name__}.",
-                f"The file has shape {weight.shape}, the model {own.shape}. Nothing was loaded.",
-                "Load weights that were made for this architecture.",
-            )
-    known = {name for names in layout.tied if any(one in found for one in names) for name in names}
-    report = LoadReport(
-        missing=[name for name in layout.weights if name not in found and name not in known],
-        unexpected=[name for name in found if name not in layout.weights],
-    )
-    if strict and (report.missing or report.unexpected):
-        raise CheckpointError(
-            f"Cannot load a checkpoint strictly into {type(model).__name__}.",
-            f"Missing: {_listed(report.missing)}. Unexpected: {_listed(report.unexpected)}. Nothing was loaded.",
-            "Load the checkpoint of this model, or pass strict=False.",
-        )
-    for what, names in (("does not have", report.missing), ("has and the model does not use", report.unexpected)):
-        if names:
-            _log.warning("Weights that the checkpoint %s: %s.", what, _listed(names))
-    return report
-
-
-def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> None:
-    """Refuse a model that cannot compute, because the checkpoint lacked weights and it has none of its own.
-
-    Raises:
-        CheckpointError: weights that were missing are on the meta device.
-    """
-    tensors = tensors_of(model)
-    lost = [name for name in report.missing if tensors[name].is_meta]
-    if lost:
-        raise CheckpointError(
-            f"Cannot dispatch {type(model).__name__} with the weights of {str(checkpoint)!r}.",
-            f"{len(lost)} of its weights are not there and stayed empty: {_listed(lost)}.",
-            "Name the checkpoint of this very model, or make these weights before it is loaded.",
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - 10} more" if len(names) > 10 else ""
-    return (", ".join(names[:10]) or "none") + more
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
 from accel_bigmodel.dispatch import dispatch_model, is_offloaded, main_device_of
-from accel_bigmodel.load import Loading, chosen_map, refuse_empty
+from accel_bigmodel.load import chosen_map
+from accel_bigmodel.loading import Loading, refuse_empty
 from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placement import OFFLOADED, Budget

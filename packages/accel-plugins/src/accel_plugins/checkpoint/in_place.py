@@ -49,7 +49,7 @@ def read_weights(path: Path, own: Mapping[str, Any], guard: LoadGuard | None = N
     reader, weights, filled = RangeReader(), dict[str, Any](), set[int]()
     fills = _agree(found, own)
     for name, weight in found.items():
-        target = own.get(name)
+        target: Any = own.get(name)
         # Of a tensor under several names, `load_state_dict` copies the later ones.
         if fills and _is_dense(target) and target.data_ptr() not in filled:
             filled.add(target.data_ptr())
@@ -84,7 +84,7 @@ def _is_dense(own: Any) -> bool:
 
 def _bytes_of(storage: torch.UntypedStorage, offset: int, size: int) -> Tensor:
     """Memory of a storage on the CPU as a tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
 
 
 class MappedState:

@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from accel_bigmodel.load import load_checkpoint_in_model
-from accel_bigmodel.load_together import holds_sharded_weights
+from accel_bigmodel.loading import holds_sharded_weights
 from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
