@@ -115,6 +115,7 @@ class Loading:
             own = {name: weight for name, weight in found.items() if name in self.layout.weights}
             # Opened before anything is written, as the last thing that can be wrong with a file.
             mapped = {name: weight.mapped() for name, weight in own.items() if self._is_mapped(name, weight)}
+            self.layout = self.layout.with_files({name: _stored(weight) for name, weight in own.items()})
             guard.writes = True
             return replace(report, bytes_read=self.bring(own, mapped))
 
@@ -126,7 +127,6 @@ class Loading:
             mapped: those among them that are mapped already.
         """
         index: dict[str, dict[str, Any]] = {}
-        self.layout = self.layout.with_files({name: _stored(weight) for name, weight in found.items()})
         here = {name: weight for name, weight in found.items() if not self._stays_on_disk(name)}
         for name in found.keys() - here.keys():
             self._leave_on_disk(name, found[name], index)
