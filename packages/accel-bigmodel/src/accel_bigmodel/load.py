@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.device_map import DeviceMap, infer_auto_device_map, resolve_device
-from accel_bigmodel.dispatch import DISK, dispatch_model
+from accel_bigmodel.dispatch import DISK, dispatch_layout
 from accel_bigmodel.loading import Loading, LoadReport, holds_sharded_weights, load_together, refuse_empty
 from accel_bigmodel.offload import load_offloaded_weight, weight_file
 from accel_bigmodel.place import set_module_tensor_to_device
@@ -74,11 +74,6 @@ def load_checkpoint_in_model(
         ShapeMismatch: a weight has another shape than the model's; nothing was loaded.
         SettingError: the device map does not fit the model, or names the disk and there is no folder.
     """
-    wanted, kept = None if dtype is None else torch_dtype(dtype), frozenset(keep_in_fp32_modules or ())
-
-    def dtype_of(name: str) -> torch.dtype | None:
-        return torch.float32 if wanted == torch.float16 and any(part in name for part in kept) else wanted
-
     if broadcast_from_rank0 or holds_sharded_weights(model):
         if device_map is not None:
             raise SettingError(
@@ -86,9 +81,27 @@ def load_checkpoint_in_model(
                 "A device map places a model that one process holds alone.",
                 "Leave one of them out.",
             )
+        wanted = None if dtype is None else torch_dtype(dtype)
         return load_together(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0)
-    loading = Loading(model, device_map, offload_folder, offload_buffers, dtype_of)
+    loading = _loading(model, device_map, offload_folder, offload_buffers, dtype, keep_in_fp32_modules)
     return loading.run(checkpoint, strict)
+
+
+def _loading(
+    model: nn.Module,
+    device_map: DeviceMap | None,
+    offload_folder: str | os.PathLike[str] | None,
+    offload_buffers: bool,
+    dtype: Dtype | None,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+) -> Loading:
+    """The load of one process alone."""
+    wanted, kept = None if dtype is None else torch_dtype(dtype), frozenset(keep_in_fp32_modules or ())
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        return torch.float32 if wanted == torch.float16 and any(part in name for part in kept) else wanted
+
+    return Loading(model, device_map, offload_folder, offload_buffers, dtype_of)
 
 
 def load_checkpoint_and_dispatch(
@@ -129,24 +142,22 @@ def load_checkpoint_and_dispatch(
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
     chosen = chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    report = load_checkpoint_in_model(
-        model,
-        checkpoint,
-        device_map=chosen,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_state_dict=bool(offload_state_dict),
-        offload_buffers=offload_buffers,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-    )
-    if chosen is None:
+    if chosen is None or broadcast_from_rank0 or holds_sharded_weights(model):
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            device_map=chosen,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
         return model
-    refuse_empty(model, report, checkpoint)
-    return dispatch_model(
+    loading = _loading(model, chosen, offload_folder, offload_buffers, dtype)
+    refuse_empty(model, loading.run(checkpoint, strict), checkpoint)
+    return dispatch_layout(
         model,
-        chosen,
+        loading.layout,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
