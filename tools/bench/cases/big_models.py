@@ -31,6 +31,10 @@ COLD: Final = (
     "bytes by as many threads with preadv, 4 MiB at a time, into 4 MiB of memory for each thread."
 )
 MAPS: Final = "CPU time of a call for 200 blocks of 20 modules on the meta device."
+LARGE: Final = (
+    "An empty decoder of 115 GB in bfloat16 is made and mapped, once for each fresh process; memory is what that "
+    "process held at most, less what it held before."
+)
 EMPTY: Final = 'For an empty model, "raw" is `torch.device("meta")`.'
 SET_UP: Final = "CPU time until a model of 20 such blocks, held in memory, runs with its weights offloaded."
 
@@ -273,6 +277,27 @@ def mapped(function: str, kept: tuple[str, ...], scope: Scope) -> Call:
     return lambda: call(model, dict(budget), no_split_module_classes=list(kept))
 
 
+def map_of_100_gb(scope: Scope) -> Call:
+    """Making an empty decoder of 100 GB in bfloat16, and a device map of it for devices of 40 GB."""
+    import torch
+    from torch import nn
+
+    functions, width, inner, budget = library(scope), 8192, 28672, {"cpu": 40 * 10**9, "disk": 10**12}
+
+    def block() -> Any:
+        linears = [nn.Linear(width, width, bias=False) for _ in range(4)]
+        linears += [nn.Linear(width, inner, bias=False) for _ in range(2)]
+        return nn.Sequential(*linears, nn.Linear(inner, width, bias=False), nn.LayerNorm(width))
+
+    def run() -> None:
+        with functions.init_empty_weights():
+            model = nn.Sequential(nn.Embedding(128256, width), *(block() for _ in range(58))).to(torch.bfloat16)
+        assert functions.compute_module_sizes(model)[""] > 100 * 10**9
+        functions.infer_auto_device_map(model, dict(budget), no_split_module_classes=["Sequential"])
+
+    return run
+
+
 def empty(scope: Scope) -> Call:
     """Making the model without weights."""
     import torch
@@ -310,6 +335,8 @@ def beside_original(name: str, unit: str, limit: float, side: Side, method: str)
 
 SLOWLY: Final = Work(slow_forward, raw=reading_beside_computing)
 
+LARGE_MAP: Final = Work(map_of_100_gb, once=True)
+
 CASES: Final = (
     beside_original("forward from the disk, in the page cache", "wall s", 0.5, offloaded_forward, FORWARDS),
     beside_original(
@@ -335,6 +362,8 @@ CASES: Final = (
             ("get_balanced_memory", "get_balanced_memory", ("Block",), 0.25),
         )
     ),
+    Case(GROUP, "device map of a model of 100 GB", "wall s", "ours", 5.0, LARGE_MAP, LARGE),
+    Case(GROUP, "peak memory: device map of a model of 100 GB", "MB", "ours", 1000.0, LARGE_MAP, LARGE),
     Case(GROUP, "init_empty_weights, 200 blocks", "CPU ms", "ours/raw", 1.2, Work(empty, empty, empty), EMPTY),
     beside_original("disk_offload, 20 blocks", "CPU ms", 0.8, partial(set_up, "disk_offload"), SET_UP),
     beside_original("cpu_offload, 20 blocks", "CPU ms", 0.8, partial(set_up, "cpu_offload"), SET_UP),
