@@ -18,12 +18,12 @@ from accel_state.errors import NotOffered
 from accel_state.settings.environ import from_environment, publish, read_setting
 from accel_state.settings.installed import importable
 from accel_state.settings.run import XLASettings
-from accel_state.settings.schema import BOOLEAN, TEXT, Setting
+from accel_state.settings.schema import TEXT, Setting, settings_of
 from accel_state.topology import Topology
 
 __all__ = ("XLA",)
 
-_WANTED: Final = Setting("use_torch_xla", BOOLEAN, True, variable="USE_TORCH_XLA")
+_ENABLED: Final = settings_of(XLASettings)["enabled"]
 _RUNTIME: Final = Setting("pjrt_device", TEXT, None, variable="PJRT_DEVICE")
 _PORT: Final = 12355
 """The port of the store when MASTER_PORT is not set; the default of torch_xla."""
@@ -42,8 +42,8 @@ class XLA(TorchFamily):
 
         The CPU counts where PJRT_DEVICE selects it.
         """
-        wanted = read_setting(_WANTED)
-        if (wanted is not None and not wanted.value) or not importable("torch_xla"):
+        enabled = read_setting(_ENABLED)
+        if (enabled is not None and not enabled.value) or not importable("torch_xla"):
             return False
         return _runtime_device() is not None
 

@@ -129,6 +129,9 @@ class MeshSettings:
 class XLASettings:
     """How torch_xla computes; fixed before the first tensor is on a device."""
 
+    enabled: bool = setting(
+        True, type=BOOLEAN, variable="USE_TORCH_XLA", help="Use the devices of torch_xla where it is installed."
+    )
     fsdp: bool = setting(
         False,
         type=BOOLEAN,

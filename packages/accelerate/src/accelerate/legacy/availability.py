@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from accel_state.errors import SettingError
 from accel_state.settings.environ import from_environment, read_setting
 from accel_state.settings.installed import Requirement
-from accel_state.settings.run import OutputSettings, ProcessSettings
-from accel_state.settings.schema import BOOLEAN, Setting
+from accel_state.settings.run import OutputSettings, ProcessSettings, XLASettings
+from accel_state.settings.schema import settings_of
 from accelerate.legacy.versions import is_torch_version
 
 if TYPE_CHECKING:
     USE_TORCH_XLA: bool
-    """Whether the variable USE_TORCH_XLA leaves torch_xla to be used."""
+    """Whether torch_xla is enabled by the variable USE_TORCH_XLA."""
 
 __all__ = (
     "USE_TORCH_XLA",
@@ -93,7 +93,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _FP8_CAPABILITY: Final = (8, 9)
 """Compute capability of the Ada generation, the first with 8-bit floating point units."""
 
-_USE_XLA: Final = Setting("use_torch_xla", BOOLEAN, True, variable="USE_TORCH_XLA")
+_USE_XLA: Final = settings_of(XLASettings)["enabled"]
 
 
 def __getattr__(name: str) -> Any:
