@@ -13,8 +13,8 @@ from accel_cli.doctor.nodes import Meeting, meet
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.check import check_launch, check_own_launcher
 from accel_cli.launch.request import Request
-from accel_cli.launch.torchrun import PORT_OF_MACHINES
 from accel_state.errors import LaunchError, SettingError
+from accel_state.network import DEFAULT_PORT
 
 __all__ = ("clear_for_launch", "meet_machines")
 
@@ -48,7 +48,7 @@ def meet_machines(request: Request, timeout: float, shared_folder: str | None) -
         for name, effect in request.settings.items()
         if name not in _PARTICULAR and effect.value is not None
     }
-    port = machines.main_process_port or PORT_OF_MACHINES
+    port = machines.main_process_port or DEFAULT_PORT
     meeting = Meeting(machines.main_process_ip, port, machines.num_machines, timeout, shared_folder)
     return meet(meeting, Member(machines.machine_rank, socket.gethostname(), versions(_COMPARED), told))
 

@@ -11,8 +11,8 @@ from accel_cli.config.effective import Effective
 from accel_cli.engines.deepspeed import LAUNCHERS, DeepSpeedLaunchSettings
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
-from accel_cli.launch.torchrun import PORT_OF_MACHINES
 from accel_state.errors import Conflict, SettingError
+from accel_state.network import DEFAULT_PORT
 
 __all__ = ("ENVIRONMENT_FILE", "check_deepspeed", "deepspeed_argv", "environment_lines", "own_launcher")
 
@@ -142,7 +142,7 @@ def deepspeed_argv(effective: Effective, processes: int | None, program: Sequenc
         *_way(launcher, machines.machine_rank),
         *(_chosen(settings) or (() if launcher in _BY_MPI else counts)),
         *((f"--master_addr={machines.main_process_ip}",) if machines.main_process_ip else ()),
-        f"--master_port={machines.main_process_port or PORT_OF_MACHINES}",
+        f"--master_port={machines.main_process_port or DEFAULT_PORT}",
         *program,
     )
 

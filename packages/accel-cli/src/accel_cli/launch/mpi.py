@@ -10,8 +10,8 @@ from typing import Final
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
-from accel_cli.launch.torchrun import PORT_OF_MACHINES
 from accel_state.errors import Conflict, NotFound, SettingError
+from accel_state.network import DEFAULT_PORT
 
 __all__ = ("find_mpi", "mpi_argv", "mpi_hosts", "placement")
 
@@ -77,7 +77,7 @@ def mpi_argv(
     machines = effective.instance(MachineSettings)
     store = {
         "MASTER_ADDR": machines.main_process_ip or hosts[0].name,
-        "MASTER_PORT": str(machines.main_process_port or PORT_OF_MACHINES),
+        "MASTER_PORT": str(machines.main_process_port or DEFAULT_PORT),
     }
     total = str(processes * len(hosts))
     place = placement(family, effective["mpirun_config.mpirun_hostfile"].value, processes)

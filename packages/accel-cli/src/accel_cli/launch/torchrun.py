@@ -9,17 +9,15 @@ from typing import Final
 
 from accel_cli.config.effective import Effective
 from accel_cli.launch.arguments import MachineSettings, TorchrunSettings
+from accel_state.network import DEFAULT_PORT
 
-__all__ = ("AGENT", "OWN_STORES", "PORT_OF_MACHINES", "torchrun_argv", "torchrun_environment")
+__all__ = ("AGENT", "OWN_STORES", "torchrun_argv", "torchrun_environment")
 
 AGENT: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent.py")
 """The module that calls torch.distributed.run in a process of its own."""
 
 OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable of torch's agent: whether the processes of each attempt serve a store of their own."""
-
-PORT_OF_MACHINES: Final = 29500
-"""Port on which several machines meet when none was given: each has to know it without asking."""
 
 
 def torchrun_argv(effective: Effective, processes: int, program: Sequence[str]) -> tuple[str, ...]:
@@ -64,7 +62,7 @@ def _meeting(machines: MachineSettings, options: TorchrunSettings) -> Iterator[s
         yield from ("--standalone", *conf)
         return
     address = machines.main_process_ip or "127.0.0.1"
-    port = machines.main_process_port or PORT_OF_MACHINES
+    port = machines.main_process_port or DEFAULT_PORT
     if static:
         yield from (f"--node-rank={machines.machine_rank}", f"--master-addr={address}", f"--master-port={port}", *conf)
         return

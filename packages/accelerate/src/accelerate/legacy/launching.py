@@ -21,10 +21,9 @@ from accel_cli.launch.plan import Launch, common_environment
 from accel_cli.launch.request import read_request
 from accel_cli.launch.sagemaker import describe_job
 from accel_cli.launch.script import how_to_run
-from accel_cli.launch.torchrun import PORT_OF_MACHINES
 from accel_cli.launch.tpu import tpu_variables
 from accel_state.labels import DistributedType
-from accel_state.network import get_free_port
+from accel_state.network import DEFAULT_PORT, get_free_port
 from accel_state.settings.environ import publish
 from accelerate.legacy.parsing import own_arguments
 
@@ -100,9 +99,9 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     args.nproc_per_node = str(processes // machines)
     if machines > 1:
         args.nnodes, args.node_rank = str(machines), own.machine_rank
-        args.rdzv_endpoint = f"{own.main_process_ip}:{own.main_process_port or PORT_OF_MACHINES}"
+        args.rdzv_endpoint = f"{own.main_process_ip}:{own.main_process_port or DEFAULT_PORT}"
     else:
-        wanted = PORT_OF_MACHINES if own.main_process_port is None else own.main_process_port
+        wanted = DEFAULT_PORT if own.main_process_port is None else own.main_process_port
         args.master_port = str(wanted or get_free_port())
     return {**launch.machine.environ, **launch.environment(processes // machines)}
 
