@@ -188,7 +188,7 @@ def test_every_call_keeps_its_deadline_while_the_host_is_stopped(host: Host, con
         with pytest.raises(StoreUnreachable) as caught:
             call()
         assert isinstance(caught.value, CollectiveError)
-        assert all((caught.value.asked, caught.value.obstacle, caught.value.remedy))
+        assert all((caught.value.failure, caught.value.obstacle, caught.value.remedy))
     # torch's own deadline of the store is five minutes.
     assert time.monotonic() - begun < PATIENT
     assert connections() - before <= 4

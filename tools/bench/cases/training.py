@@ -233,11 +233,11 @@ def looked_at(scope: Scope) -> Call:
     def steps() -> None:
         with paused():
             os.environ[STATUS_FOLDER] = str(scope.folder)
-            watch = HangMonitor(CallLog(), None, int(os.environ["RANK"]), 1)
+            monitor = HangMonitor(CallLog(), None, int(os.environ["RANK"]), 1)
             del os.environ[STATUS_FOLDER]
         several()
         with paused():
-            watch.stop()
+            monitor.stop()
 
     return steps
 
