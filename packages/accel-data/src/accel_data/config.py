@@ -10,10 +10,15 @@ from accel_state.errors import Conflict, SettingError
 from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import closest
 
-__all__ = ("SHARDINGS", "TORCHDATA", "DataLoaderConfiguration", "Sharding")
+__all__ = ("ORDERS", "SHARDINGS", "TORCHDATA", "DataLoaderConfiguration", "OrderOf", "Sharding")
 
 Sharding = Literal["auto", "already", "dispatch"] | Callable[[Any, int, int], Any]
 """How a stream is divided; a function gets (data set, number of processes, index) and returns a data set."""
+
+OrderOf = Literal["sampler", "global"]
+"""What decides the order of samples; see `DataLoaderConfiguration`."""
+
+ORDERS: Final = ("sampler", "global")
 
 SHARDINGS: Final = ("auto", "already", "dispatch")
 
@@ -43,11 +48,14 @@ class DataLoaderConfiguration:
         restore_position: continue in the middle of the epoch after a load, without `skip_first_batches`.
         seed_samples: seed the generators for each sample from seed, epoch and index, so that random draws in
             `__getitem__` are the same after a resume.
+        order: "sampler" keeps the order that the script's sampler draws. "global" shuffles by seed and epoch alone, as
+            `use_seedable_sampler` does, and refuses a loader whose order depends on anything else, such as the number
+            of processes or DataLoader workers.
 
     Raises:
         Conflict: two of the choices contradict each other.
         Missing: torchdata is not installed.
-        SettingError: there is no such way of sharding.
+        SettingError: there is no such way of sharding, or no such order.
     """
 
     split_batches: bool = False
@@ -62,11 +70,28 @@ class DataLoaderConfiguration:
     sharding: Sharding = field(default="auto", kw_only=True)
     restore_position: bool = field(default=False, kw_only=True)
     seed_samples: bool = field(default=False, kw_only=True)
+    order: OrderOf = field(default="sampler", kw_only=True)
 
     def __post_init__(self) -> None:
         check_sharding(self.sharding, self.dispatch_batches)
+        check_order(self.order)
         if self.use_stateful_dataloader:
             TORCHDATA.demand("Cannot use use_stateful_dataloader=True.")
+
+
+def check_order(order: str) -> None:
+    """Refuse an order that does not exist.
+
+    Raises:
+        SettingError: there is no such order.
+    """
+    if order not in ORDERS:
+        near = closest(str(order), ORDERS)
+        raise SettingError(
+            f"Cannot use order={order!r}.",
+            f"It has to be one of {', '.join(ORDERS)}.",
+            f"Did you mean {near!r}?" if near else "Leave it at 'sampler'.",
+        )
 
 
 def check_sharding(sharding: Sharding, dispatch_batches: bool | None) -> None:

@@ -21,8 +21,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.agreement import AgreedSource
-from accel_data.config import Sharding, check_sharding
+from accel_data.config import OrderOf, Sharding, check_order, check_sharding
 from accel_data.dispatch import DataLoaderDispatcher, DispatchedSource
+from accel_data.global_order import check_global_order
 from accel_data.loader import DataLoaderShard, LoaderOptions, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
 from accel_data.order import SeedableRandomSampler
@@ -116,6 +117,7 @@ def prepare_data_loader(
     sharding: Sharding = "auto",
     restore_position: bool = False,
     seed_samples: bool = False,
+    order: OrderOf = "sampler",
 ) -> DataLoader[Any]:
     """A loader that gives this process its shard of every epoch, on its device.
 
@@ -134,7 +136,8 @@ def prepare_data_loader(
     The other arguments are the fields of `DataLoaderConfiguration`.
 
     Raises:
-        Conflict: two arguments contradict each other, or `restore_position` is given for a stream without a position.
+        Conflict: two arguments contradict each other, `restore_position` is given for a stream without a position, or
+            order="global" for a loader whose order depends on more than seed and epoch.
         Missing: torchdata is not installed.
         SettingError: a batch cannot be cut into equal shards, or a number is out of range.
         UnknownKind: it is not a `DataLoader`.
@@ -153,6 +156,7 @@ def prepare_data_loader(
             "Wrap the data in torch.utils.data.DataLoader first.",
         )
     check_sharding(sharding, dispatch_batches)
+    check_order(order)
     processes, index = _place(num_processes, process_index, torch_device_mesh)
     world_size = current.process_or_start().world_size
     everyone = torch_device_mesh is not None or processes == world_size
@@ -160,13 +164,15 @@ def prepare_data_loader(
     base = stateful_twin(dataloader) if use_stateful_dataloader else dataloader
     own = _own_shard(base, shard, sharding, dispatch_batches)
     dispatches = own is None and _dispatches(base, dispatch_batches, sharding, put_on_device, processes, everyone)
-    seedable = use_seedable_sampler and not use_configured_sampler
+    seedable = (use_seedable_sampler or order == "global") and not use_configured_sampler
     rereads = use_stateful_dataloader and not restore_position
     shuffling = Shuffling(seedable, data_seed, restore_position, seed_samples, rereads)
     # A loader over this process's own shard is read as it is; so is one that the main process reads for all.
     source, generator = _sharded(
         base if own is None else own, shard if own is None and not dispatches else Shard(1, 0), shuffling
     )
+    if order == "global":
+        check_global_order(dataloader, source, own is not None, dispatches, everyone and world_size > 1)
     if own is not None:
         together = first_of_each(torch_device_mesh, world_size) if everyone else ()
         source = AgreedSource(source, processes, even_batches, _drops_last(base), together, _real_samples(base, shard))

@@ -194,6 +194,7 @@ def prepare_loader(
         sharding=configuration.sharding,
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
+        order=configuration.order,
     )
     if parts._report is not None:
         parts._report.watch_loader(sharded)
