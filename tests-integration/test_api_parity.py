@@ -1,4 +1,4 @@
-"""The drop-in has the names and parameters of the original that `reference/api.json` has, but for its test tools."""
+"""The drop-in has the names and parameters of the original that `reference/api.json` has, except its test tools."""
 
 from __future__ import annotations
 

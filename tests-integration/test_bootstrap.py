@@ -67,7 +67,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_an_unknown_command_is_refused() -> None:
-    assert_refused(run(sys.executable, str(SCRIPT), "tset"), "'tset' is no command", "setup, test, train")
+    assert_refused(run(sys.executable, str(SCRIPT), "tset"), "'tset' is not a command", "setup, test, train")
 
 
 def test_no_command_is_refused() -> None:

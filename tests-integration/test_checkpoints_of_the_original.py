@@ -1,6 +1,6 @@
 """Checkpoints go between ours and the original library, and the losses after a resume are those of whoever saved.
 
-A folder that the original wrote lies beside this file, so that reading one is tested everywhere; writing for the
+A folder that the original wrote is beside this file, so that reading one is tested everywhere; writing for the
 original is tested where $ACCEL_ORIGINAL_PYTHON names an interpreter that has it.
 """
 

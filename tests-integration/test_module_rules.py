@@ -14,7 +14,7 @@ MODULES = [*sorted(ROOT.glob("packages/*/src/**/*.py")), *sorted(ROOT.glob("tool
 
 VAGUE = {"common", "core", "helpers", "misc", "other", "utils"}
 
-# Its module names are given: they are those of the library it stands in for.
+# Its module names are given: they are those of the library that it replaces.
 GIVEN_NAMES = ROOT / "packages/accelerate/src"
 
 OUTSIDE = re.compile(r"\.\./shared\b|(?<![\w.])/work/|\bfile:///|\bindex-url\b")

@@ -112,7 +112,7 @@ class Repository:
         assert old in text
         path.write_text(text.replace(old, new), encoding="utf-8")
 
-    def tell(self, package: str, name: str, text: str = "Something is told.") -> None:
+    def tell(self, package: str, name: str, text: str = "Something changed.") -> None:
         """Adds a change fragment."""
         self.file(package, f"changes/+{name}.md").write_text(f"{text}\n", encoding="utf-8")
 
@@ -213,7 +213,7 @@ def test_the_kind_of_a_fragment_decides_on_the_version(
     repository.tell("gamma", f"something.{kind}")
     code, printed = called(repository, capsys, "plan", "gamma")
     assert code == 0
-    assert printed.splitlines() == [f"gamma           0.1.0 -> {version}", f"    {kind}: Something is told."]
+    assert printed.splitlines() == [f"gamma           0.1.0 -> {version}", f"    {kind}: Something changed."]
 
 
 def test_a_range_stays_where_no_newer_name_is_used(repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,7 +312,7 @@ def test_a_waiver_can_say_that_nobody_is_affected(repository: Repository, capsys
         (WAIVER.replace("Both names meant the same.", " "), "it is not right about: reason"),
         (WAIVER.replace("was removed", "went away"), "it is not right about: Parameter went away"),
         (WAIVER + "until = 2", "it is not right about: until"),
-        ("[[waiver]", "it is no TOML"),
+        ("[[waiver]", "it is not TOML"),
     ],
 )
 def test_a_waiver_that_is_not_right_is_refused(

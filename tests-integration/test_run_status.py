@@ -160,7 +160,7 @@ class Job:
         self.tasks[rank] += 1
 
     def release(self, *ranks: int) -> None:
-        """Let processes go on, and wait until they have done what they were told."""
+        """Let processes go on, and wait until they have handled it."""
         for rank in ranks:
             (self.folder / f"released{rank}").touch()
         for rank in ranks:

@@ -57,7 +57,7 @@ def check_command(arguments: list[str]) -> str:
     if given not in SESSIONS:
         raise BootstrapError(
             f"python3 tools/bootstrap.py {given}".rstrip(),
-            f"{given!r} is no command" if given else "no command was given",
+            f"{given!r} is not a command" if given else "no command was given",
             f"use one of: {', '.join(SESSIONS)}",
         )
     return given

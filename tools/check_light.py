@@ -3,7 +3,7 @@
     python tools/check_light.py [packages folder]
 
 The launcher, the wizard and `accel --help` read settings, manifests, configurations and tracker names long before torch
-is needed. The import linter does not see what a package's `__init__` brings along, so each module is imported for real
+is needed. The import linter does not see what a package's `__init__` imports, so each module is imported for real
 in a fresh interpreter. Which modules: found by the rules in `LIGHT`, so that a new backend or command is covered by
 being there.
 """

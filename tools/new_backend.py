@@ -243,7 +243,7 @@ def files(name: str) -> dict[str, str]:
 def obstacle(name: str, folder: Path) -> str | None:
     """Why the package cannot be written, or None."""
     if not NAME.fullmatch(name) or len(name) > LONGEST:
-        return f"{name!r} is no name of a backend: lower-case letters and digits, parts joined by - or _, at most 48"
+        return f"{name!r} is not a name of a backend: lower-case letters and digits, parts joined by - or _, at most 48"
     if name in TAKEN:
         return f"{name!r} is the name of a backend of accel itself"
     return f"{folder} is there already" if folder.exists() else None

@@ -5,9 +5,9 @@
     python tools/release.py plan [PACKAGE...]     what would be released, and why
     python tools/release.py apply PACKAGE...      write version, ranges and changelog; print how to commit and tag
 
-A release is told of in change fragments, `packages/*/changes/+what-changed.kind.md`; their kinds decide how far the
+Change fragments describe a release, `packages/*/changes/+what-changed.kind.md`; their kinds decide how far the
 version moves. A range between our packages changes only where a name is used that older versions do not have, or where
-a sibling's new version lies outside. Nothing here commits, tags or pushes.
+a sibling's new version is outside. Nothing here commits, tags or pushes.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "read: gadgets in an archive of torch": lambda folder, every: gadgets.sweep("torch", every),
     "read: gadgets in a file of torch before 1.6": lambda folder, every: gadgets.sweep("old torch", every),
 }
-"""What is saved and what happens, with the sweep that does it; the number says how many places lie between faults."""
+"""What is saved and what happens, with the sweep that does it; the number counts the operations between two faults."""
 
 
 def sweep(name: str, every: int = 1) -> faults.Tally:

@@ -289,7 +289,7 @@ class Together:
         session.save()
 
     def other_keys(self) -> str | None:
-        """One process has registered one object more: every process is told, and nobody waits for the other."""
+        """One process has registered one object more: every process raises, and none waits for the other."""
         return self._refused(self._differing, "registered objects from")
 
     def _differing(self, rank: int) -> None:

@@ -76,7 +76,7 @@ def drawn(title: str, about: str, boxes: Sequence[Box], arrows: Sequence[Arrow])
     """The picture.
 
     Args:
-        title: what it is called, for those who do not see it.
+        title: its name, for readers who do not see it.
         about: what it shows, for the same.
 
     Raises:

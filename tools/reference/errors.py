@@ -55,7 +55,7 @@ def errors_of(library: Library) -> list[Entry]:
 
 
 def _others(library: Library) -> list[Entry]:
-    """Published errors and warnings that are no children of the base."""
+    """Published errors and warnings that are not children of the base."""
     return [entry for entry in _classes(library) if is_exception(entry.item) and not _in_the_tree(entry.item)]
 
 

@@ -33,7 +33,7 @@ _KINDS: Any = griffe.BreakageKind
 
 @dataclass(frozen=True, order=True)
 class Break:
-    """One way in which a new version does not stand in for an older one."""
+    """One way in which a new version does not replace an older one."""
 
     path: str
     kind: str
@@ -156,7 +156,7 @@ def read_waivers(package: Package) -> tuple[Waiver, ...]:
     try:
         tables: list[dict[str, Any]] = tomli.loads(path.read_text(encoding="utf-8")).get("waiver", [])
     except tomli.TOMLDecodeError as error:
-        raise ReleaseError(f"the waivers in {path}", f"it is no TOML: {error}", "correct the file") from error
+        raise ReleaseError(f"the waivers in {path}", f"it is not TOML: {error}", "correct the file") from error
     kinds = {kind.value for kind in _KINDS}
     for table in tables:
         missing = [key for key in ("path", "kind", "reason") if not str(table.get(key, "")).strip()]

@@ -1,4 +1,4 @@
-"""Change fragments: one small file for each change that users are told of, until a release collects them.
+"""Change fragments: one small file for each change that users notice, until a release collects them.
 
     packages/accel-ops/changes/+packed-reduce.feature.md
 

@@ -24,7 +24,7 @@ class Package:
     folder: Path
     version: Version
     requirements: tuple[Requirement, ...]
-    """Every line of `dependencies` and of the extras, but for those that name the package itself."""
+    """Every line of `dependencies` and of the extras, except those that name the package itself."""
 
     @property
     def module(self) -> str:
