@@ -78,6 +78,8 @@ class Ability(str, Enum):
     EXACT_RESUME = "exact_resume"
     SEVERAL_MODELS = "several_models"
     FP16 = "fp16"
+    LOCAL_PASSES = "local_passes"
+    """Forward and backward under `no_sync` have no collectives, so that one process may stop in the middle of them."""
 
 
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}

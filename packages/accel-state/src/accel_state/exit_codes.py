@@ -15,8 +15,11 @@ NOTICE_VARIABLE: Final = "ACCEL_RESUME_NOTICE"
 exit codes."""
 
 
-def leave_to_resume() -> NoReturn:
+def leave_to_resume(at_once: bool = False) -> NoReturn:
     """End this process, whose state is saved, and tell the launcher that it can be started again.
+
+    Args:
+        at_once: end it from any thread, without the interpreter's shutdown.
 
     Raises:
         SystemExit: with `RESUME`.
@@ -25,4 +28,6 @@ def leave_to_resume() -> NoReturn:
     if notice and os.path.isdir(os.path.dirname(notice)):
         with open(notice, "ab"):
             pass
+    if at_once:
+        os._exit(RESUME)
     raise SystemExit(RESUME)

@@ -5,6 +5,8 @@ from accel_plugins import *  # noqa: F403
 from accel_state import *  # noqa: F403
 from accel_torch.accelerator import Accelerator as Accelerator
 from accel_torch.local_sgd import LocalSGD as LocalSGD
+from accel_torch.micro_batches import MicroBatches as MicroBatches
+from accel_torch.micro_batches import find_micro_batch_size as find_micro_batch_size
 from accel_torch.misuse import MisuseWarning as MisuseWarning
 from accel_torch.profile import ProfileKwargs as ProfileKwargs
 from accel_torch.profile import ProfilerActivity as ProfilerActivity

@@ -39,6 +39,7 @@ MANIFEST: Final = Manifest(
             Ability.CLIP_VALUE,
             Ability.JOIN,
             Ability.AVERAGE,
+            Ability.LOCAL_PASSES,
             Ability.SEVERAL_MODELS,
         }
     ),

@@ -28,7 +28,7 @@ MANIFEST: Final = Manifest(
     label=DistributedType.XLA,
     present="accel_plugins.xla.manifest:present",
     requires=(Requirement("torch_xla", "torch-xla", extra="accel-plugins[xla]"),),
-    lacks=frozenset({Ability.JOIN, Ability.FP16}),
+    lacks=frozenset({Ability.JOIN, Ability.FP16, Ability.LOCAL_PASSES}),
     priority=40,
     tier=3,
 )

@@ -1,0 +1,414 @@
+"""The largest micro-batch that fits the memory of every rank, and the accumulation that keeps the global batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from accel_data.mesh import data_coordinates
+from accel_ops.agreement import StoreBarrier
+from accel_ops.batch_size import all_fit
+from accel_ops.rng import restore, snapshot
+from accel_ops.shape import slice_tensors
+from accel_ops.tree import find_batch_size
+from accel_plugins.manifest import Ability, Axis, Duty
+from accel_state import current
+from accel_state.errors import AccelError, NotOffered, NotReady, OutOfMemory, SettingError
+from accel_state.exit_codes import leave_to_resume
+from accel_state.memory import clear_device_cache, should_reduce_batch_size
+from accel_torch.accumulation import hold_back
+
+if TYPE_CHECKING:
+    from accel_state.identity import Process
+    from accel_torch.accelerator import Accelerator
+
+__all__ = ("MicroBatches", "Search", "find_micro_batch_size")
+
+_WITHIN: Final = 0.05
+"""How much smaller than the true limit the size found may be, as a part of it."""
+_FEW: Final = 128
+"""So many sizes leave a trial for the largest one: seven more find the limit among those below."""
+_FILE: Final = "micro_batch_size.json"
+_LOOK: Final = 0.1
+"""Seconds between two looks at whether another rank ran out of memory."""
+_INNER_AXES: Final = frozenset({Axis.CONTEXT.value, Axis.SEQUENCE.value, Axis.TENSOR.value})
+"""Axes whose processes compute a forward pass together."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How each process divides its shard of a global batch.
+
+    Args:
+        size: samples of a micro-batch; the last one of a step may be smaller.
+        per_process: samples of one process in a global batch: the batch size of its loader.
+        trials: how many sizes were tried.
+        accelerator: whose gradients are accumulated.
+    """
+
+    size: int
+    per_process: int
+    trials: int
+    accelerator: Accelerator | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return -(-self.per_process // self.size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch of an optimizer step."""
+        return tuple(min(self.size, self.per_process - start) for start in range(0, self.per_process, self.size))
+
+    def split(self, batch: Any) -> Iterator[tuple[Any, int]]:
+        """The micro-batches of one batch of the loader in the order of its samples, each with its number of samples.
+
+        Together they are one window of gradient accumulation, so that the optimizer steps at the last one. Give the
+        number of samples as the weight of the micro-batch: a last one that is smaller then counts for less.
+
+        Args:
+            batch: tensors in any nesting, with the samples in their first dimension.
+
+        Raises:
+            NotReady: the batch before was not read to its last micro-batch.
+            NotOffered: the backend counts micro-batches by itself.
+
+        Example:
+            >>> for batch in loader:
+            ...     for micro_batch, samples in plan.split(batch):
+            ...         with accelerator.accumulate(model, weight=samples):
+            ...             accelerator.backward(loss_of(model, micro_batch))
+            ...             optimizer.step()
+            ...             optimizer.zero_grad()
+        """
+        count = find_batch_size(batch)
+        starts = range(0, count, self.size)
+        with nullcontext() if self.accelerator is None else _window(self.accelerator, len(starts)):
+            for start in starts:
+                yield slice_tensors(batch, slice(start, start + self.size)), min(self.size, count - start)
+
+
+@contextmanager
+def _window(accelerator: Accelerator, steps: int) -> Iterator[None]:
+    """Accumulate over exactly `steps` micro-batches inside the block."""
+    failed = f"Cannot split a batch into {steps} micro-batches."
+    if accelerator._engine.owns(Duty.ACCUMULATION):
+        raise NotOffered(
+            failed,
+            f"The backend {accelerator._engine.manifest.name!r} counts micro-batches by itself.",
+            "Give it the number of steps and the micro-batch size in its settings, and loaders of that batch size.",
+        )
+    gradient = accelerator.gradient_state
+    plugin = gradient.plugin
+    if not gradient.sync_gradients:
+        raise NotReady(
+            failed,
+            "The batch before was left before its last micro-batch, or accumulation began in another way.",
+            "Read each batch to its last micro-batch, and set gradient_accumulation_steps to 1.",
+        )
+    accelerator.step = 0
+    gradient.plugin = replace(plugin, num_steps=steps, sync_with_dataloader=False)
+    try:
+        yield
+    finally:
+        gradient.plugin = plugin
+        accelerator.step = 0
+
+
+def find_micro_batch_size(
+    step: Callable[[int], object],
+    global_batch_size: int = 512,
+    *,
+    accelerator: Accelerator | None = None,
+    file: str | os.PathLike[str] | None = None,
+    deadline: float = 600.0,
+) -> MicroBatches:
+    """Find the largest micro-batch that fits the memory of every rank; called on every rank.
+
+    Sizes are bisected: the result is at most 5 % below the true limit (exact below 20), in at most 8 trials for up to
+    three million samples in a rank's shard. Out of memory on one rank counts for all. The global batch and the order
+    of its samples stay: loaders keep the batch size `per_process`, and `split` gives the micro-batches.
+
+    The trials leave the weights' gradients, the buffers and the random generators as they were. Gradients are not
+    synchronised in them. A backend whose forward or backward has collectives (it lacks `Ability.LOCAL_PASSES`, or the
+    processes divide the layers) cannot go on after one rank ran out of memory there. Its run ends on every rank with
+    the exit code `accel_state.exit_codes.RESUME`, within the deadline; started again, it goes on with smaller sizes,
+    from the file.
+
+    Args:
+        step: computes forward and backward of so many samples as training does, without stepping the optimizer. Let the
+            optimizer step once before, if its state shall count.
+        global_batch_size: samples of one optimizer step on all ranks together.
+        accelerator: prepared the models that `step` computes; without it gradients of a distributed model are
+            synchronised in each trial, so that it has to be given in a run of several processes.
+        file: where a run that has to end keeps what it found, and finds it again; `micro_batch_size.json` in the
+            project's folder when None. Remove it when the model changes.
+        deadline: seconds that one trial may take.
+
+    Raises:
+        SettingError: the global batch cannot be divided between the ranks, or there is no place for the file.
+        OutOfMemory: on every rank: a single sample does not fit.
+        CollectiveError: another rank failed in `step`, or did not come in time.
+
+    Example:
+        >>> plan = find_micro_batch_size(lambda size: None, global_batch_size=96)
+        >>> plan.size, plan.steps, plan.sizes
+        (96, 1, (96,))
+    """
+    process = current.process_or_start()
+    search = Search(_shard_size(global_batch_size, process, accelerator))
+    barrier = StoreBarrier(process, "micro-batch size", "Cannot find a micro-batch size.", deadline)
+    if accelerator is None or _passes_are_local(accelerator):
+        with barrier.reporting(), _restored(accelerator):
+            while (size := search.size) is not None:
+                fits = _fits(step, size, process)
+                search.note(barrier.wait(f"trial {search.trials}", "yes" if fits else "no", all_fit) == "yes")
+        barrier.leave()
+    else:
+        _search_with_restarts(step, search, barrier, process, accelerator, _Memory.of(accelerator, file), deadline)
+    if not search.found:
+        raise OutOfMemory(
+            f"Cannot find a micro-batch size for a global batch of {global_batch_size}.",
+            "The device of at least one process ran out of memory with a single sample.",
+            "Take a smaller model or shorter samples, or shard the model.",
+        )
+    return MicroBatches(search.found, search.largest, search.trials, accelerator)
+
+
+def _shard_size(global_batch_size: int, process: Process, accelerator: Accelerator | None) -> int:
+    """Samples of one process in a global batch."""
+    mesh = None if accelerator is None else accelerator.state.device_mesh
+    shards = process.world_size if mesh is None else data_coordinates(mesh)[0]
+    if global_batch_size < shards or global_batch_size % shards:
+        raise SettingError(
+            f"Cannot divide a global batch of {global_batch_size} samples.",
+            f"It has to be a multiple of the {shards} processes that read different data.",
+            f"Give a multiple of {shards}.",
+        )
+    return global_batch_size // shards
+
+
+def _passes_are_local(accelerator: Accelerator) -> bool:
+    """Whether one rank alone may stop in the middle of forward or backward."""
+    if accelerator.state._process.world_size == 1:
+        return True
+    mesh = accelerator.state.device_mesh
+    axes = () if mesh is None else mesh.mesh_dim_names or ()
+    return Ability.LOCAL_PASSES not in accelerator._engine.manifest.lacks and _INNER_AXES.isdisjoint(axes)
+
+
+class Search:
+    """Bisection over sizes of which each is at most 5 % below those that are left out before the next one.
+
+    Attributes:
+        largest: the largest size.
+        trials: sizes tried so far.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self.largest, self.trials = largest, 0
+        self._sizes = [1]
+        while self._sizes[-1] < largest:
+            self._sizes.append(min(int(self._sizes[-1] / (1 - _WITHIN)) + 1, largest))
+        self._fits, self._fails = -1, len(self._sizes)
+
+    @property
+    def size(self) -> int | None:
+        """What to try next; None once the limit is known."""
+        index = self._index
+        return None if index is None else self._sizes[index]
+
+    @property
+    def _index(self) -> int | None:
+        if self._fails - self._fits == 1:
+            return None
+        untried = self._fails - self._fits == len(self._sizes) + 1
+        return len(self._sizes) - 1 if untried and len(self._sizes) <= _FEW else (self._fits + self._fails) // 2
+
+    @property
+    def found(self) -> int:
+        """The largest size that is known to fit; 0 while none is."""
+        return self._sizes[self._fits] if self._fits >= 0 else 0
+
+    def note(self, fits: bool) -> None:
+        """Learn whether the present size fits."""
+        index = self._index
+        assert index is not None
+        self.trials += 1
+        if fits:
+            self._fits = index
+        else:
+            self._fails = index
+
+    def state(self) -> list[int]:
+        """What is known so far."""
+        return [self.largest, self._fits, self._fails, self.trials]
+
+    def go_on(self, state: object) -> None:
+        """Go on from what is known, if it is of this search."""
+        if not isinstance(state, list) or len(state) != 4 or state[0] != self.largest:
+            return
+        _, fits, fails, trials = state
+        if all(type(value) is int for value in state) and -1 <= fits < fails <= len(self._sizes) and trials >= 0:
+            self._fits, self._fails, self.trials = fits, fails, trials
+
+
+def _fits(step: Callable[[int], object], size: int, process: Process) -> bool:
+    """Whether a step of so many samples fits the memory of this rank."""
+    clear_device_cache(garbage_collection=True)
+    try:
+        step(size)
+        process.family.synchronize()
+    except Exception as error:
+        if not should_reduce_batch_size(error):
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def _restored(accelerator: Accelerator | None) -> Iterator[None]:
+    """Synchronise no gradients inside the block, and leave behind what was there before."""
+    generators = snapshot()
+    if accelerator is None:
+        try:
+            yield
+        finally:
+            restore(generators)
+        return
+    models = tuple(accelerator._registry.models)
+    buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
+    gradient, counted = accelerator.gradient_state, accelerator.step
+    synchronises = gradient.sync_gradients
+    gradient.sync_gradients = False
+    holds = Ability.NO_SYNC not in accelerator._engine.manifest.lacks
+    try:
+        with hold_back(accelerator._engine.strategy, models) if holds and models else nullcontext():
+            yield
+    finally:
+        gradient.sync_gradients, accelerator.step = synchronises, counted
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, before_trials in gradients:
+            parameter.grad = before_trials
+        restore(generators)
+
+
+class _Memory:
+    """The file in which a search that ends the run keeps what it found.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, file: str | os.PathLike[str] | None) -> _Memory:
+        """The file that was given, or one in the project's folder."""
+        folder = accelerator.project_dir or accelerator.logging_dir
+        if file is None and folder is None:
+            raise SettingError(
+                "Cannot find a micro-batch size with this backend.",
+                "Its forward or backward has collectives, so that the run ends where memory runs out; there is no "
+                "place to keep what was found.",
+                "Give file=..., or project_dir to the Accelerator.",
+            )
+        return cls(Path(file) if file is not None else Path(folder or "") / _FILE)
+
+    def read(self) -> str:
+        """What is there; empty where nothing is."""
+        try:
+            return self._path.read_text()
+        except OSError:
+            return ""
+
+    def write(self, search: Search, tried: bool = False) -> None:
+        """Keep what is known; with `tried`, the present size counts as one that does not fit."""
+        known = search.state()
+        if tried and search._index is not None:
+            known[2:] = search._index, search.trials + 1
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(known))
+        new.replace(self._path)
+
+
+def _search_with_restarts(
+    step: Callable[[int], object],
+    search: Search,
+    barrier: StoreBarrier,
+    process: Process,
+    accelerator: Accelerator,
+    memory: _Memory,
+    deadline: float,
+) -> None:
+    """Search where a rank that runs out of memory leaves the others in a collective: the run ends with each failure."""
+    with barrier.reporting():
+        text = barrier.wait("begin", memory.read() if process.rank == 0 else "")
+        search.go_on(_parsed(text))
+    while search.size is not None:
+        with barrier.reporting():
+            if process.rank == 0:
+                # A run that ends in whatever way finds that this size did not fit.
+                memory.write(search, tried=True)
+            barrier.wait(f"ready {search.trials}")
+        try:
+            with _leaving_with_others(barrier, deadline), _restored(accelerator):
+                fits = _fits(step, search.size, process)
+            if not fits:
+                barrier.fail(OutOfMemory(f"Cannot run a micro-batch of {search.size}.", "", ""))
+                leave_to_resume()
+            barrier.wait(f"trial {search.trials}")
+        except OutOfMemory:
+            # Another rank's, heard at the end of the trial.
+            leave_to_resume()
+        search.note(True)
+        if process.rank == 0:
+            memory.write(search)
+    barrier.wait("end", last=True)
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+@contextmanager
+def _leaving_with_others(barrier: StoreBarrier, deadline: float) -> Iterator[None]:
+    """End this process when another one reports that it ran out of memory, or after the deadline."""
+    over = threading.Event()
+
+    def watch() -> None:
+        left = deadline
+        while not over.wait(_LOOK):
+            left -= _LOOK
+            try:
+                barrier.check()
+            except AccelError:
+                left = 0.0
+            if left <= 0:
+                # The main thread is inside a collective that does not end.
+                leave_to_resume(at_once=True)
+
+    watcher = threading.Thread(target=watch, name="micro-batch watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()

@@ -1,0 +1,40 @@
+"""Finds the micro-batch size of a model whose parameters are sharded; run by tests. The second rank has less memory.
+
+micro_batch_script.py FOLDER LIMIT
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel_torch import Accelerator, FullyShardedDataParallelPlugin, find_micro_batch_size
+
+
+def main(folder: str, limit: str) -> None:
+    warnings.filterwarnings("ignore")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(2), project_dir=folder)
+    model, optimizer = nn.Linear(8, 8), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(size: int) -> None:
+        if accelerator.process_index == 0:
+            with Path(folder, "tried").open("a") as file:
+                file.write(f"{size}\n")
+        elif size > int(limit):
+            # The other rank waits for the parameters of this one.
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        accelerator.backward(model(torch.ones(size, 8)).sum())
+
+    plan = find_micro_batch_size(step, global_batch_size=8, accelerator=accelerator, deadline=60)
+    Path(folder, f"found_{accelerator.process_index}").write_text(f"{plan.size} {plan.trials}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
