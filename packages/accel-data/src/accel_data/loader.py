@@ -451,6 +451,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             "length": source.length(),
             "following": following.state_dict() if following is not None else None,
             "sample_seed": None if source.sample_seed is None else source.sample_seed.seed,
+            **({"mixture": self.dataset.mixture_state()} if hasattr(self.dataset, "mixture_state") else {}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -469,6 +470,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self.progress.move_to(epoch, position_in(state_dict, self.source, epoch, self._name()))
             return
         position = Position.from_state_dict(state_dict)
+        if hasattr(self.dataset, "load_mixture_state"):
+            self.dataset.load_mixture_state(state_dict.get("mixture"), position.epoch, position.samples or 0)
         same = state_dict["sampler"] == self.source.identity()
         if self.source.sample_seed is not None and state_dict["sample_seed"] is not None:
             self.source.sample_seed.seed = state_dict["sample_seed"]

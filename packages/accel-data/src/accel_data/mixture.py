@@ -13,16 +13,16 @@ from itertools import count, pairwise
 from numbers import Real
 from typing import Any, Final, Literal, get_args
 
-from torch.utils.data import BatchSampler, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
 from accel_data.interleave import Interleaving
 from accel_data.permutation import Permutation
 from accel_ops.agreement import StoreBarrier
 from accel_state import current
-from accel_state.errors import CheckpointError, DataError, SettingError, UnknownKind
+from accel_state.errors import CheckpointError, Conflict, DataError, SettingError, UnknownKind
 from accel_state.settings.schema import closest
 
-__all__ = ("MixtureDataset", "MixtureStream", "ResolvedBatches", "SourceCount", "StopWhen", "mixture_of")
+__all__ = ("MixtureDataset", "MixtureStream", "ResolvedBatches", "SourceCount", "StopWhen")
 
 logger = logging.getLogger(__name__)
 
@@ -341,6 +341,20 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         self._measure()
         return start
 
+    def resolved(self, batches: BatchSampler) -> ResolvedBatches:
+        """The batches of a prepared loader, which are positions, as (source, index).
+
+        Raises:
+            Conflict: the loader shuffles.
+        """
+        if isinstance(getattr(batches, "sampler", None), RandomSampler):
+            raise Conflict(
+                "Cannot shuffle a mixture of data sets.",
+                "Its order says which source gives which sample, and shuffles within each source.",
+                "Leave out shuffle=True; give MixtureDataset another seed for another order.",
+            )
+        return ResolvedBatches(batches, self)
+
     def mixture_state(self) -> dict[str, Any]:
         """What the order of the samples depends on, in plain values; a prepared loader saves it with its position."""
         return {
@@ -349,11 +363,11 @@ class MixtureDataset(_Weighted, Dataset[Any]):
             **{name: getattr(self, name) for name in _FIXED},
         }
 
-    def load_mixture_state(self, state: Mapping[str, Any], epoch: int = 0, samples: int = 0) -> None:
+    def load_mixture_state(self, state: Mapping[str, Any] | None, epoch: int = 0, samples: int = 0) -> None:
         """Follow the schedule of `mixture_state`, from a position on.
 
         Args:
-            state: what that gave.
+            state: what that gave; None of a loader that read no mixture.
             epoch: the epoch to go on in.
             samples: samples of it that all processes together have received.
 
@@ -361,6 +375,12 @@ class MixtureDataset(_Weighted, Dataset[Any]):
             CheckpointError: it was saved with other sources, or in another order.
         """
         failed = "Cannot continue a mixture of data sets."
+        if state is None:
+            raise CheckpointError(
+                failed,
+                f"The data set of the saved loader was no mixture; this one has {', '.join(self._names)}.",
+                "Load the checkpoint with the data set that it was saved with, or begin a new run.",
+            )
         saved, own = state["sources"], dict(zip(self._names, self._sizes, strict=True))
         for name in sorted({**saved, **own}):
             if saved.get(name) != own.get(name):
@@ -472,15 +492,6 @@ class ResolvedBatches(BatchSampler):
         if name.startswith("__") or "batch_sampler" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
-
-
-def mixture_of(dataset: Any) -> MixtureDataset | None:
-    """The mixture that a data set of a prepared loader is, or is around."""
-    while not isinstance(dataset, MixtureDataset):
-        if not type(dataset).__module__.startswith("accel_data.") or not hasattr(dataset, "dataset"):
-            return None
-        dataset = dataset.dataset
-    return dataset
 
 
 class MixtureStream(_Weighted, IterableDataset[Any]):

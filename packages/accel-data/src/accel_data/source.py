@@ -360,7 +360,9 @@ class MapSource(Source):
             sample_seed: the seed of the samples, if they are seeded.
             changes: other attributes of the loader.
         """
-        indices = shard if sample_seed is None else TaggedBatches(shard, sample_seed)
+        resolved = None if "dataset" in changes else getattr(base.dataset, "resolved", None)
+        indices: Any = shard if resolved is None else resolved(shard)
+        indices = indices if sample_seed is None else TaggedBatches(indices, sample_seed)
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
         changes[name] = UnbatchedSampler(indices) if batching_of(base) is None else indices
         if sample_seed is not None and not isinstance(base.dataset, SeededSamples):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from accel_data.mixture import mixture_of
-
 if TYPE_CHECKING:
     from accel_tracking.group import TrackerGroup
 
@@ -32,8 +30,8 @@ def log_sample_counts(tracking: TrackerGroup, loaders: Iterable[Any], step: int 
 
 
 def _rows(number: int, loader: Any) -> list[list[Any]]:
-    mixture, progress = mixture_of(getattr(loader, "dataset", None)), getattr(loader, "progress", None)
-    if mixture is None or progress is None or progress.samples is None:
+    dataset, progress = getattr(loader, "dataset", None), getattr(loader, "progress", None)
+    if not hasattr(dataset, "mixture_state") or progress is None or progress.samples is None:
         return []
-    counts = mixture.counts(progress.samples, progress.epoch)
+    counts = dataset.counts(progress.samples, progress.epoch)
     return [[number, name, one.samples, one.epochs, one.asked, one.given] for name, one in counts.items()]
