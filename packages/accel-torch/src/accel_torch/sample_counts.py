@@ -30,7 +30,8 @@ def log_sample_counts(tracking: TrackerGroup, loaders: Iterable[Any], step: int 
 
 
 def _rows(number: int, loader: Any) -> list[list[Any]]:
-    dataset, progress = getattr(loader, "dataset", None), getattr(loader, "progress", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    progress = getattr(loader, "progress", None)
     if not hasattr(dataset, "mixture_state") or progress is None or progress.samples is None:
         return []
     counts = dataset.counts(progress.samples, progress.epoch)
