@@ -87,7 +87,7 @@ def trained(made: str, variables: dict[str, str]) -> tuple[str, str, float]:
         prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
         return "", str(accelerator.distributed_type.value), _last_loss(accelerator, *prepared)
     except AccelError as error:
-        complete = bool(error.asked and error.obstacle and error.remedy)
+        complete = bool(error.failure and error.obstacle and error.remedy)
         return type(error).__name__, str(error) if complete else f"a part is missing: {error}", 0.0
 
 
