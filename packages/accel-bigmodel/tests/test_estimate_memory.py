@@ -86,7 +86,7 @@ def test_a_class_of_an_installed_package_is_estimated(capsys: pytest.CaptureFixt
     [
         ("no_such_package:Model", "No module named"),
         ("torch.nn:NoSuchClass", "NoSuchClass"),
-        ("missing.py:Model", "no Python file"),
+        ("missing.py:Model", "not a Python file"),
         ("FILE:number", "'number' is a int"),
         ("FILE:broken", "cannot be built"),
         ("FILE:text", "gave a str"),
@@ -101,7 +101,7 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, name: str, words: str) ->
 
 @pytest.mark.parametrize("text", ["not json", "[1]"])
 def test_arguments_are_a_json_object(text: str) -> None:
-    with pytest.raises(SettingError, match="no JSON object"):
+    with pytest.raises(SettingError, match="not a JSON object"):
         call("torch.nn:Linear", "--arguments", text)
 
 
@@ -128,7 +128,7 @@ def test_a_local_config_is_built_by_transformers(
     with pytest.raises(Missing, match="transformers"):
         call(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SettingError, match="no config with a 'model_type'"):
+    with pytest.raises(SettingError, match="not a config with a 'model_type'"):
         call(tmp_path)
 
 

@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"Offload 'middle\.weight' \(16384 bytes\)"):
+        with pytest.raises(CheckpointError, match=r"Cannot offload 'middle\.weight' \(16384 bytes\)"):
             dispatch_model(model, {"": "cpu", "middle": "disk"}, offload_dir=tmp_path)
         with pytest.raises(CheckpointError, match=r"free space"):
             disk_offload(model, tmp_path)

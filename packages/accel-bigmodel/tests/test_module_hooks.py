@@ -166,7 +166,7 @@ def test_layers_are_skipped_by_name_and_class_and_restored_after_an_error() -> N
     other = Net()
     attach_layerwise_casting_hooks(other, torch.float16, torch.float32, skip_modules_classes=(nn.Linear,))
     assert other.up.weight.dtype == torch.float32
-    with pytest.raises(SettingError, match=r"torch\.int8 is no floating-point"):
+    with pytest.raises(SettingError, match=r"torch\.int8 is not a floating-point"):
         attach_layerwise_casting_hooks(other, torch.int8, torch.float32)
 
 

@@ -158,7 +158,7 @@ def test_a_full_disk_is_a_typed_error_and_leaves_no_half_file(tmp_path: Path) ->
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"Offload 'w' \(8000 bytes\)"):
+        with pytest.raises(CheckpointError, match=r"Cannot offload 'w' \(8000 bytes\)"):
             offload_weight(torch.zeros(2000), "w", tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         set_module_tensor_to_device(layer, "weight", "cpu")
     with pytest.raises(SettingError, match="no parameter or buffer"):
         set_module_tensor_to_device(layer, "wieght", "cpu")
-    with pytest.raises(SettingError, match=r"Find '7\.weight'"):
+    with pytest.raises(SettingError, match=r"Cannot find '7\.weight'"):
         set_module_tensor_to_device(layer, "7.weight", "cpu")
     with pytest.raises(SettingError, match="disk"):
         set_module_tensor_to_device(layer, "weight", "disk", value=torch.ones(3, 2))

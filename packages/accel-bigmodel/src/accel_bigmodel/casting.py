@@ -93,8 +93,8 @@ def attach_layerwise_casting_hooks(
     for dtype in (storage_dtype, compute_dtype):
         if not dtype.is_floating_point:
             raise SettingError(
-                f"Cast the layers of {type(module).__name__} between {storage_dtype} and {compute_dtype}.",
-                f"{dtype} is no floating-point dtype.",
+                f"Cannot cast the layers of {type(module).__name__} between {storage_dtype} and {compute_dtype}.",
+                f"{dtype} is not a floating-point dtype.",
                 "Use one such as torch.float8_e4m3fn or torch.bfloat16.",
             )
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())

@@ -151,10 +151,10 @@ def _missing_for_buffers(packing: DevicePacking) -> int:
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
-    """The same map with one entry wherever everything below a name lies on one device.
+    """The same map with one entry wherever everything below a name is on one device.
 
     Args:
-        module_name: simplify only what lies below this name.
+        module_name: simplify only what is below this name.
 
     Example:
         >>> clean_device_map({"a.b": 0, "a.c": 0, "d": "cpu"})
@@ -281,7 +281,7 @@ class DeviceMapReport:
     """A device map with its reasons; printing it shows the table and the bars.
 
     Args:
-        device_map: name to device, with one entry wherever everything below a name lies on one device.
+        device_map: name to device, with one entry wherever everything below a name is on one device.
         blocks: the same without an entry for the whole model.
         placements: each piece in the order in which it was placed, with device and reason.
         budget: bytes that each device may give.
@@ -334,7 +334,7 @@ class DeviceMapReport:
         Raises:
             Missing: matplotlib is not installed.
         """
-        _MATPLOTLIB.demand(f"Draw the device map in {os.fspath(path)!r}.")
+        _MATPLOTLIB.demand(f"Cannot draw the device map in {os.fspath(path)!r}.")
         from matplotlib.figure import Figure
 
         devices = [device for device in self.used if device in self.budget or self.used[device]]

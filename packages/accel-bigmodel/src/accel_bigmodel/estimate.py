@@ -92,20 +92,22 @@ def build_model(
         SettingError: nothing of that name is found, or it does not make a module.
         Missing: the library it needs is not installed.
     """
-    asked = f"Estimate the memory of {model_name!r}."
+    failure = f"Cannot estimate the memory of {model_name!r}."
     make = (
-        _callable(asked, model_name)
+        _callable(failure, model_name)
         if ":" in model_name and not model_name.startswith("hf-hub:")
-        else _from_library(asked, model_name, library_name, trust_remote_code)
+        else _from_library(failure, model_name, library_name, trust_remote_code)
     )
     try:
         model = _empty(make, arguments)
     except Exception as error:
         raise SettingError(
-            asked, f"Building it gave {type(error).__name__}: {error}", "Check its name and its --arguments."
+            failure, f"Building it gave {type(error).__name__}: {error}", "Check its name and its --arguments."
         ) from error
     if not isinstance(model, nn.Module):
-        raise SettingError(asked, f"It gave a {type(model).__name__}, not a torch.nn.Module.", "Name a module's class.")
+        raise SettingError(
+            failure, f"It gave a {type(model).__name__}, not a torch.nn.Module.", "Name a module's class."
+        )
     return model
 
 
@@ -119,7 +121,7 @@ def _empty(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
             return make(**arguments)
 
 
-def _callable(asked: str, model_name: str) -> Callable[..., Any]:
+def _callable(failure: str, model_name: str) -> Callable[..., Any]:
     place, _, name = model_name.rpartition(":")
     try:
         found: Any = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -127,22 +129,22 @@ def _callable(asked: str, model_name: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise SettingError(
-            asked, f"{type(error).__name__}: {error}", "Write package.module:Class or file.py:Class."
+            failure, f"{type(error).__name__}: {error}", "Write package.module:Class or file.py:Class."
         ) from error
     except SystemExit as leaving:
         raise SettingError(
-            asked,
+            failure,
             f"Importing {place} runs a program, which left with {leaving.code!r} before the class was there.",
             "Put what the program does, such as reading its arguments, under: if __name__ == '__main__'",
         ) from leaving
     except Exception as error:
         raise SettingError(
-            asked,
+            failure,
             f"Importing {place} raised {type(error).__name__}: {error}",
-            "Correct that, or put what is no definition under: if __name__ == '__main__'",
+            "Correct that, or put everything except definitions under: if __name__ == '__main__'",
         ) from error
     if not callable(found):
-        raise SettingError(asked, f"{name!r} is a {type(found).__name__}.", "Name a class or a function.")
+        raise SettingError(failure, f"{name!r} is a {type(found).__name__}.", "Name a class or a function.")
     return found  # type: ignore[no-any-return]
 
 
@@ -150,12 +152,12 @@ def _file(path: Path) -> Any:
     """The module that a file makes, which sees its own name as the only argument of the program."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"{path} is no Python file")
+        raise FileNotFoundError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     arguments, folders = sys.argv, list(sys.path)
     sys.argv = [str(path)]
-    # What stands beside a script can be imported by it.
+    # A script can import the modules in its folder.
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -164,18 +166,18 @@ def _file(path: Path) -> Any:
     return module
 
 
-def _from_library(asked: str, name: str, library_name: str | None, trust_remote_code: bool) -> Callable[..., Any]:
+def _from_library(failure: str, name: str, library_name: str | None, trust_remote_code: bool) -> Callable[..., Any]:
     if library_name == "timm":
-        Requirement("timm").demand(asked)
+        Requirement("timm").demand(failure)
         create: Any = importlib.import_module("timm").create_model
         return lambda **arguments: create(name, pretrained=False, **arguments)
     path = Path(name)
     config_file = path / "config.json" if path.is_dir() else path
     if path.exists() and not _is_config(config_file):
         raise SettingError(
-            asked, f"{str(config_file)!r} is no config with a 'model_type'.", "Name a config.json or its folder."
+            failure, f"{str(config_file)!r} is not a config with a 'model_type'.", "Name a config.json or its folder."
         )
-    Requirement("transformers", extra="accel-bigmodel[estimate]").demand(asked)
+    Requirement("transformers", extra="accel-bigmodel[estimate]").demand(failure)
     library: Any = importlib.import_module("transformers")
 
     def make(**arguments: Any) -> Any:

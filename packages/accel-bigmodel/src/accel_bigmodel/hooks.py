@@ -180,7 +180,7 @@ def refuse_to_move(module: nn.Module) -> None:
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     raise NotOffered(
-        f"Move {name} to another device or dtype.",
+        f"Cannot move {name} to another device or dtype.",
         "Some of its modules are offloaded to the CPU or the disk.",
         "Take the hooks off first: remove_hook_from_submodules(model). Weights that were never in memory have to be "
         "loaded then.",

@@ -1,4 +1,4 @@
-"""Checkpoints named by their identifier on the Hugging Face Hub, for where huggingface_hub is installed."""
+"""Checkpoints and models named by their identifier on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     Of a repository with both formats only the safetensors files are fetched.
 
     Raises:
-        SettingError: there is no such path, and it is no identifier or cannot be fetched.
+        SettingError: there is no such path, and it is not an identifier or cannot be fetched.
         Missing: it looks like an identifier and huggingface_hub is not installed.
     """
     path = Path(checkpoint)
     if path.exists():
         return path
     name = os.fspath(checkpoint)
-    asked = f"Load the checkpoint {name!r}."
+    failure = f"Cannot load the checkpoint {name!r}."
     if not _IDENTIFIER.fullmatch(name):
-        raise SettingError(asked, "There is no such file or folder.", "Check the spelling of the path.")
-    _HUB.demand(f"{asked} There is no such path, so it was taken for a repository on the Hub.")
+        raise SettingError(failure, "There is no such file or folder.", "Check the spelling of the path.")
+    _HUB.demand(f"{failure} No such path exists, and a repository on the Hub needs huggingface_hub.")
     import huggingface_hub
 
     download: Any = huggingface_hub.snapshot_download
@@ -42,20 +42,20 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
             folder = Path(download(name, allow_patterns=["*.bin", "*.bin.index.json"]))
     except Exception as error:
         raise SettingError(
-            asked,
-            f"It is no local path, and the Hub gave: {type(error).__name__}: {error}",
+            failure,
+            f"It is not a local path, and the Hub gave: {type(error).__name__}: {error}",
             "Check name and connection.",
         ) from error
     return folder
 
 
 def fetch_model_info(repo: str, token: str | None = None) -> Any:
-    """What the Hub tells of a model; "gated" where it needs an access token, "repo" where there is no such model.
+    """Fetch what the Hub knows of a model; "gated" where it needs an access token, "repo" where no such model exists.
 
     Raises:
         Missing: huggingface_hub is not installed.
     """
-    _HUB.demand(f"The Hub was to be asked for {repo!r}.")
+    _HUB.demand(f"Cannot fetch the description of {repo!r} from the Hub.")
     import huggingface_hub
     from huggingface_hub import errors
 

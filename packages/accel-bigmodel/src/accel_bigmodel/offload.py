@@ -58,7 +58,9 @@ def offload_weight(
     path = weight_file(offload_folder, weight_name)
     if weight.is_meta:
         raise CheckpointError(
-            f"Offload {weight_name!r} to {str(path)!r}.", "It is on the meta device and has no data.", "Load it first."
+            f"Cannot offload {weight_name!r} to {str(path)!r}.",
+            "It is on the meta device and has no data.",
+            "Load it first.",
         )
     data = weight.detach().to("cpu").contiguous()
     try:
@@ -69,7 +71,7 @@ def offload_weight(
     except OSError as error:
         path.unlink(missing_ok=True)
         raise CheckpointError(
-            f"Offload {weight_name!r} ({data.nbytes} bytes) to {str(path)!r}.",
+            f"Cannot offload {weight_name!r} ({data.nbytes} bytes) to {str(path)!r}.",
             f"{type(error).__name__}: {error}",
             "Name an offload folder with free space where you may write.",
         ) from error
@@ -102,7 +104,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
             size = os.fstat(file.fileno()).st_size
         if size < count * dtype.itemsize:
             raise CheckpointError(
-                f"Load {str(path)!r}.",
+                f"Cannot load {str(path)!r}.",
                 f"It has {size} bytes; shape {shape} in {dtype} takes {count * dtype.itemsize}.",
                 "Offload the model again into an empty folder.",
             )
@@ -114,7 +116,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         raise
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"Load {str(path)!r}.", f"It cannot be read: {error}.", "Offload the model again."
+            f"Cannot load {str(path)!r}.", f"It cannot be read: {error}.", "Offload the model again."
         ) from error
 
 
@@ -123,7 +125,7 @@ def _dtype_of(path: Path, name: str) -> torch.dtype:
         return torch_dtype(name)
     except SettingError as error:
         raise CheckpointError(
-            f"Load {str(path)!r}.", f"torch has no dtype {name!r}.", "Offload the model again."
+            f"Cannot load {str(path)!r}.", f"torch has no dtype {name!r}.", "Offload the model again."
         ) from error
 
 
@@ -161,7 +163,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise SettingError(
-                "Make an OffloadedWeightsLoader.",
+                "Cannot make an OffloadedWeightsLoader.",
                 "Neither state_dict, save_folder nor index was given.",
                 "Give at least one of them.",
             )
@@ -209,7 +211,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         place = entry.get("safetensors_file")
         if place is None:
             if self.save_folder is None:
-                raise CheckpointError(f"Load {key!r}.", "Its folder was not given.", "Give save_folder=.")
+                raise CheckpointError(f"Cannot load {key!r}.", "Its folder was not given.", "Give save_folder=.")
             return load_offloaded_weight(weight_file(self.save_folder, key), entry)
         if place not in self._files:
             self._files[place] = WeightFile(Path(place))
@@ -286,7 +288,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
         os.replace(beside, path)
     except OSError as error:
         raise CheckpointError(
-            f"Write {str(path)!r} ({convert_bytes(len(text))}).",
+            f"Cannot write {str(path)!r} ({convert_bytes(len(text))}).",
             f"{type(error).__name__}: {error}",
             "Name an offload folder with free space where you may write.",
         ) from error
@@ -319,7 +321,7 @@ def _entry(value: Any) -> str:
 
 def _bad(path: Path, obstacle: str) -> CheckpointError:
     return CheckpointError(
-        f"Read the offloaded weights listed in {str(path)!r}.",
+        f"Cannot read the offloaded weights listed in {str(path)!r}.",
         printable(obstacle),
         "Offload the model again into an empty folder.",
     )

@@ -56,9 +56,10 @@ def prepare_pippy(
         split_points: names of the modules with which the second and later stages begin; "auto" makes stages of about
             the same size.
         no_split_module_classes: names of classes whose modules stay in one stage.
-        example_args: positional inputs for tracing, of the sizes that will come; what is no tensor is fixed by them.
+        example_args: positional inputs for tracing, of the sizes of later inputs; values other than tensors become
+            constants.
         example_kwargs: the same by keyword.
-        num_chunks: parts of a batch that are on their way at once; as many as there are processes when None.
+        num_chunks: micro-batches in flight at once; as many as there are processes when None.
         gather_output: give the output to every process; otherwise only the last has one, and the others get None.
 
     Returns:
@@ -78,7 +79,11 @@ def prepare_pippy(
     _check_points(model, chosen, world)
     chunks = world if num_chunks is None else num_chunks
     if chunks < 1:
-        raise SettingError(f"Prepare a pipeline with num_chunks={chunks}.", "There is no part of a batch.", "Give 1.")
+        raise SettingError(
+            f"Cannot prepare a pipeline with num_chunks={chunks}.",
+            "A batch has at least one micro-batch.",
+            "Give 1 or more.",
+        )
     setattr(model, _SPLIT_POINTS, chosen)
     if world == 1:
         return model
@@ -101,13 +106,13 @@ def _auto_points(model: nn.Module, count: int, whole: Sequence[str] | None) -> l
 
 
 def _check_points(model: nn.Module, points: Sequence[str], world: int) -> None:
-    asked = f"Cut {type(model).__name__} into stages at {list(points)} for {world} processes."
+    failure = f"Cannot cut {type(model).__name__} into stages at {list(points)} for {world} processes."
     unknown = [point for point in points if point not in dict(model.named_modules())]
     if unknown:
-        raise SettingError(asked, f"It has no module {unknown[0]!r}.", "Name modules of the model.")
+        raise SettingError(failure, f"It has no module {unknown[0]!r}.", "Name modules of the model.")
     if len(points) != world - 1:
         raise SettingError(
-            asked,
+            failure,
             f"{world} stages need {world - 1} split points, one where each but the first begins.",
             "Name as many, or start another number of processes.",
         )
@@ -119,7 +124,7 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Budget | None = None,
 ) -> dict[str, Any]:
-    """Name of a module or tensor to the stage it lies in: stages of about the same size, in the order of the model.
+    """Name of a module or tensor to its stage: stages of about the same size, in the order of the model.
 
     Args:
         num_processes: number of stages.
@@ -132,7 +137,7 @@ def generate_device_map(
     total, before, stage = sum(piece.size for piece in pieces) or 1, 0, 0
     device_map: dict[str, Any] = {}
     for number, piece in enumerate(pieces):
-        # A piece belongs where its middle lies; no stage is left out, and enough pieces remain for those that follow.
+        # A piece belongs to the stage that has its middle. No stage stays empty: enough pieces remain for later ones.
         wanted = int((before + piece.size / 2) / total * num_processes)
         stage = min(max(wanted, stage, num_processes - len(pieces) + number), stage + 1) if number else 0
         device_map.update(dict.fromkeys(piece.names, stage))
@@ -171,7 +176,7 @@ def build_pipeline(
     rows = find_pippy_batch_size(args, kwargs)
     if rows is None:
         raise SettingError(
-            f"Trace {type(model).__name__} for a pipeline.",
+            f"Cannot trace {type(model).__name__} for a pipeline.",
             "The example has no tensor with a batch dimension.",
             "Give inputs as example_args= or example_kwargs=.",
         )
@@ -197,7 +202,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     broadcast_object_list(shared)
     if shared[0] is None:
         raise SettingError(
-            "Run a batch through a pipeline.", "The inputs have no tensor with a batch dimension.", "Give some."
+            "Cannot run a batch through a pipeline.", "The inputs have no tensor with a batch dimension.", "Give some."
         )
     with torch.no_grad():
         output = forward(*args, **kwargs) if process.rank == 0 else forward()
@@ -313,13 +318,13 @@ class Stage:
             with torch.no_grad():
                 pipe = pipelining.pipeline(flat, example, split_spec={f"model.{p}": begin for p in split_points})
         except Exception as error:  # whatever the tracer meets in the model's code
-            asked = f"Cut {self.name} into stages."
+            failure = f"Cannot cut {self.name} into stages."
             if (package := _not_installed(error)) is not None:
                 raise Missing(
-                    asked, f"To trace it needs {package!r}, which is not installed.", f"pip install {package}"
+                    failure, f"To trace it needs {package!r}, which is not installed.", f"pip install {package}"
                 ) from error
             raise NotOffered(
-                asked,
+                failure,
                 f"torch.export cannot trace it: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
                 "Give example inputs like those to come, and take branches that depend on values out of its forward.",
             ) from error
@@ -356,18 +361,18 @@ class Stage:
 
     def _tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of the inputs, which must be built like those of the example and have rows in common."""
-        asked = f"Run {self.name} in stages."
+        failure = f"Cannot run {self.name} in stages."
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         if structure != self.inputs.structure:
             raise SettingError(
-                asked,
+                failure,
                 f"It was traced for inputs like {self.inputs.structure}, not {structure}.",
                 "Give the same inputs.",
             )
         for leaf, fixed in zip(leaves, self.inputs.fixed, strict=True):
             if isinstance(leaf, Tensor) != (fixed is Tensor) or (fixed is not Tensor and leaf != fixed):
                 raise SettingError(
-                    asked,
+                    failure,
                     f"It was traced with {fixed!r} where there is {leaf!r} now.",
                     "Prepare another model with it.",
                 )
@@ -375,7 +380,7 @@ class Stage:
         if len({tensor.shape[:1] for tensor in tensors}) != 1 or tensors[0].dim() == 0:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise SettingError(
-                asked, f"Its inputs of shape {shapes} have no first dimension in common.", "Give whole batches."
+                failure, f"Its inputs of shape {shapes} have no first dimension in common.", "Give whole batches."
             )
         return tensors
 

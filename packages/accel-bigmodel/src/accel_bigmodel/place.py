@@ -34,7 +34,7 @@ def set_module_tensor_to_device(
 
     Args:
         tensor_name: may name a tensor of a module below, with dots.
-        device: where it shall lie.
+        device: where to put it.
         value: new data of the same shape; without a dtype it takes that of the tensor it replaces.
         dtype: dtype to give it.
         fp16_statistics: scales of an 8-bit weight, kept as its attribute `SCB`.
@@ -43,7 +43,7 @@ def set_module_tensor_to_device(
         clear_cache: give memory of the device that became free back to it when the tensor leaves it.
 
     Raises:
-        SettingError: there is no such tensor or device, or a tensor without data was to be moved without a `value`.
+        SettingError: there is no such tensor or device, or a tensor without data cannot move without a `value`.
         ShapeMismatch: `value` has another shape.
     """
     owner, leaf = submodule_and_leaf(module, tensor_name)
@@ -51,13 +51,13 @@ def set_module_tensor_to_device(
     target = resolve_device(device)
     if value is None and old.is_meta and target.type != "meta":
         raise SettingError(
-            f"Move {tensor_name!r} to {target}.",
+            f"Cannot move {tensor_name!r} to {target}.",
             "It is on the meta device and has no data.",
             "Give its data as value=.",
         )
     if value is not None and value.shape != old.shape and type(old) in (Tensor, nn.Parameter):
         raise ShapeMismatch(
-            f"Set {tensor_name!r} of {type(module).__name__}.",
+            f"Cannot set {tensor_name!r} of {type(module).__name__}.",
             f"The new value has shape {tuple(value.shape)}, the module expects {tuple(old.shape)}.",
             "Load weights that were made for this architecture.",
         )
@@ -82,7 +82,7 @@ def submodule_and_leaf(module: nn.Module, tensor_name: str) -> tuple[nn.Module, 
         return module.get_submodule(path), leaf
     except AttributeError as error:
         raise SettingError(
-            f"Find {tensor_name!r} in {type(module).__name__}.", f"{error}.", "Check the spelling of the name."
+            f"Cannot find {tensor_name!r} in {type(module).__name__}.", f"{error}.", "Check the spelling of the name."
         ) from None
 
 
@@ -91,7 +91,7 @@ def _tensor(owner: nn.Module, leaf: str, name: str) -> Tensor:
     tensor = owner._buffers.get(leaf) if tensor is None else tensor
     if tensor is None:
         raise SettingError(
-            f"Find {name!r} in {type(owner).__name__}.",
+            f"Cannot find {name!r} in {type(owner).__name__}.",
             "It has no parameter or buffer of that name.",
             "Check the spelling.",
         )
@@ -99,7 +99,7 @@ def _tensor(owner: nn.Module, leaf: str, name: str) -> Tensor:
 
 
 def _wanted_dtype(old: Tensor, value: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype to convert to, or None to keep it: integers and truth values are never converted."""
+    """The dtype to convert to, or None to keep it: integers and bools are never converted."""
     data = old if value is None else value
     if not data.dtype.is_floating_point:
         return None

@@ -1,7 +1,7 @@
-"""Reading ahead: the order in which blocks of weights are needed is learnt, and a thread brings the next ones.
+"""Prefetch: a thread learns the order in which hooks need blocks of weights, and reads the next ones ahead.
 
-A block is what one hook needs at once. Whatever the thread has not brought in time, or did not expect, is read by
-whoever asks for it, so the order matters for speed only.
+A block is what one hook needs at once. The caller reads a block itself when the thread has not read it in time or did
+not expect it, so the order matters for speed only.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Block:
     """Weights that are needed together.
 
     Args:
-        sources: name to a function that gives the weight where it lies.
-        dtypes: dtype that each shall have.
-        device: where they shall be.
+        sources: name to a function that gives the weight where it is now.
+        dtypes: dtype to give each.
+        device: where to put them.
         size: bytes of all on that device.
     """
 
@@ -87,7 +87,7 @@ class BlockReader:
     """Gives blocks to whoever needs them, and reads the next ones ahead in a thread.
 
     Args:
-        max_bytes: most that may lie ready or be on its way beside what is in use. With 0 nothing is read ahead; when
+        max_bytes: most that may be ready or in flight besides the weights in use. With 0 nothing is read ahead; when
             None it is twice the largest block, but not more than half of what was free on the device after the first
             pass.
     """
@@ -281,6 +281,6 @@ def _used_here(weights: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _users_of(weight: Tensor) -> int:
-    """How many tensors share the memory of this one, itself and the storage object that is asked included."""
+    """How many tensors share the memory of this one, itself and the storage object included."""
     storage = weight.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))

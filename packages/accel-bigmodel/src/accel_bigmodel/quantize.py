@@ -112,8 +112,8 @@ class BnbQuantizationConfig:
         if self.load_in_8bit == self.load_in_4bit:
             both = "Both" if self.load_in_8bit else "Neither"
             raise SettingError(
-                "Quantise a model with bitsandbytes.",
-                f"{both} of load_in_8bit and load_in_4bit was asked for.",
+                "Cannot quantise a model with bitsandbytes.",
+                f"{both} of load_in_8bit and load_in_4bit is True.",
                 "Set exactly one of them.",
             )
         if not isinstance(self.llm_int8_threshold, (int, float)) or self.llm_int8_threshold < 0:
@@ -138,19 +138,19 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _wrong(name: str, value: Any, remedy: str) -> SettingError:
-    return SettingError(f"Quantise a model with {name}={value!r}.", f"That is no value of {name}.", remedy)
+    return SettingError(f"Cannot quantise a model with {name}={value!r}.", f"{name} does not take that value.", remedy)
 
 
 _BITSANDBYTES = Requirement("bitsandbytes", versions=">=0.46", extra="accel-bigmodel[bnb]")
 
 
-def layers_of_bitsandbytes(asked: str) -> Any:
+def layers_of_bitsandbytes(failure: str) -> Any:
     """The module `bitsandbytes.nn`.
 
     Raises:
         Missing: bitsandbytes is not installed, or too old to compute on a CPU.
     """
-    _BITSANDBYTES.demand(asked)
+    _BITSANDBYTES.demand(failure)
     import bitsandbytes
 
     return bitsandbytes.nn
@@ -185,7 +185,7 @@ def replace_with_bnb_layers(
 
     Args:
         modules_to_not_convert: names, or parts of them between dots, of modules that stay as they are.
-        current_key_name: names of the modules that `model` lies in.
+        current_key_name: names of the modules around `model`.
 
     Returns:
         The model.
@@ -282,7 +282,7 @@ def quantize_and_offload_8bit(
         param_name: its full name in the model, where it becomes empty, on the meta device.
         new_dtype: dtype from which it is quantised.
         offload_folder: where the files are written.
-        offload_index: is told of the files.
+        offload_index: receives the entries of the files.
         fp16_statistics: scales of a weight that is in 8 bits already; None quantises it here.
 
     Raises:
@@ -301,7 +301,7 @@ def quantize_and_offload_8bit(
 
 
 def _quantize_device(device: torch.device) -> torch.device:
-    """Where to quantise a weight: where it lies, if that is a place where something is computed."""
+    """Where to quantise a weight: on its device, if that device computes."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -349,7 +349,7 @@ def load_and_quantize_model(
     config = bnb_quantization_config
     if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
         raise SettingError(
-            f"Quantise {name}.", "It is empty and no weights_location= was given.", "Name its checkpoint."
+            f"Cannot quantise {name}.", "It is empty and no weights_location= was given.", "Name its checkpoint."
         )
     chosen = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     quantising = _Quantising(model, config, chosen)
@@ -395,7 +395,7 @@ def get_quantized_model_device_map(
     left = [name for name, device in found.items() if is_offloaded(device, main)]
     if left and not config.llm_int8_enable_fp32_cpu_offload:
         raise SettingError(
-            f"Quantise {type(model).__name__} with device_map={device_map!r}.",
+            f"Cannot quantise {type(model).__name__} with device_map={device_map!r}.",
             f"It does not fit on {main}; left for the CPU or the disk: {', '.join(map(repr, left[:3]))}.",
             "Give a device map, or llm_int8_enable_fp32_cpu_offload=True: what is offloaded is not quantised.",
         )

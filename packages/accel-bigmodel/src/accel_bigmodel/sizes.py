@@ -59,7 +59,7 @@ def convert_file_size_to_int(size: float | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
         raise SettingError(
-            f"A size of {size!r} was given.",
+            f"Cannot read the size {size!r}.",
             "It is neither a number of bytes nor a number with a unit.",
             'Write an integer, or text such as "5GB", "200MB" or "1.5GiB".',
         )
@@ -94,7 +94,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     found = getattr(torch, str(dtype).removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise SettingError(
-            f"The dtype {dtype!r} was given.", "torch has none of that name.", 'Give one such as "bfloat16".'
+            f"Cannot use the dtype {dtype!r}.", "torch has none of that name.", 'Give one such as "bfloat16".'
         )
     return found
 
@@ -141,9 +141,9 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 def byte_counter(
     dtype: Dtype | None = None, special_dtypes: Mapping[str, Any] | None = None
 ) -> Callable[[str, Tensor], int]:
-    """A function of name and tensor that tells the bytes which the tensor would take in `dtype`.
+    """A function of name and tensor that returns the bytes of the tensor in `dtype`.
 
-    Never more than it takes now; integers and truth values stay as they are; names in `special_dtypes` take theirs.
+    Never more than it takes now; integers and bools stay as they are; names in `special_dtypes` take theirs.
     """
     special = {name: _element_bytes(own) for name, own in (special_dtypes or {}).items()}
     target = None if dtype is None else _element_bytes(dtype)
@@ -191,7 +191,7 @@ class Measured:
     Args:
         sizes: bytes by name, "" for all.
         layers: bytes of each module that has tensors and no children.
-        largest_block: bytes of the largest module of a class that was asked for.
+        largest_block: bytes of the largest module of a class among `blocks`.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: defaultdict(int))

@@ -39,7 +39,7 @@ class EstimateMemory:
         """Build the model without weights and print the table.
 
         Raises:
-            SettingError: `--arguments` is no JSON object, or the model cannot be built.
+            SettingError: `--arguments` is not a JSON object, or the model cannot be built.
         """
         import json
 
@@ -52,7 +52,9 @@ class EstimateMemory:
             options = None
         if not isinstance(options, dict):
             raise SettingError(
-                f"--arguments {arguments.arguments!r} was given.", "It is no JSON object.", """Write '{"width": 8}'."""
+                f"Cannot read --arguments {arguments.arguments!r}.",
+                "It is not a JSON object.",
+                """Write '{"width": 8}'.""",
             )
         model = build_model(arguments.model_name, arguments.library_name, arguments.trust_remote_code, **options)
         print(table_of(estimate_memory(model, arguments.dtypes)))  # noqa: T201 - what the command is for

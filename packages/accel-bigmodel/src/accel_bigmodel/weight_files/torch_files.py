@@ -1,8 +1,8 @@
 """Checks what `torch.save` wrote before `torch.load` reads it.
 
-`torch.load(weights_only=True)` runs no code of a file. It still allocates what a few bytes ask for, such as
+`torch.load(weights_only=True)` runs no code of a file. It still allocates what a few bytes request, such as
 `bytearray(10**10)` or `torch.Tensor(10**10)`, and gives tensors shapes that their memory does not have. Here each name
-has one way to be made, each tensor lies inside of its storage, and each storage inside of the file.
+has one way to be made, each tensor is inside its storage, and each storage inside the file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Storages:
             _, offset, part = view[0].parts
             demand(
                 type(offset) is int and type(part) is int and 0 <= offset <= offset + part <= count,
-                "a part lies outside",
+                "a part is outside of its storage",
             )
             count = part
         return Made("storage", [], (itemsize, count * itemsize))
@@ -252,7 +252,7 @@ def _device(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 def _bounded(place: list[Any], itemsize: int, budget: Budget) -> int:
-    """The number of elements of a tensor whose storage, offset, size and stride lie inside of the storage."""
+    """The number of elements of a tensor whose storage, offset, size and stride are inside the storage."""
     storage, offset, size, stride = place
     demand(is_made(storage, "storage"), "a tensor has no storage")
     sizes, strides = numbers_in(size), numbers_in(stride)

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightShards:
-    """What will lie where.
+    """The files of a save.
 
     Args:
         files: file name to the names of its weights, in the order of the state dict.
@@ -67,12 +67,12 @@ def split_state_dict(
 ) -> WeightShards:
     """Split weights, in their order, into files of at most `max_shard_size`; a larger weight gets a file of its own.
 
-    Tied weights lie in one file. A `.safetensors` name keeps only the first name of each tied group, because that
+    Tied weights are in one file. A `.safetensors` name keeps only the first name of each tied group, because that
     format cannot hold two names for one tensor; other formats keep all.
 
     Args:
         max_shard_size: bytes, or text such as "5GB".
-        name: what the file is called when there is only one; shards are numbered after it.
+        name: name of the file when there is only one; shards are numbered after it.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ def stored_names(state_dict: Mapping[str, Any], name: str = SAFE_WEIGHTS_NAME) -
 
 
 def _groups(state_dict: Mapping[str, Any], first_only: bool) -> Iterator[tuple[list[str], int]]:
-    """Names that must lie together, and their bytes; in the order in which each first occurs."""
+    """Names that must be in one file, and their bytes; in the order in which each first occurs."""
     groups: dict[Any, tuple[list[str], int]] = {}
     removed: dict[str, str] = {}
     for name, value in state_dict.items():
@@ -197,14 +197,14 @@ def _check_values(state_dict: Mapping[str, Any], path: Path) -> None:
     for name, value in state_dict.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise CheckpointError(
-                f"Save the weights in {str(path)!r}.",
+                f"Cannot save the weights in {str(path)!r}.",
                 f"{name!r} of shape {tuple(value.shape)} is on the meta device and has no data.",
                 "Load or initialise the model first, or leave this weight out.",
             )
         if is_safetensors(path) and not (isinstance(value, Tensor) and value.layout == torch.strided):
             what = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
             raise CheckpointError(
-                f"Save the weights in {str(path)!r}.",
+                f"Cannot save the weights in {str(path)!r}.",
                 f"{name!r} is a {what}; safetensors holds dense tensors only.",
                 "Pass safe_serialization=False, or leave it out.",
             )
@@ -240,7 +240,7 @@ def _write(path: Path, write: Callable[[Path], object], size: int, fsync: bool) 
         os.replace(beside, path)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"Write {str(path)!r} ({convert_bytes(size)}).",
+            f"Cannot write {str(path)!r} ({convert_bytes(size)}).",
             f"{type(error).__name__}: {error}",
             "Check the free space and the permissions of the folder; what was there before is untouched.",
         ) from error
@@ -253,7 +253,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"Save weights into the folder {str(folder)!r}.",
+            f"Cannot save weights into the folder {str(folder)!r}.",
             f"It cannot be created: {error}.",
             "Name a folder that is not a file, in a place where you may write.",
         ) from error
