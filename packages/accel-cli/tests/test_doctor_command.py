@@ -161,7 +161,7 @@ def test_messages_are_bounded():
     one, other = socket.socketpair()
     line = Line(one)
     other.sendall(b"no json\n" + b"x" * 10)
-    with pytest.raises(Unreachable, match="no message"):
+    with pytest.raises(Unreachable, match="not a message"):
         line.receive(time.monotonic() + 60)
     with pytest.raises(Unreachable, match="no answer in time"):
         line.receive(time.monotonic() + 0.1)
