@@ -117,7 +117,7 @@ class SharedState:
         return self._read()
 
 
-def _facts() -> dict[str, Any]:
+def _content() -> dict[str, Any]:
     process = current.process_or_none()
     if process is None:
         return {}
@@ -152,7 +152,7 @@ class PartialState:
         ...     state.print(len(mine))
     """
 
-    _shared_state = SharedState(_facts)
+    _shared_state = SharedState(_content)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         options = {name: value for name, value in kwargs.items() if not name.startswith("_")}

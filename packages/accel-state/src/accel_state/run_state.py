@@ -84,7 +84,7 @@ def check_given(given: dict[str, Any]) -> None:
             )
 
 
-def _facts() -> dict[str, Any]:
+def _content() -> dict[str, Any]:
     run = current.run_or_none()
     if run is None:
         return {}
@@ -255,7 +255,7 @@ class AcceleratorState(_RunPlugins, PartialState):
         SettingError: there is no such precision mode.
     """
 
-    _shared_state = SharedState(_facts)
+    _shared_state = SharedState(_content)
 
     def __init__(
         self,

@@ -1,12 +1,11 @@
-"""What every device family has to keep, as tests that a package with a family of its own inherits.
+"""The tests that every device family must pass; a package with a family of its own inherits them.
 
     class TestAbacus(DeviceSuite):
         @pytest.fixture
         def family(self):
             return Abacus()
 
-A family that declares something away (no generators of its own, no count of its memory, no collectives) is not asked
-for it.
+A family without generators, memory statistics or collectives of its own skips their tests.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ("DeviceSuite",)
 
 
 def _gather_ranks(around: Callable[[], AbstractContextManager[None]]) -> tuple[str, list[float]]:
-    """What each process calls: the type of its device, and what it gathered there from all."""
+    """Called by each process: the type of its device, and the ranks that it gathered there."""
     with around():
         state = PartialState()
         transport = current.process().transport
@@ -44,11 +43,11 @@ def _gather_ranks(around: Callable[[], AbstractContextManager[None]]) -> tuple[s
 
 
 class DeviceSuite:
-    """Tests of one device family; a device of it has to be present.
+    """Tests of one device family; the machine must have such a device.
 
     Attributes:
-        around: makes a context manager in which the device is there; an importable function, because it is called in
-            other processes too.
+        around: returns a context manager in which the device is present. It must be importable, because other processes
+            call it too.
     """
 
     around: ClassVar[Callable[[], AbstractContextManager[None]]] = contextlib.nullcontext
@@ -60,7 +59,7 @@ class DeviceSuite:
 
     @pytest.fixture
     def two(self) -> Iterator[Processes]:
-        """Two processes; a subclass may return a group that it uses for more."""
+        """Two processes; a subclass may return a group that it uses for other tests too."""
         with Processes(2) as group:
             yield group
 
@@ -78,7 +77,7 @@ class DeviceSuite:
         assert type(family_of(family.name)) is type(family)
         assert any(found.name == family.name for found in families())
 
-    def test_asking_for_its_presence_leaves_the_environment_as_it_was(self, family: DeviceFamily) -> None:
+    def test_present_does_not_change_the_environment(self, family: DeviceFamily) -> None:
         before = dict(os.environ)
         assert family.present() is True
         assert dict(os.environ) == before
@@ -90,7 +89,7 @@ class DeviceSuite:
         assert devices[-1] == devices[0]
         assert family.device(0) == devices[0]
 
-    def test_numbers_travel_there_and_back(self, device: torch.device) -> None:
+    def test_copies_to_the_device_and_back_are_exact(self, device: torch.device) -> None:
         numbers = torch.arange(6.0).view(2, 3)
         there = numbers.to(device)
         assert there.device.type == device.type
@@ -107,7 +106,7 @@ class DeviceSuite:
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad.cpu(), grad, rtol=1e-3, atol=1e-3)
 
-    def test_a_seed_repeats_what_is_drawn(self, family: DeviceFamily, device: torch.device) -> None:
+    def test_a_seed_repeats_random_numbers(self, family: DeviceFamily, device: torch.device) -> None:
         torch.manual_seed(5)
         family.seed(5)
         first = torch.rand(4, device=device).cpu()
@@ -127,7 +126,7 @@ class DeviceSuite:
         family.set_current_rng_state(current)
         assert torch.equal(torch.rand(4, device=device).cpu(), first)
 
-    def test_generators_are_apart_from_the_cpu_s(self, family: DeviceFamily, device: torch.device) -> None:
+    def test_generators_are_separate_from_that_of_the_cpu(self, family: DeviceFamily, device: torch.device) -> None:
         if family.rng_key is None:
             pytest.skip("draws from the generator of the CPU")
         before = torch.get_rng_state()
@@ -157,7 +156,9 @@ class DeviceSuite:
         assert family.peak_memory() >= before + 4 * 4096
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_autocast_goes_where_it_says(self, family: DeviceFamily, device: torch.device, dtype: torch.dtype) -> None:
+    def test_autocast_uses_the_supported_dtypes(
+        self, family: DeviceFamily, device: torch.device, dtype: torch.dtype
+    ) -> None:
         if not family.supports(dtype):
             pytest.skip(f"does not autocast to {dtype}")
         model = torch.nn.Linear(3, 2).to(device)
@@ -181,11 +182,11 @@ class DeviceSuite:
             scaler.update()
             torch.testing.assert_close(parameter.detach().cpu(), torch.full((2,), expected))
 
-    def test_running_out_of_memory_is_told_from_other_errors(self, family: DeviceFamily) -> None:
+    def test_other_errors_do_not_count_as_out_of_memory(self, family: DeviceFamily) -> None:
         assert not family.out_of_memory(RuntimeError("shapes do not fit"))
         assert not family.out_of_memory(ValueError(f"{family.name} out of memory"))
 
-    def test_waiting_and_giving_back_can_be_asked_at_any_time(self, family: DeviceFamily, device: torch.device) -> None:
+    def test_synchronize_and_empty_cache_work_at_any_time(self, family: DeviceFamily, device: torch.device) -> None:
         family.synchronize()
         family.empty_cache()
         family.check_fork()
