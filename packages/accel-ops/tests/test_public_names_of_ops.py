@@ -16,14 +16,14 @@ def test_names_for_type_checkers_and_at_run_time_are_the_same() -> None:
 
 def test_parameters_and_defaults_are_those_that_callers_know() -> None:
     known = {
-        collectives.broadcast: "(tensor, src=0)",
-        collectives.scatter: "(tensor=None, src=0)",
-        reduction.reduce: "(tensor, op='mean', scale=1.0)",
-        reduction.reduce_scatter: "(tensor, op='sum')",
-        objects.broadcast_object_list: "(object_list, src=0)",
-        objects.gather_object: "(object)",
+        collectives.broadcast: "(tensor, src=None, *, group=None)",
+        collectives.scatter: "(tensor=None, src=None, *, group=None)",
+        reduction.reduce: "(tensor, op='mean', scale=1.0, *, group=None)",
+        reduction.reduce_scatter: "(tensor, op='sum', *, group=None)",
+        objects.broadcast_object_list: "(object_list, src=None, *, group=None)",
+        objects.gather_object: "(object, *, group=None)",
         shape.concatenate: "(data, dim=0)",
-        shape.pad_across_processes: "(tensor, dim=0, pad_index=0, pad_first=False)",
+        shape.pad_across_processes: "(tensor, dim=0, pad_index=0, pad_first=False, *, group=None)",
         shape.pad_input_tensors: "(tensor, batch_size, num_processes, dim=0)",
         shape.slice_tensors: "(data, tensor_slice, process_index=None, num_processes=None)",
         conversion.send_to_device: "(tensor, device, non_blocking=False, skip_keys=None)",

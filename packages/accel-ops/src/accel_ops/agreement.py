@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
+from accel_ops.groups import Group, members_of
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
 from accel_state.hang_report.report import describe_all_ranks, format_ranks
@@ -95,7 +96,7 @@ class StoreBarrier:
     """One operation of all ranks, in phases that none leaves before all have come to its end.
 
     Attributes:
-        rank: index of this process.
+        rank: index of this process among those that take part.
 
     Args:
         process: who this process is.
@@ -104,6 +105,11 @@ class StoreBarrier:
         deadline: seconds to wait for the others at each phase.
         error: class of the errors that this raises by itself.
         remedy: last part of the errors for a failure of another rank.
+        group: a process group, a DeviceMesh of one dimension or an axis of the mesh of the run, whose processes alone
+            take part; by default all do. Where this class says rank 0, it means the first of the group.
+
+    Raises:
+        SettingError: there is no such group, or this process is not in it.
     """
 
     def __init__(
@@ -114,13 +120,17 @@ class StoreBarrier:
         deadline: float = 600.0,
         error: type[AccelError] = CollectiveError,
         remedy: str = "See the error of that process.",
+        group: Group = None,
     ) -> None:
-        self.rank, self._world_size = process.rank, process.world_size
+        self._ranks = members_of(group, "StoreBarrier", process).ranks
+        self.rank, self._world_size = self._ranks.index(process.rank), len(self._ranks)
+        if group is not None:
+            topic = f"{topic}/of ranks {','.join(map(str, self._ranks))}"
         self._topic, self._asked, self._deadline = topic, asked, deadline
         self._error, self._remedy = error, remedy
         self._later = min(_LATER, deadline / 2)
         self._process = process
-        self._connection = _connection_of(process)
+        self._connection = _connection_of(process) if self._world_size > 1 else None
         self._taken: ControlStore | None = None
         self._number: int | None = None
         self._index = 0
@@ -398,14 +408,15 @@ class StoreBarrier:
 
     def _described(self, failure: Mapping[str, Any]) -> AccelError:
         if "missing" in failure:
-            missing = ", ".join(map(str, failure["missing"])) + (" and others" if failure.get("more") else "")
+            missing = ", ".join(str(self._ranks[rank]) for rank in failure["missing"])
+            missing += " and others" if failure.get("more") else ""
             return self._error(
                 f"{self._asked} ({failure['phase']})",
                 f"Process {missing} did not come within {failure['seconds']:g} s. {self._everyone()}",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
         # Rank 0 compared the values of all; the result is not a failure of rank 0.
-        who = "" if failure["rank"] is None else f"Process {failure['rank']} failed: "
+        who = "" if failure["rank"] is None else f"Process {self._ranks[failure['rank']]} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
             asked, obstacle, remedy = failure["parts"]
@@ -414,7 +425,8 @@ class StoreBarrier:
 
     def _everyone(self) -> str:
         """Where every process was."""
-        return describe_all_ranks(protocol_state(self._process.transport).monitor, self.rank, self._world_size)
+        process = self._process
+        return describe_all_ranks(protocol_state(process.transport).monitor, process.rank, process.world_size)
 
     @contextmanager
     def _store_named(self) -> Iterator[None]:
@@ -438,6 +450,8 @@ def raise_on_any_rank(
     asked: str,
     deadline: float = 600.0,
     error: type[AccelError] = CollectiveError,
+    *,
+    group: Group = None,
 ) -> T:
     """Run `work` on every rank; what it raises on one is raised on all.
 
@@ -448,6 +462,7 @@ def raise_on_any_rank(
         asked: first part of the error for a rank that failed or did not come.
         deadline: seconds to wait for the others.
         error: class of that error.
+        group: a process group or an axis of a mesh, whose processes alone take part; see `gather`.
 
     Returns:
         What `work` returned on this rank.
@@ -460,7 +475,7 @@ def raise_on_any_rank(
         >>> raise_on_any_rank(current.process_or_start(), "check", lambda: 3, "Cannot check the files.")
         3
     """
-    barrier = StoreBarrier(process, topic, asked, deadline, error)
+    barrier = StoreBarrier(process, topic, asked, deadline, error, group=group)
     with barrier.reporting():
         result = work()
     barrier.wait("done", last=True)
@@ -474,6 +489,8 @@ def all_agree(
     asked: str,
     deadline: float = 600.0,
     error: type[AccelError] = CollectiveError,
+    *,
+    group: Group = None,
 ) -> str:
     """The value that all ranks give; where one gives another, all raise.
 
@@ -484,6 +501,7 @@ def all_agree(
         asked: first part of the error.
         deadline: seconds to wait for the others.
         error: class of that error.
+        group: a process group or an axis of a mesh, whose processes alone take part; see `gather`.
 
     Raises:
         AccelError: the values differ, or a rank did not come before the deadline.
@@ -494,16 +512,18 @@ def all_agree(
         'train-7'
     """
 
+    members = members_of(group, "all_agree", process).ranks
+
     def same(values: Sequence[str]) -> str:
         owners: dict[str, list[int]] = {}
-        for rank, given in enumerate(values):
+        for rank, given in zip(members, values, strict=True):
             owners.setdefault(given, []).append(rank)
         if len(owners) > 1:
-            shown = "; ".join(f"{given!r} on {format_ranks(members)}" for given, members in owners.items())
+            shown = "; ".join(f"{given!r} on {format_ranks(who)}" for given, who in owners.items())
             raise error(asked, f"The processes do not agree: {shown}.", "Give every process the same.")
         return values[0]
 
-    return StoreBarrier(process, topic, asked, deadline, error).wait("value", value, same, last=True)
+    return StoreBarrier(process, topic, asked, deadline, error, group=group).wait("value", value, same, last=True)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -39,8 +39,8 @@ __all__ = (
     "check_alone",
     "check_divisible",
     "check_leaf",
-    "check_rank",
     "check_writable",
+    "index_of",
     "is_dtensor",
     "recent_calls",
     "where_is_everyone",
@@ -52,6 +52,7 @@ LARGE: Final = 256 * 1024
 
 _HOST: Final = torch.device("cpu")
 _PLANS_KEPT: Final = 1024
+_MOST_NAMED: Final = 16
 
 _LONGEST_READ: Final = 2.0
 """Seconds for which an answer of the store is waited for."""
@@ -94,18 +95,30 @@ def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -
         )
 
 
-def check_rank(operation: str, name: str, rank: int | None, transport: Transport) -> None:
-    """Refuse a rank that no process has.
+def index_of(operation: str, name: str, rank: int, transport: Transport) -> int:
+    """The index among the processes of a transport that a rank of the run has.
+
+    Args:
+        operation: name of the function that the user called.
+        name: of the argument.
+        rank: what the user gave.
+        transport: between the processes.
 
     Raises:
-        SettingError: there is no such process.
+        SettingError: no process of the group has this rank.
     """
-    if rank is not None and not 0 <= rank < transport.world_size:
+    ranks = transport.ranks or range(transport.world_size)
+    if rank not in ranks:
         raise SettingError(
-            f"{operation}() was called with {name}={rank}.",
-            f"There are {transport.world_size} processes, with ranks from 0.",
-            f"Give a rank from 0 to {transport.world_size - 1}.",
+            f"Cannot run {operation}() with {name}={rank}.",
+            f"The processes of {transport.group} have other ranks."
+            if transport.group
+            else f"There are {transport.world_size} processes, with ranks from 0.",
+            f"Give one of {', '.join(map(str, ranks))}; these are ranks of the run."
+            if transport.group and len(ranks) <= _MOST_NAMED
+            else f"Give a rank from {min(ranks)} to {max(ranks)}.",
         )
+    return ranks.index(rank)
 
 
 def check_alone(operation: str, data: Any, check: Callable[[str, torch.Tensor, str], None] = check_leaf) -> None:

@@ -13,11 +13,12 @@ from accel_ops.checked_call import (
     check_alone,
     check_divisible,
     check_leaf,
-    check_rank,
     check_writable,
+    index_of,
     is_dtensor,
     write_full_tensor,
 )
+from accel_ops.groups import Group, transport_of
 from accel_ops.objects import dumps, loads
 from accel_ops.packing import PackedLayout, as_bytes, contiguous, gathered_shape
 from accel_ops.reduction import reduce_scatter
@@ -29,14 +30,13 @@ from accel_ops.tree import (
     rebuild,
     recursively_apply,
 )
-from accel_state import current
 from accel_state.errors import SettingError
 from accel_state.transport.base import Transport, Work
 
 __all__ = ("all_to_all", "broadcast", "gather", "scatter")
 
 
-def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False) -> Any:
+def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False, group: Group = None) -> Any:
     """The tensors of all processes, concatenated along their first dimension in the order of the ranks.
 
     Tensors without dimensions come back with one element per process. With one process the data come back as they are.
@@ -44,12 +44,15 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False)
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        dst: the only process that needs the result; the others return None. By default all do.
+        dst: rank in the run of the only process that needs the result; the others return None. By default all do.
         differentiable: let gradients flow back: each process gets the sum of what all processes have as gradients of
             its own tensors. Every process has to run the backward then, and cannot name a `dst`.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: `dst` is not a rank of the group, or the call gives it with `differentiable`.
+        SettingError: `dst` is not a rank of the group, the call gives it with `differentiable`, or this process is not
+            in the group.
         UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
@@ -58,65 +61,73 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False)
         >>> predictions, labels = gather((predictions, labels))
     """
     if differentiable:
-        return _gather_with_gradients(tensor, dst)
-    transport = current.process_or_start().transport
+        return _gather_with_gradients(tensor, dst, group)
+    transport = transport_of(group, "gather")
     if transport.world_size == 1:
-        check_rank("gather", "dst", dst, transport)
+        if dst is not None:
+            index_of("gather", "dst", dst, transport)
         check_alone("gather", tensor)
         return tensor
     with CheckedCall(transport, "gather", dst=dst) as call:
-        check_rank("gather", "dst", dst, transport)
+        to = None if dst is None else index_of("gather", "dst", dst, transport)
         plan, leaves = call.plan(tensor)
-        gathered = _gather(call, transport, plan, leaves, dst)
-        return rebuild(tensor, plan.on_devices(gathered)) if dst in (None, transport.rank) else None
+        gathered = _gather(call, transport, plan, leaves, to)
+        return rebuild(tensor, plan.on_devices(gathered)) if to in (None, transport.rank) else None
 
 
-def broadcast(tensor: Any, src: int = 0) -> Any:
+def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> Any:
     """The tensors of one process, on every process.
 
     The tensors given are overwritten in place, and returned.
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
-        src: the process whose tensors all get.
+        src: rank in the run of the process whose tensors all get; by default the first of the group, which without a
+            group is rank 0.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: there is no such process.
+        SettingError: `src` is not a rank of the group, or this process is not in the group.
         UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
     """
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "broadcast")
+    src = transport.rank_in_run(0) if src is None else src
     if transport.world_size == 1:
-        check_rank("broadcast", "src", src, transport)
+        index_of("broadcast", "src", src, transport)
         check_alone("broadcast", tensor)
         return tensor
     with CheckedCall(transport, "broadcast", src=src) as call:
-        check_rank("broadcast", "src", src, transport)
+        origin = index_of("broadcast", "src", src, transport)
         targets, spec = flatten(tensor, "broadcast")
         for target in targets:
             if type(target) is not torch.Tensor and is_dtensor(target):
                 check_writable(target)
         plan, leaves = call.plan_of(tensor, targets, spec)
-        small, large = _broadcast(call, transport, plan, leaves, src)
+        small, large = _broadcast(call, transport, plan, leaves, origin)
         _overwrite([targets[position] for position in plan.small], small)
         _overwrite([targets[position] for position in plan.large], large)
         return tensor
 
 
-def scatter(tensor: Any = None, src: int = 0) -> Any:
+def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) -> Any:
     """The part of one process's tensors that is for this process: equal slices of the first dimension, by rank.
 
-    The structure and the shapes travel along, so only `src` gives data. With one process they come back as
-    they are.
+    The structure and the shapes travel along, so only `src` gives data. With one process they come back as they are.
 
     Args:
-        tensor: on `src`, a tensor, or nested data with tensors alone at the leaves, each with a first
-            dimension that the number of processes divides; ignored on the others.
-        src: the process whose data are split.
+        tensor: on `src`, a tensor, or nested data with tensors alone at the leaves, each with a first dimension that
+            the number of processes divides; ignored on the others.
+        src: rank in the run of the process whose data are split; by default the first of the group, which without a
+            group is rank 0.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: there is no such process, or a tensor cannot be split evenly; its path is named.
+        SettingError: `src` is not a rank of the group, this process is not in the group, or a tensor cannot be split
+            evenly; its path is named.
         UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
         ShapeMismatch: on the other processes, when `src` could not take part, or when the calls differ.
         CollectiveError: a process is gone or did not come in time.
@@ -124,28 +135,29 @@ def scatter(tensor: Any = None, src: int = 0) -> Any:
     Example:
         >>> mine = scatter({"images": images} if state.is_main_process else None)
     """
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "scatter")
+    src = transport.rank_in_run(0) if src is None else src
     if transport.world_size == 1:
-        check_rank("scatter", "src", src, transport)
+        index_of("scatter", "src", src, transport)
         _checked_leaves(tensor, 1)
         return tensor
     with CheckedCall(transport, "scatter", src=src) as call:
-        check_rank("scatter", "src", src, transport)
+        origin = index_of("scatter", "src", src, transport)
         inputs = announcement = None
-        if transport.rank == src:
+        if transport.rank == origin:
             skeleton, inputs = _parts(tensor, transport.world_size, transport.device)
             announcement = dumps(skeleton)
-        skeleton = loads(call.broadcast_bytes(announcement, src))
+        skeleton = loads(call.broadcast_bytes(announcement, origin))
         found = [info for _, info in leaves_with_paths(skeleton) if is_tensor_information(info)]
         layout = PackedLayout((info.shape, info.dtype) for info in found)
         output = torch.empty(layout.nbytes, dtype=torch.uint8, device=transport.device)
         if layout.nbytes:
-            call.wait([transport.scatter(output, inputs, src)])
+            call.wait([transport.scatter(output, inputs, origin)])
         received = iter(layout.split(output))
     return recursively_apply(lambda info: next(received), skeleton, test_type=is_tensor_information)
 
 
-def all_to_all(tensor: Any) -> Any:
+def all_to_all(tensor: Any, *, group: Group = None) -> Any:
     """What all processes have for this process, joined along the first dimension in the order of the ranks.
 
     Each process splits its tensors into equal slices of their first dimension, and slice r is for process r. Shapes
@@ -154,9 +166,11 @@ def all_to_all(tensor: Any) -> Any:
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
             of processes divides; shapes and dtypes equal on all processes.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: a tensor cannot be split evenly; its path is named.
+        SettingError: this process is not in the group, or a tensor cannot be split evenly; its path is named.
         UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
@@ -164,7 +178,7 @@ def all_to_all(tensor: Any) -> Any:
     Example:
         >>> from_everyone = all_to_all(for_everyone)
     """
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "all_to_all")
     count = transport.world_size
 
     def check(path: str, leaf: torch.Tensor, operation: str) -> None:
@@ -191,25 +205,26 @@ def all_to_all(tensor: Any) -> Any:
         return rebuild(tensor, iter(results))
 
 
-def _gather_with_gradients(tensor: Any, dst: int | None) -> Any:
+def _gather_with_gradients(tensor: Any, dst: int | None, group: Group) -> Any:
     if dst is not None:
         raise SettingError(
             f"gather() was called with differentiable=True and dst={dst}.",
             "Gradients flow back from every process.",
             "Leave out one of the two.",
         )
-    if current.process_or_start().world_size == 1:
-        return gather(tensor)
+    if transport_of(group, "gather").world_size == 1:
+        return gather(tensor, group=group)
     leaves, _ = flatten(tensor, "gather")
-    return rebuild(tensor, iter(_Gather.apply(tensor, *leaves)))  # type: ignore[no-untyped-call]
+    return rebuild(tensor, iter(_Gather.apply(tensor, group, *leaves)))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     """gather() with gradients; each gathered leaf takes part in the loss of every process."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gathered, _ = flatten(gather(tensor), "gather")
+    def forward(ctx: Any, tensor: Any, group: Group, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered, _ = flatten(gather(tensor, group=group), "gather")
+        ctx.group = group
         ctx.shapes = [leaf.shape for leaf in leaves]
         ctx.flows = [leaf.is_floating_point() or leaf.is_complex() for leaf in leaves]
         ctx.mark_non_differentiable(*(new for new, flows in zip(gathered, ctx.flows, strict=True) if not flows))
@@ -218,9 +233,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         flowing = [gradient for gradient, flows in zip(gradients, ctx.flows, strict=True) if flows]
-        parts = iter(reduce_scatter(flowing))
+        parts = iter(reduce_scatter(flowing, group=ctx.group))
         own = zip(ctx.shapes, ctx.flows, strict=True)
-        return None, *(next(parts).view(shape) if flows else None for shape, flows in own)
+        return None, None, *(next(parts).view(shape) if flows else None for shape, flows in own)
 
 
 def _gather(

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.checked_call import CheckedCall, check_rank
-from accel_state import current
+from accel_ops.checked_call import CheckedCall, index_of
+from accel_ops.groups import Group, transport_of
 from accel_state.errors import UnknownKind
 
 __all__ = ("broadcast_object_list", "dumps", "gather_object", "loads")
@@ -37,15 +37,18 @@ _NOT_PICKLED_BY_TORCH: Final = frozenset(
 )
 
 
-def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
+def gather_object(object: Any, *, group: Group = None) -> Any:  # noqa: A002 - the name callers know
     """The items of the lists of all processes in one list, in the order of the ranks.
 
     With one process the object comes back as it is, once it is seen that several could gather it.
 
     Args:
         object: a list (or another iterable) of picklable items; lengths may differ between processes.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
+        SettingError: this process is not in the group.
         UnknownKind: not a list, or an item cannot be pickled.
         ShapeMismatch: on every process, when they call different collectives.
         CollectiveError: a process is gone or did not come in time.
@@ -53,7 +56,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
     Example:
         >>> names = gather_object(["a.png", "b.png"])
     """
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "gather_object")
     if transport.world_size == 1:
         items = _items(object)
         _pickled("gather_object", items)
@@ -63,34 +66,38 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the name callers know
     return list(chain.from_iterable(loads(row) for row in rows))
 
 
-def broadcast_object_list(object_list: Any, src: int = 0) -> Any:
+def broadcast_object_list(object_list: Any, src: int | None = None, *, group: Group = None) -> Any:
     """The items of one process's list, on every process.
 
     The list given is overwritten in place, and returned.
 
     Args:
         object_list: a list of picklable items, of the same length on all processes.
-        src: the process whose items all get.
+        src: rank in the run of the process whose items all get; by default the first of the group, which without a
+            group is rank 0.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: there is no such process.
+        SettingError: `src` is not a rank of the group, or this process is not in the group.
         UnknownKind: not a list, or an item cannot be pickled.
         ShapeMismatch: on every process, when lengths or calls differ.
         CollectiveError: a process is gone or did not come in time.
     """
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "broadcast_object_list")
+    src = transport.rank_in_run(0) if src is None else src
     if transport.world_size == 1:
         _check_list(object_list)
-        check_rank("broadcast_object_list", "src", src, transport)
+        index_of("broadcast_object_list", "src", src, transport)
         _pickled("broadcast_object_list", list(object_list))
         return object_list
     length = len(object_list) if isinstance(object_list, MutableSequence) else None
     with CheckedCall(transport, "broadcast_object_list", src=src, length=length) as call:
         _check_list(object_list)
-        check_rank("broadcast_object_list", "src", src, transport)
-        sends = transport.rank == src
+        origin = index_of("broadcast_object_list", "src", src, transport)
+        sends = transport.rank == origin
         data = _pickled("broadcast_object_list", list(object_list)) if sends else None
-        received = call.broadcast_bytes(data, src)
+        received = call.broadcast_bytes(data, origin)
     if not sends:
         object_list[:] = loads(received)
     return object_list

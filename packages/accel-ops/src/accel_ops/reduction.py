@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 
 from accel_ops.checked_call import CheckedCall, Plan, check_alone, check_divisible, check_leaf
+from accel_ops.groups import Group, transport_of
 from accel_ops.packing import contiguous
 from accel_ops.tree import rebuild, recursively_apply
-from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.base import Reduction, Transport, Work
 
@@ -52,7 +52,7 @@ _SUMMABLE: Final = frozenset(
 )
 
 
-def reduce(tensor: Any, op: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = None) -> Any:
     """The element-wise mean, sum, product, maximum or minimum of the tensors of all processes, on every process.
 
     The tensors given are not changed. The results are equal bit by bit on all processes. Sums and maxima of bool are
@@ -62,9 +62,11 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0) -> Any:
         tensor: a tensor, or nested data with tensors alone at the leaves; shapes and dtypes equal on all processes.
         op: "mean", "sum", "product", "max", "min", or "none", which returns the data as they are.
         scale: factor for the result.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: an unknown `op`.
+        SettingError: an unknown `op`, or this process is not in the group.
         UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
@@ -78,7 +80,7 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0) -> Any:
             "There is no such reduction.",
             f"Give one of {', '.join(map(repr, _REDUCTIONS))}.",
         )
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "reduce")
     if op == "none":
         return tensor
     check = _check_of(op, scale)
@@ -91,16 +93,19 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0) -> Any:
         return rebuild(tensor, plan.on_devices(_reduce(call, transport, plan, leaves, _SENT[op], divisor, scale)))
 
 
-def reduce_scatter(tensor: Any, op: str = "sum") -> Any:
+def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
     """The part for this process of what `reduce` returns: equal slices of the first dimension, by rank.
 
     Args:
         tensor: a tensor, or nested data with tensors alone at the leaves, each with a first dimension that the number
             of processes divides; shapes and dtypes equal on all processes.
         op: "mean", "sum", "product", "max" or "min".
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
-        SettingError: an unknown `op`, or a tensor cannot be split evenly; its path is named.
+        SettingError: an unknown `op`, this process is not in the group, or a tensor cannot be split evenly; its path
+            is named.
         UnknownKind: a leaf cannot be added up or compared, or is of integers where the result would not be.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
@@ -114,7 +119,7 @@ def reduce_scatter(tensor: Any, op: str = "sum") -> Any:
             "There is no such reduction.",
             f"Give one of {', '.join(map(repr, _SENT))}.",
         )
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "reduce_scatter")
     count, check = transport.world_size, _check_of(op, 1.0)
 
     def check_both(path: str, leaf: torch.Tensor, operation: str) -> None:

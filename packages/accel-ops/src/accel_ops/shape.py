@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from accel_ops.checked_call import CheckedCall, check_alone, check_leaf
+from accel_ops.groups import Group, transport_of
 from accel_ops.tree import flatten, honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
-from accel_state import current
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
 
 __all__ = (
@@ -29,7 +29,9 @@ class CannotPadNestedTensorWarning(UserWarning):
     """Given when a nested tensor is met by `pad_across_processes`, which leaves it as it is."""
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, group: Group = None
+) -> Any:
     """Nested data with each tensor padded along `dim` to the largest size that it has on any process.
 
     Tensors without that dimension, and those that have the largest size already, come back as they are. With one
@@ -41,10 +43,12 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         dim: the dimension; negative ones count from the last.
         pad_index: the value to pad with.
         pad_first: pad in front instead of at the end.
+        group: a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh of the run, whose
+            processes alone take part; by default all do.
 
     Raises:
         UnknownKind: a leaf is no tensor; its path is named.
-        SettingError: a dtype cannot hold `pad_index`.
+        SettingError: a dtype cannot hold `pad_index`, or this process is not in the group.
         ShapeMismatch: on every process, when their calls, structures, numbers of dimensions or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
 
@@ -52,7 +56,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         >>> tokens = pad_across_processes(tokens, dim=1, pad_index=tokenizer.pad_token_id)
         >>> tokens = gather(tokens)
     """
-    transport = current.process_or_start().transport
+    transport = transport_of(group, "pad_across_processes")
     if transport.world_size == 1:
         check_alone("pad_across_processes", tensor, _check_or_nested)
         _warn_of_nested(tensor)
@@ -60,7 +64,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         _check_value(pad_index, [leaf for leaf in leaves if not leaf.is_nested])
         return recursively_apply(_as_it_is, tensor, error_on_other_type=True)
     if _warn_of_nested(tensor):
-        return _pad_all_but_nested(tensor, dim, pad_index, pad_first)
+        return _pad_all_but_nested(tensor, dim, pad_index, pad_first, group)
     with CheckedCall(transport, "pad_across_processes", dim=dim) as call:
         plan, leaves = call.plan(tensor, shape_of=_dimensions, move=False)
         _check_value(pad_index, leaves)
@@ -148,9 +152,9 @@ def _warn_of_nested(data: Any) -> int:
     return nested
 
 
-def _pad_all_but_nested(tensor: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
+def _pad_all_but_nested(tensor: Any, dim: int, pad_index: float, pad_first: bool, group: Group) -> Any:
     others = recursively_apply(lambda leaf: torch.empty(()) if leaf.is_nested else leaf, tensor)
-    padded = pad_across_processes(others, dim, pad_index, pad_first)
+    padded = pad_across_processes(others, dim, pad_index, pad_first, group=group)
     before = (leaf for _, leaf in leaves_with_paths(tensor))
     after = (leaf for _, leaf in leaves_with_paths(padded))
     return rebuild(padded, (old if _is_nested(old) else new for old, new in zip(before, after, strict=True)))

@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from accel_state.errors import AccelError, ShapeMismatch
-from accel_state.hang_report.call_log import CallLog, Location, caller, locate
+from accel_state.hang_report.call_log import CallLog, Location, call_text, caller, locate
 from accel_state.hang_report.monitor import HangMonitor
 from accel_state.hang_report.report import collective_error, format_ranks
 from accel_state.transport.base import Transport, Work
@@ -45,6 +45,7 @@ __all__ = (
     "HeaderFields",
     "PendingCall",
     "ProtocolState",
+    "add_group_state",
     "barrier",
     "eager_header_bytes",
     "fingerprint_of",
@@ -180,6 +181,7 @@ class CallDescription:
         leaves: path, shape and dtype of each leaf.
         location: the line of the user's code.
         refusal: why the process could not take part, in the three parts of an error; None when it could.
+        group: what messages call the processes of the call; empty when they are all of the run.
     """
 
     operation: str
@@ -187,6 +189,7 @@ class CallDescription:
     leaves: list[tuple[str, str, str]]
     location: str = ""
     refusal: tuple[str, str, str] | None = None
+    group: str = ""
 
     def to_json(self) -> bytes:
         """The description as it travels."""
@@ -208,17 +211,19 @@ def fingerprint_of(description: CallDescription) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def mismatch_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch:
+def mismatch_error(descriptions: Sequence[CallDescription], ranks: Sequence[int] = ()) -> ShapeMismatch:
     """The error for calls that differ; equal on all processes.
 
     Args:
-        descriptions: what each process called, by rank.
+        descriptions: what each process called.
+        ranks: of the processes in the run; by default from 0.
     """
+    ranks = ranks or range(len(descriptions))
     return (
-        _refusal_error(descriptions)
-        or _operation_error(descriptions)
-        or _argument_error(descriptions)
-        or _leaf_error(descriptions)
+        _refusal_error(descriptions, ranks)
+        or _operation_error(descriptions, ranks)
+        or _argument_error(descriptions, ranks)
+        or _leaf_error(descriptions, ranks)
         or ShapeMismatch(
             f"Cannot run {_call_text(descriptions[0])}: the processes disagree on the protocol.",
             "They run different versions of this library or of Python.",
@@ -228,11 +233,11 @@ def mismatch_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch:
 
 
 def _call_text(call: CallDescription) -> str:
-    return f"{call.operation}() at {call.location}" if call.location else f"{call.operation}()"
+    return call_text(call.operation, call.group, call.location)
 
 
-def _refusal_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch | None:
-    refused = {rank: call.refusal for rank, call in enumerate(descriptions) if call.refusal}
+def _refusal_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
+    refused = {rank: call.refusal for rank, call in zip(ranks, descriptions, strict=True) if call.refusal}
     if not refused:
         return None
     rank, (failed, obstacle, remedy) = next(iter(refused.items()))
@@ -243,32 +248,34 @@ def _refusal_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch | N
     )
 
 
-def _operation_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch | None:
+def _operation_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
     if len({call.operation for call in descriptions}) == 1:
         return None
-    called = _by_rank([_call_text(call) for call in descriptions])
+    called = _by_rank([_call_text(call) for call in descriptions], ranks)
     return ShapeMismatch("The processes called different collectives at the same time.", f"{called}.", _SAME_CALL)
 
 
-def _argument_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch | None:
+def _argument_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
     for name in descriptions[0].arguments:
         values = [call.arguments[name] for call in descriptions]
         if len(set(values)) > 1:
             return ShapeMismatch(
                 f"Cannot run {_call_text(descriptions[0])}: the processes gave different values of {name}.",
-                f"{name} is {_by_rank(values)}.",
+                f"{name} is {_by_rank(values, ranks)}.",
                 f"Give every process the same {name}.",
             )
     return None
 
 
-def _leaf_error(descriptions: Sequence[CallDescription]) -> ShapeMismatch | None:
+def _leaf_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
     leaves = [{path: (shape, dtype) for path, shape, dtype in call.leaves} for call in descriptions]
     paths = dict.fromkeys(path for own in leaves for path in own)
     differing = [path for path in paths if len({own.get(path) for own in leaves}) > 1]
     if not differing:
         return None
-    texts = [f"{path or 'the tensor'}: {_by_rank([_leaf_text(path, own) for own in leaves])}" for path in differing]
+    texts = [
+        f"{path or 'the tensor'}: {_by_rank([_leaf_text(path, own) for own in leaves], ranks)}" for path in differing
+    ]
     more = len(texts) - _MOST_LEAVES
     obstacle = "; ".join(texts[:_MOST_LEAVES]) + (f"; and {more} more leaves" if more > 0 else "")
     if any(path not in own for path in differing for own in leaves):
@@ -289,10 +296,10 @@ def _leaf_text(path: str, leaves: Mapping[str, tuple[str, str]]) -> str:
     return f"{leaves[path][0]} {leaves[path][1]}" if path in leaves else _ABSENT
 
 
-def _by_rank(values: Sequence[str]) -> str:
+def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Values with the ranks that have them: "3 on rank 0, 4 on ranks 1-3"."""
     members: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         members.setdefault(value, []).append(rank)
     return ", ".join(f"{value} on {format_ranks(owners)}" for value, owners in members.items())
 
@@ -306,22 +313,35 @@ class ProtocolState:
     Args:
         transport: between the processes; not kept.
         like: the state of another transport between the same processes, whose log this one continues.
+        world: the state of the transport between all processes, where this one is between some of them.
 
     Attributes:
         plans: what upper layers keep for calls with the same structure.
         pending: calls that were started and not waited for, in their order.
+        world_size: number of processes of the run.
     """
 
-    __slots__ = ("__weakref__", "header", "header_only", "lock", "log", "monitor", "pending", "plans")
+    __slots__ = ("__weakref__", "header", "header_only", "lock", "log", "monitor", "pending", "plans", "world_size")
 
-    def __init__(self, transport: Transport, like: ProtocolState | None = None) -> None:
+    def __init__(
+        self, transport: Transport, like: ProtocolState | None = None, world: ProtocolState | None = None
+    ) -> None:
         self.header = EagerHeader(transport.world_size)
         self.plans: dict[Hashable, Any] = {}
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
         self.lock: threading.RLock = like.lock if like else threading.RLock()
-        self.log: CallLog = like.log if like else CallLog()
+        self.log: CallLog
+        self.monitor: HangMonitor
+        self.world_size: int
+        if world is not None:
+            self.log = CallLog(world=world.log, group=transport.group)
+            self.monitor, self.world_size = world.monitor, world.world_size
+        elif like is not None:
+            self.log, self.monitor, self.world_size = like.log, like.monitor, like.world_size
+        else:
+            self.log, self.world_size = CallLog(), transport.world_size
+            self.monitor = self._start_monitor(transport)
         self.pending: deque[PendingCall] = like.pending if like else deque()
-        self.monitor: HangMonitor = like.monitor if like else self._start_monitor(transport)
 
     def _start_monitor(self, transport: Transport) -> HangMonitor:
         monitor = HangMonitor(self.log, transport.control(), transport.rank, transport.world_size)
@@ -338,6 +358,15 @@ def protocol_state(transport: Transport) -> ProtocolState:
     if state is None:
         state = _states[transport] = ProtocolState(transport)
     return state
+
+
+def add_group_state(transport: Transport, world: Transport) -> None:
+    """Let the calls on the transport of a group show in the log, and be watched by the monitor, of the whole run.
+
+    They have a lock of their own: calls of several groups may run at the same time.
+    """
+    if transport not in _states:
+        _states[transport] = ProtocolState(transport, world=protocol_state(world))
 
 
 def share_protocol_state(transport: Transport, original: Transport) -> None:
@@ -498,9 +527,9 @@ class HeaderCall:
 
     def _mismatch(self, description: CallDescription) -> AccelError:
         """How the calls of the processes differ; called only after all have seen that they do."""
-        described = replace(description, location=str(self._location_of_call() or ""))
+        described = replace(description, location=str(self._location_of_call() or ""), group=self._transport.group)
         rows = self._all_gather_bytes(_NO_FINGERPRINT, described, described.to_json(), _DESCRIBES)
-        return mismatch_error([CallDescription.from_json(row) for row in rows])
+        return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
 
     def _location_of_call(self) -> Location | None:
         """The line of the user's code that called this."""
@@ -535,7 +564,8 @@ class HeaderCall:
     def _failure(self, error: BaseException) -> AccelError:
         state, transport = self._state, self._transport
         state.header.renew()
-        return collective_error(error, state.log.last(), transport.rank, transport.world_size, state.monitor)
+        rank = transport.rank_in_run(transport.rank)
+        return collective_error(error, state.log.last(), rank, state.world_size, state.monitor, transport.ranks)
 
 
 class PendingCall(HeaderCall):

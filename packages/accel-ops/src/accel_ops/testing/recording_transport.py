@@ -7,7 +7,7 @@ assert [record.operation for record in records] == ["all_gather"]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -49,7 +49,16 @@ class RecordingTransport(Transport):
         self.world_size = inner.world_size
         self.device = inner.device
         self.timeout = inner.timeout
+        self.ranks, self.group = inner.ranks, inner.group
         self.records: list[Record] = []
+        self._groups: dict[Transport, RecordingTransport] = {}
+
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        inner = self.inner.subgroup(group, label, meet)
+        if inner not in self._groups:
+            made = self._groups[inner] = RecordingTransport(inner)
+            made.records = self.records
+        return self._groups[inner]
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         self._note("all_gather", tensor)

@@ -25,6 +25,7 @@ __all__ = (
     "CallLog",
     "Location",
     "UserFrame",
+    "call_text",
     "caller",
     "frame_of_error",
     "locate",
@@ -58,6 +59,7 @@ class Call:
         fingerprint: of the structure, shapes, dtypes and arguments; 0 before they were known.
         location: where the user's code called it.
         seconds: how long it took, or has taken so far.
+        group: what messages call the processes that call it together; empty when they are all of the run.
     """
 
     number: int
@@ -65,17 +67,37 @@ class Call:
     fingerprint: int
     location: Location
     seconds: float
+    group: str = ""
+
+    def __str__(self) -> str:
+        return f"{call_text(self.operation, self.group, str(self.location))} (call {self.number})"
+
+
+def call_text(operation: str, group: str, location: str) -> str:
+    """A call in words: "gather() in the group 'tp' of ranks 0, 1 at eval.py:8"."""
+    return f"{operation}(){f' in {group}' if group else ''}{f' at {location}' if location else ''}"
 
 
 class CallLog:
-    """The calls of one process on one transport, the newest kept in a ring."""
+    """The calls of one process on one transport, the newest kept in a ring.
 
-    __slots__ = ("_current", "_ring", "fingerprint", "number")
+    Calls of a group of processes have a log and numbers of their own. It shares what was called with the log of the
+    whole run, which shows both: the calls of several groups may be active at the same time, in several threads.
 
-    def __init__(self, length: int = 128) -> None:
-        self._ring: deque[tuple[int, str, int, CodeType, int, float]] = deque(maxlen=length)
-        # Replaced as a whole, because the thread of the monitor reads it at any moment.
-        self._current: tuple[int, str, CodeType, int, float] | None = None
+    Args:
+        length: how many completed calls are kept.
+        world: the log of the whole run.
+        group: what messages call the group.
+    """
+
+    __slots__ = ("_active", "_group", "_ring", "fingerprint", "number")
+
+    def __init__(self, length: int = 128, world: CallLog | None = None, group: str = "") -> None:
+        self._ring: deque[tuple[int, str, int, CodeType, int, float, str]]
+        self._ring = deque(maxlen=length) if world is None else world._ring
+        # By the log that each call is of. The thread of the monitor reads it at any moment, so values are replaced.
+        self._active: dict[int, tuple[int, str, CodeType, int, float, CallLog]] = {} if world is None else world._active
+        self._group = group
         self.number = 0
         self.fingerprint = 0
 
@@ -84,24 +106,25 @@ class CallLog:
         code, line = caller()
         self.fingerprint = 0
         self.number += 1
-        self._current = (self.number, operation, code, line, time.monotonic())
+        self._active[id(self)] = (self.number, operation, code, line, time.monotonic(), self)
 
     def leave(self) -> None:
         """End the call that `enter` began."""
-        assert self._current is not None
-        number, operation, code, line, begun = self._current
         # In this order, nobody ever sees a call as active that is in the ring.
-        self._current = None
-        self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun))
+        number, operation, code, line, begun, _ = self._active.pop(id(self))
+        self._ring.append((number, operation, self.fingerprint, code, line, time.monotonic() - begun, self._group))
 
     def active(self) -> Call | None:
-        """The call that this process is in."""
-        current = self._current
+        """The call of this log that this process is in, or else the oldest of another group."""
+        current = self._active.get(id(self))
         if current is None:
-            return None
-        number, operation, code, line, begun = current
+            others = list(self._active.values())
+            if not others:
+                return None
+            current = min(others, key=lambda call: call[4])
+        number, operation, code, line, begun, log = current
         location = locate(code.co_filename, line)
-        return Call(number, operation, self.fingerprint, location, time.monotonic() - begun)
+        return Call(number, operation, log.fingerprint, location, time.monotonic() - begun, log._group)
 
     def last(self) -> Call | None:
         """The call that this process is in, or else the last one."""
@@ -111,8 +134,8 @@ class CallLog:
         """The newest completed calls, the newest last."""
         kept = tuple(self._ring)
         return tuple(
-            Call(number, operation, fingerprint, locate(code.co_filename, line), seconds)
-            for number, operation, fingerprint, code, line, seconds in kept[-count if count else 0 :]
+            Call(number, operation, fingerprint, locate(code.co_filename, line), seconds, group)
+            for number, operation, fingerprint, code, line, seconds, group in kept[-count if count else 0 :]
         )
 
 

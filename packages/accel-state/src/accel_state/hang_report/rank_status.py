@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, fields
 from types import CodeType
 from typing import Any, Final, NamedTuple
 
-from accel_state.hang_report.call_log import CallLog, Location, UserFrame, caller, locate, main_thread_frame
+from accel_state.hang_report.call_log import CallLog, Location, UserFrame, call_text, caller, locate, main_thread_frame
 from accel_state.proc import process_info
 
 __all__ = (
@@ -173,6 +173,7 @@ class RankStatus:
         pid: its process id.
         host: its machine, with the namespaces of process ids and of the network.
         time: when it was captured, seconds since the epoch.
+        group: what messages call the processes of that collective; empty when they are all of the run.
     """
 
     number: int
@@ -196,6 +197,7 @@ class RankStatus:
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=lambda: host_with_namespaces())
     time: float = field(default_factory=time.time)
+    group: str = ""
 
     def to_json(self) -> str:
         """The status as text."""
@@ -211,12 +213,15 @@ class RankStatus:
         fits = all(isinstance(getattr(status, one.name), _KINDS[str(one.type)]) for one in fields(cls))
         return status if fits else None
 
+    def collective(self) -> str:
+        """Its last collective in words."""
+        return f"{call_text(self.operation, self.group, self.called_at)} (call {self.number})"
+
     def position(self) -> str:
         """Where the process is, to follow "rank 3 is"."""
         if self.active:
-            return f"in {self.operation}() at {self.called_at} (call {self.number})"
-        before = f"after {self.operation}() at {self.called_at} (call {self.number})"
-        before = before if self.number else "before any collective"
+            return f"in {self.collective()}"
+        before = f"after {self.collective()}" if self.number else "before any collective"
         at = self.main_thread_at
         inside = f"in {self.main_thread_in}() at {at}" if self.main_thread_in else f"at {at}"
         return f"{inside}, {before}" if at else before
@@ -253,6 +258,7 @@ def capture_status(log: CallLog, stack: bool = False, pinned: UserFrame | None =
         folder=PROGRESS.folder,
         memory=info.memory if info else 0,
         device_memory=_device_memory(),
+        group=call.group if call else "",
     )
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -86,7 +86,7 @@ def format_ranks(members: list[int]) -> str:
 
 def _state(status: RankStatus, age: float) -> str:
     if status.left:
-        call = f", after {status.operation}() at {status.called_at} (call {status.number})" if status.number else ""
+        call = f", after {status.collective()}" if status.number else ""
         return f"no longer there: it has left the run {status.left}{call}"
     here = _state_here(status)
     last = f"it was last seen {status.position()}"
@@ -128,7 +128,12 @@ _REMEDY: Final = (
 
 
 def collective_error(
-    error: BaseException, call: Call | None, rank: int, world_size: int, monitor: HangMonitor
+    error: BaseException,
+    call: Call | None,
+    rank: int,
+    world_size: int,
+    monitor: HangMonitor,
+    members: Sequence[int] = (),
 ) -> CollectiveError:
     """The error for a collective that the backend could not complete.
 
@@ -141,10 +146,11 @@ def collective_error(
         rank: index of this process.
         world_size: number of processes.
         monitor: reads the statuses of the others.
+        members: ranks of the group that the call is of; by default all.
     """
-    what = f"{call.operation}() at {call.location} (call {call.number})" if call else "a collective"
+    what = str(call) if call else "a collective"
     with _deferred_termination() as termination:
-        where, missed = _everyone(monitor, rank, world_size, termination)
+        where, missed = _everyone(monitor, rank, world_size, termination, members)
         report = CollectiveError(
             f"Cannot complete {what} on rank {rank}.",
             f"{where}\n  The backend said: {_first_line(error)}",
@@ -188,8 +194,10 @@ def describe_all_ranks(monitor: HangMonitor, rank: int, world_size: int) -> str:
     return _everyone(monitor, rank, world_size, _Termination())[0]
 
 
-def _everyone(monitor: HangMonitor, rank: int, world_size: int, termination: _Termination) -> tuple[str, list[int]]:
-    """Where all ranks are, and which of them this one waited for."""
+def _everyone(
+    monitor: HangMonitor, rank: int, world_size: int, termination: _Termination, members: Sequence[int] = ()
+) -> tuple[str, list[int]]:
+    """Where all ranks are, and which of the members of a group, by default of all ranks, this one waited for."""
     snapshot = _answers(monitor, world_size, termination)
     where = describe_ranks(snapshot.statuses, world_size, snapshot.ages)
     note = ""
@@ -198,16 +206,18 @@ def _everyone(monitor: HangMonitor, rank: int, world_size: int, termination: _Te
             " The process that hosts the store cannot be reached, so this shows the other ranks as they were "
             f"{time.monotonic() - snapshot.taken:.0f} s ago."
         )
-    missed = _lost_ranks(snapshot.statuses, world_size, snapshot.ages)
+    asked = set(members or range(world_size))
+    missed = [other for other in _lost_ranks(snapshot.statuses, world_size, snapshot.ages) if other in asked]
     if not missed:
         mine = _collective_of(snapshot.statuses[rank])
-        missed = [other for other, status in snapshot.statuses.items() if _collective_of(status) != mine]
+        missed = [other for other in snapshot.statuses if _collective_of(snapshot.statuses[other]) != mine]
+        missed = [other for other in missed if other in asked]
     return f"{where[:1].upper()}{where[1:]}.{note}", missed
 
 
-def _collective_of(status: RankStatus) -> tuple[int, str]:
+def _collective_of(status: RankStatus) -> tuple[int, str, str]:
     """The collective that a rank is in, of ours or of another library."""
-    return (status.number, status.operation) if status.active else (0, status.main_thread_in)
+    return (status.number, status.operation, status.group) if status.active else (0, status.main_thread_in, "")
 
 
 def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -> WorldSnapshot:

@@ -8,13 +8,13 @@ connection: that of a process that runs alone, and that of a process that was fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 
-from accel_state.errors import NotReady
+from accel_state.errors import NotOffered, NotReady
 
 if TYPE_CHECKING:
     from accel_state.transport.control import ControlStore
@@ -55,16 +55,41 @@ class Transport(ABC):
     """Collectives between the processes of a run, on process groups that nobody else uses.
 
     Attributes:
-        rank: index of this process.
-        world_size: number of processes.
+        rank: index of this process among those that the transport connects.
+        world_size: number of processes that it connects.
         device: of the tensors that the data collectives take.
         timeout: how long a collective may take.
+        group: what messages call these processes, such as "the group 'tp'"; empty when they are all of the run.
+        ranks: their ranks in the run.
     """
 
     rank: int
     world_size: int
     device: torch.device
     timeout: timedelta
+    group: str = ""
+    ranks: Sequence[int] = ()
+
+    def rank_in_run(self, index: int) -> int:
+        """Rank in the run of a process that the transport connects."""
+        return self.ranks[index] if self.ranks else index
+
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        """The transport between the processes of a process group of torch, one of which is this; made once.
+
+        Args:
+            group: the process group.
+            label: its name in messages.
+            meet: called before the processes connect; returns when all of them have called it.
+
+        Raises:
+            NotOffered: the processes of this run have no transport between some of them.
+        """
+        raise NotOffered(
+            f"Cannot run a collective in {label}.",
+            f"The transport of this run, {type(self).__name__}, connects only all processes.",
+            "Leave out group.",
+        )
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
@@ -125,14 +150,25 @@ class Transport(ABC):
 
 
 class LocalTransport(Transport):
-    """The transport of a process that runs alone: every collective is a copy."""
+    """The transport of a process that runs alone, or is alone in its group: every collective is a copy.
+
+    Args:
+        device: of the tensors of this process.
+        rank: of this process in the run.
+        group: its group in messages, where the run has more processes.
+    """
 
     rank = 0
     world_size = 1
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int = 0, group: str = "") -> None:
         self.device = device
         self.timeout = timedelta(0)
+        self.ranks = (rank,)
+        self.group = group
+
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        return self
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         output.view(-1).copy_(tensor.reshape(-1))
@@ -182,6 +218,9 @@ class ForkedTransport(Transport):
         self.world_size = world_size
         self.device = device
         self.timeout = timedelta(0)
+
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise NotReady(

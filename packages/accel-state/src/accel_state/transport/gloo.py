@@ -48,7 +48,7 @@ class AllGatherByAllToAll:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._world_size = dist.get_world_size()
+        self._world_size = group.size()
         self._copies = self._rows = self._new_copies()
         # Keeps the buffers of the last call: a thread of the backend that released them would have to take the GIL.
         self._last: tuple[Any, ...] = ()
@@ -124,15 +124,15 @@ class P2PWork:
 
 def all_gather_p2p(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> P2PWork:
     """Collect `tensor` of every process into `output`, by rank; both are contiguous."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = group.rank(), group.size()
     rows, mine = output.view(world_size, -1), tensor.view(-1)
 
     def start() -> list[Any]:
         works = []
         for distance in range(1, world_size):
             before, after = (rank - distance) % world_size, (rank + distance) % world_size
-            works.append(dist.irecv(rows[before], before, group=group))
-            works.append(dist.isend(mine, after, group=group))
+            works.append(dist.irecv(rows[before], group_src=before, group=group))
+            works.append(dist.isend(mine, group_dst=after, group=group))
         rows[rank].copy_(mine)
         return works
 
@@ -142,29 +142,33 @@ def all_gather_p2p(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> P2
 def scatter_p2p(output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, group: Any) -> P2PWork:
     """Give each process its own of the `inputs` of process `src`, by rank; that of `src` may be `output` itself."""
     if inputs is None:
-        return P2PWork(lambda: [dist.irecv(output, src, group=group)])
+        return P2PWork(lambda: [dist.irecv(output, group_src=src, group=group)])
     own = inputs[src]
     if own is not output:
         output.copy_(own)
-    return P2PWork(lambda: [dist.isend(tensor, rank, group=group) for rank, tensor in enumerate(inputs) if rank != src])
+    others = [(rank, tensor) for rank, tensor in enumerate(inputs) if rank != src]
+    return P2PWork(lambda: [dist.isend(tensor, group_dst=rank, group=group) for rank, tensor in others])
 
 
 def broadcast_p2p(tensor: torch.Tensor, src: int, group: Any) -> P2PWork:
     """Overwrite `tensor` with that of process `src`, between two processes."""
-    if dist.get_rank() == src:
-        return P2PWork(lambda: [dist.isend(tensor, 1 - src, group=group)])
-    return P2PWork(lambda: [dist.irecv(tensor, src, group=group)])
+    if group.rank() == src:
+        return P2PWork(lambda: [dist.isend(tensor, group_dst=1 - src, group=group)])
+    return P2PWork(lambda: [dist.irecv(tensor, group_src=src, group=group)])
 
 
 def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, group: Any) -> P2PWork:
     """Combine `tensor` of two processes in `into`, which may be the same."""
-    other = 1 - dist.get_rank()
+    other = 1 - group.rank()
     received = torch.empty_like(tensor) if into is tensor else into
     # Both combine in the order of the ranks, so that the results are equal bit by bit.
     first, second = (received, tensor) if other == 0 else (tensor, received)
 
     def start() -> list[Any]:
-        return [dist.irecv(received, other, group=group), dist.isend(tensor, other, group=group)]
+        return [
+            dist.irecv(received, group_src=other, group=group),
+            dist.isend(tensor, group_dst=other, group=group),
+        ]
 
     def finish() -> None:
         # Tensors made in inference mode can be written to in that mode alone; others do not mind.

@@ -58,7 +58,7 @@ class TorchDistTransport(Transport):
         self.world_size = dist.get_world_size()
         self.device = device
         self.timeout = timeout
-        backends = _backends_of_default_group()
+        backends = _backends_of()
         host = backends.get("cpu", dist.Backend.GLOO)
         self._header = dist.new_group(timeout=timeout, backend=None if "cpu" in backends else host)
         over_header = "cpu" in backends or device.type not in backends
@@ -73,6 +73,7 @@ class TorchDistTransport(Transport):
             self._store = dist.distributed_c10d.PrefixStore(self._scope, shared)
         self._small = AllGatherByAllToAll(self._header) if host == dist.Backend.GLOO else None
         self._owner = owner
+        self._groups: dict[str, Transport] = {}
         shutdown_at_exit(self)
         keep_garbage_at_forks()
 
@@ -99,17 +100,17 @@ class TorchDistTransport(Transport):
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         if self._is_pair(tensor):
             return broadcast_p2p(tensor, src, self._data)
-        return _started(dist.broadcast(tensor, src=src, group=self._data, async_op=True))
+        return _started(dist.broadcast(tensor, group_src=src, group=self._data, async_op=True))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Work:
         given = None if inputs is None else list(inputs)
         if self._over_gloo(output, self._data):
             return scatter_p2p(output, given, src, self._data)
-        return _started(dist.scatter(output, given, src=src, group=self._data, async_op=True))
+        return _started(dist.scatter(output, given, group_src=src, group=self._data, async_op=True))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Work:
         taken = None if outputs is None else list(outputs)
-        return _started(dist.gather(tensor, taken, dst=dst, group=self._data, async_op=True))
+        return _started(dist.gather(tensor, taken, group_dst=dst, group=self._data, async_op=True))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         work = dist.all_to_all_single(output, tensor, group=self._data, async_op=True)
@@ -124,9 +125,17 @@ class TorchDistTransport(Transport):
     def control(self) -> ControlStore | None:
         return None if self._store is None else ControlStore(self._store, self.rank, self._scope)
 
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        name = str(group.group_name)
+        if name not in self._groups:
+            meet()
+            self._groups[name] = _GroupTransport(self, group, label)
+        return self._groups[name]
+
     def shutdown(self) -> None:
         """End the groups over gloo; their threads end with them when nothing else refers to the group."""
         groups = {self._data, self._header}
+        self._groups.clear()
         del self._data, self._header, self._small
         if self._owner and dist.is_initialized():
             groups.add(dist.group.WORLD)
@@ -152,9 +161,55 @@ class TorchDistTransport(Transport):
         return ForkedTransport(self.rank, self.world_size, self.device)
 
 
-def _backends_of_default_group() -> dict[str, str]:
-    """The backend of the default group for each type of device: {"cpu": "gloo", "cuda": "nccl"}."""
-    pairs: Any = (pair.split(":") for pair in dist.get_backend_config().split(","))
+class _GroupTransport(TorchDistTransport):
+    """Collectives between the processes of a process group of torch.
+
+    What is on the CPU travels over connections of our own where the run uses gloo, else over the given group; what is
+    on other devices travels over the given group, after the header.
+
+    Args:
+        world: the transport between all processes.
+        group: the process group; this process is one of its ranks.
+        label: its name in messages.
+    """
+
+    def __init__(self, world: TorchDistTransport, group: Any, label: str) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank, self.world_size = group.rank(), group.size()
+        self.group = label
+        self.device, self.timeout = world.device, world.timeout
+        self._store, self._scope, self._owner = world._store, world._scope, False
+        self._groups = {}
+        over_gloo = world._small is not None
+        self._header = _gloo_group(group, world._store, world.timeout) if over_gloo else group
+        backends = _backends_of(group)
+        self._data = group if self.device.type != "cpu" and self.device.type in backends else self._header
+        self._small = AllGatherByAllToAll(self._header) if over_gloo else None
+
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        raise TypeError("The transport between all processes makes those between some of them.")
+
+    def shutdown(self) -> None:
+        """End the connections of this group; nothing else refers to them."""
+        del self._data, self._header, self._small
+
+
+def _gloo_group(group: Any, store: Any, timeout: timedelta) -> Any:
+    """A group over gloo of the processes of another.
+
+    `new_group` would have to be called by all processes of the run, or names the group after the number of groups that
+    a process knows, which may differ.
+    """
+    scope = dist.distributed_c10d.PrefixStore(f"group/{group.group_name}", store)
+    made = dist.ProcessGroup(scope, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(scope, group.rank(), group.size(), timeout)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return made
+
+
+def _backends_of(group: Any = None) -> dict[str, str]:
+    """The backend of a group, by default of the default group, for each type of device: {"cpu": "gloo"}."""
+    pairs: Any = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return dict(pairs)
 
 

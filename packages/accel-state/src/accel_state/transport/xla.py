@@ -7,7 +7,7 @@ differ between the processes, runs before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,9 @@ class XLATransport(TorchDistTransport):
         if not self._on_device(tensor):
             return super().all_to_all(output, tensor)
         return Transport.all_to_all(self, output, tensor)
+
+    def subgroup(self, group: Any, label: str, meet: Callable[[], None]) -> Transport:
+        return Transport.subgroup(self, group, label, meet)
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type

@@ -1,0 +1,171 @@
+"""What collectives take as `group`: a process group of torch, or an axis of a device mesh.
+
+    gather(loss, group="dp_shard")          # an axis of the mesh of the run, by its name
+    gather(loss, group=mesh["tp"])          # a DeviceMesh of one dimension
+    gather(loss, group=process_group)       # of torch.distributed.new_group
+
+Ranks in arguments, results and errors are those of the run, as in torch. The processes of a group connect when they
+first use it, over connections of their own; they meet in the store before, so that an error names who does not come.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Union
+
+from accel_state import current
+from accel_state.errors import SettingError
+from accel_state.hang_report.report import format_ranks
+from accel_state.protocol import add_group_state
+from accel_state.transport.base import LocalTransport, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.identity import Process
+
+__all__ = ("Group", "Members", "members_of", "transport_of")
+
+Group: TypeAlias = Union["ProcessGroup", "DeviceMesh", str, None]
+
+_MOST_NAMED: Final = 16
+
+
+class Members(NamedTuple):
+    """The processes of a group.
+
+    Args:
+        ranks: their ranks in the run, in the order of the group.
+        label: what messages call the group.
+        process_group: the group of torch; None where this process is alone.
+    """
+
+    ranks: tuple[int, ...]
+    label: str
+    process_group: Any
+
+
+def transport_of(group: Group, operation: str) -> Transport:
+    """The transport between the processes of a group; all processes of the run by default.
+
+    Args:
+        group: see the module.
+        operation: name of the function that the user called.
+
+    Raises:
+        SettingError: there is no such group, or this process is not in it.
+        CollectiveError: a process of the group did not come.
+    """
+    process = current.process_or_start()
+    world = process.transport
+    if group is None or world.world_size == 1:
+        if group is not None:
+            members_of(group, operation, process)
+        return world
+    members = members_of(group, operation, process)
+    if members.process_group is None:
+        return LocalTransport(process.device, process.rank, members.label)
+    if len(members.ranks) == world.world_size and _is_default(members.process_group):
+        return world
+
+    def meet() -> None:
+        # Most runs use no groups.
+        from accel_ops.agreement import StoreBarrier
+
+        failed = f"Cannot run {operation}() in {members.label}: its processes cannot connect."
+        topic, seconds = f"group/{members.process_group.group_name}", world.timeout.total_seconds()
+        StoreBarrier(process, topic, failed, seconds, group=group).wait("connect", last=True)
+
+    transport = world.subgroup(members.process_group, members.label, meet)
+    add_group_state(transport, world)
+    return transport
+
+
+def members_of(group: Group, operation: str, process: Process) -> Members:
+    """The processes of a group that this process is in.
+
+    Args:
+        group: see the module.
+        operation: name of the function that the user called.
+        process: who this process is.
+
+    Raises:
+        SettingError: there is no such group, or this process is not in it.
+    """
+    if group is None:
+        ranks = tuple(range(process.world_size))
+        return Members(ranks, "", None)
+    if isinstance(group, str):
+        return _along_axis(group, operation, process)
+    mesh_module = sys.modules.get("torch.distributed.device_mesh")
+    if mesh_module is not None and isinstance(group, mesh_module.DeviceMesh):
+        if group.ndim != 1:
+            raise SettingError(
+                f"Cannot run {operation}() in a DeviceMesh of {group.ndim} dimensions.",
+                "A group has one dimension.",
+                f"Give an axis of it, such as group=mesh[{(group.mesh_dim_names or ('name',))[0]!r}].",
+            )
+        names = group.mesh_dim_names
+        return _of_process_group(group.get_group(), names[0] if names else "", operation, process)
+    return _of_process_group(group, "", operation, process)
+
+
+def _along_axis(axis: str, operation: str, process: Process) -> Members:
+    # Loaded where there is a mesh alone.
+    from accel_state.mesh import AXES, FLATTENED
+
+    run = current.run_or_none()
+    mesh = None if run is None else run.mesh
+    names = () if mesh is None else mesh.mesh_dim_names
+    if mesh is not None and axis in names:
+        return _of_process_group(mesh.get_group(axis), axis, operation, process)
+    known = axis in AXES or axis in FLATTENED
+    if run is not None and known:
+        config = run.parallelism_config
+        flattened = None if config is None or mesh is None else config.submesh(axis)
+        if flattened is not None:
+            return _of_process_group(flattened.get_group(), axis, operation, process)
+        return Members((process.rank,), f"the group {axis!r} of rank {process.rank}", None)
+    raise SettingError(
+        f"Cannot run {operation}() in the group {axis!r}.",
+        f"The mesh of this run has the axes {', '.join(map(repr, names))}."
+        if names
+        else "This run has no device mesh.",
+        "Give one of its axes, a DeviceMesh of one dimension, or a process group.",
+    )
+
+
+def _of_process_group(group: Any, name: str, operation: str, process: Process) -> Members:
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and isinstance(group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(group))
+    elif dist is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
+        ranks = ()
+    else:
+        raise SettingError(
+            f"Cannot run {operation}() in group={group!r}.",
+            f"It is of type {type(group).__name__}.",
+            "Give a process group, a DeviceMesh of one dimension, or the name of an axis of the mesh.",
+        )
+    label = _label(name, ranks)
+    if process.rank not in ranks:
+        raise SettingError(
+            f"Cannot run {operation}() in {label}.",
+            f"This process, rank {process.rank}, is not in it.",
+            "Call it on the ranks of the group alone, or give a group that this rank is in.",
+        )
+    return Members(ranks, label, group if len(ranks) > 1 else None)
+
+
+def _is_default(group: Any) -> bool:
+    import torch.distributed as dist
+
+    return group is dist.group.WORLD
+
+
+def _label(name: str, ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "a group of other ranks"
+    text = format_ranks(list(ranks)) if len(ranks) <= _MOST_NAMED else f"{len(ranks)} ranks from {min(ranks)}"
+    return f"the group {name!r} of {text}" if name else f"the group of {text}"
