@@ -23,14 +23,15 @@ from typing import Any, Final
 
 import torch
 
+from accel_ops.groups import Group, members_of
 from accel_ops.packing import PackedLayout
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
 from accel_state.hang_report.report import describe_ranks
-from accel_state.protocol import CallDescription, HeaderCall, fingerprint_of, protocol_state
-from accel_state.transport.base import Transport
+from accel_state.protocol import CallDescription, HeaderCall, add_group_state, fingerprint_of, protocol_state
+from accel_state.transport.base import LocalTransport, Transport
 
 __all__ = (
     "LARGE",
@@ -43,6 +44,7 @@ __all__ = (
     "index_of",
     "is_dtensor",
     "recent_calls",
+    "transport_of",
     "where_is_everyone",
     "write_full_tensor",
 )
@@ -56,6 +58,45 @@ _MOST_NAMED: Final = 16
 
 _LONGEST_READ: Final = 2.0
 """Seconds for which an answer of the store is waited for."""
+
+
+def transport_of(group: Group, operation: str) -> Transport:
+    """The transport between the processes of a group; all processes of the run by default.
+
+    The processes of a group connect when they first use it, over connections of their own. They meet in the store
+    before, so that an error names who does not come.
+
+    Args:
+        group: see `accel_ops.groups`.
+        operation: name of the function that the user called.
+
+    Raises:
+        SettingError: there is no such group, or this process is not in it.
+        CollectiveError: a process of the group did not come.
+    """
+    process = current.process_or_start()
+    world = process.transport
+    if group is None or world.world_size == 1:
+        if group is not None:
+            members_of(group, operation, process)
+        return world
+    members = members_of(group, operation, process)
+    if members.process_group is None:
+        return LocalTransport(process.device, process.rank, members.label)
+    if members.process_group is torch.distributed.group.WORLD:
+        return world
+
+    def meet() -> None:
+        # Most runs use no groups.
+        from accel_ops.agreement import StoreBarrier
+
+        failed = f"Cannot run {operation}() in {members.label}: its processes cannot connect."
+        topic, seconds = f"group/{members.process_group.group_name}", world.timeout.total_seconds()
+        StoreBarrier(process, topic, failed, seconds, group=group).wait("connect", last=True)
+
+    transport = world.subgroup(members.process_group, members.label, meet)
+    add_group_state(transport, world)
+    return transport
 
 
 def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:

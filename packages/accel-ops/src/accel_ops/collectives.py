@@ -16,9 +16,10 @@ from accel_ops.checked_call import (
     check_writable,
     index_of,
     is_dtensor,
+    transport_of,
     write_full_tensor,
 )
-from accel_ops.groups import Group, transport_of
+from accel_ops.groups import Group
 from accel_ops.objects import dumps, loads
 from accel_ops.packing import PackedLayout, as_bytes, contiguous, gathered_shape
 from accel_ops.reduction import reduce_scatter

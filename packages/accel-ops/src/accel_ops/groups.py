@@ -4,8 +4,7 @@
     gather(loss, group=mesh["tp"])          # a DeviceMesh of one dimension
     gather(loss, group=process_group)       # of torch.distributed.new_group
 
-Ranks in arguments, results and errors are those of the run, as in torch. The processes of a group connect when they
-first use it, over connections of their own; they meet in the store before, so that an error names who does not come.
+Ranks in arguments, results and errors are those of the run, as in torch.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Union
 from accel_state import current
 from accel_state.errors import SettingError
 from accel_state.hang_report.report import format_ranks
-from accel_state.protocol import add_group_state
-from accel_state.transport.base import LocalTransport, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel_state.identity import Process
 
-__all__ = ("Group", "Members", "members_of", "transport_of")
+__all__ = ("Group", "Members", "members_of")
 
 Group: TypeAlias = Union["ProcessGroup", "DeviceMesh", str, None]
 
@@ -44,42 +41,6 @@ class Members(NamedTuple):
     ranks: tuple[int, ...]
     label: str
     process_group: Any
-
-
-def transport_of(group: Group, operation: str) -> Transport:
-    """The transport between the processes of a group; all processes of the run by default.
-
-    Args:
-        group: see the module.
-        operation: name of the function that the user called.
-
-    Raises:
-        SettingError: there is no such group, or this process is not in it.
-        CollectiveError: a process of the group did not come.
-    """
-    process = current.process_or_start()
-    world = process.transport
-    if group is None or world.world_size == 1:
-        if group is not None:
-            members_of(group, operation, process)
-        return world
-    members = members_of(group, operation, process)
-    if members.process_group is None:
-        return LocalTransport(process.device, process.rank, members.label)
-    if len(members.ranks) == world.world_size and _is_default(members.process_group):
-        return world
-
-    def meet() -> None:
-        # Most runs use no groups.
-        from accel_ops.agreement import StoreBarrier
-
-        failed = f"Cannot run {operation}() in {members.label}: its processes cannot connect."
-        topic, seconds = f"group/{members.process_group.group_name}", world.timeout.total_seconds()
-        StoreBarrier(process, topic, failed, seconds, group=group).wait("connect", last=True)
-
-    transport = world.subgroup(members.process_group, members.label, meet)
-    add_group_state(transport, world)
-    return transport
 
 
 def members_of(group: Group, operation: str, process: Process) -> Members:
@@ -156,12 +117,6 @@ def _of_process_group(group: Any, name: str, operation: str, process: Process) -
             "Call it on the ranks of the group alone, or give a group that this rank is in.",
         )
     return Members(ranks, label, group if len(ranks) > 1 else None)
-
-
-def _is_default(group: Any) -> bool:
-    import torch.distributed as dist
-
-    return group is dist.group.WORLD
 
 
 def _label(name: str, ranks: tuple[int, ...]) -> str:

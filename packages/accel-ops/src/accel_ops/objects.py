@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.checked_call import CheckedCall, index_of
-from accel_ops.groups import Group, transport_of
+from accel_ops.checked_call import CheckedCall, index_of, transport_of
+from accel_ops.groups import Group
 from accel_state.errors import UnknownKind
 
 __all__ = ("broadcast_object_list", "dumps", "gather_object", "loads")

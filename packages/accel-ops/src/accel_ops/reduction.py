@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from accel_ops.checked_call import CheckedCall, Plan, check_alone, check_divisible, check_leaf
-from accel_ops.groups import Group, transport_of
+from accel_ops.checked_call import CheckedCall, Plan, check_alone, check_divisible, check_leaf, transport_of
+from accel_ops.groups import Group
 from accel_ops.packing import contiguous
 from accel_ops.tree import rebuild, recursively_apply
 from accel_state.errors import SettingError, UnknownKind

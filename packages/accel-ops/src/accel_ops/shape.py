@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accel_ops.checked_call import CheckedCall, check_alone, check_leaf
-from accel_ops.groups import Group, transport_of
+from accel_ops.checked_call import CheckedCall, check_alone, check_leaf, transport_of
+from accel_ops.groups import Group
 from accel_ops.tree import flatten, honor_type, leaves_with_paths, mapping_like, rebuild, recursively_apply
 from accel_state.errors import SettingError, ShapeMismatch, UnknownKind
 
