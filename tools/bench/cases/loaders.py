@@ -16,7 +16,9 @@ BATCHES: Final = 'What is added to a batch that is there already; "raw" is the p
 WORKERS: Final = "An epoch with workers is the CPU time of all its processes, from their start to their end."
 DISPATCHED: Final = "A dispatched step is four tensors of (64, 128) for each process, the mean of all processes."
 
-SAMPLES, BATCH, STEPS, BATCHES_A_ROUND = 1_000_000, 8, 100, 20_000
+MIXTURES: Final = 'A sample of a mixture is one of two shuffled sources; "raw" is the plain data set.'
+
+SAMPLES, BATCH, STEPS, BATCHES_A_ROUND, MIXED = 1_000_000, 8, 100, 20_000, 32_000
 
 
 def library(scope: Scope) -> Any:
@@ -139,6 +141,28 @@ def dispatch(scope: Scope) -> Call:
     return lambda: drain(islice(batches, STEPS))
 
 
+def mixture(samples: int) -> Any:
+    """Two shuffled sources of which samples cost next to nothing."""
+    from accel_data import MixtureDataset
+
+    sources = {"code": range(100_000), "text": range(100_000)}
+    return MixtureDataset(sources, {"code": 0.7, "text": 0.3}, stop="repeat", num_samples=samples)
+
+
+def mixed(scope: Scope) -> Call:
+    """Many samples through a plain loader."""
+    from torch.utils.data import DataLoader
+
+    data: Any = range(MIXED) if scope.kind == "raw" else mixture(MIXED)
+    loader: Any = DataLoader(data, batch_size=32, collate_fn=len)  # type: ignore[arg-type]
+    return lambda: drain(loader)
+
+
+def far_sample(scope: Scope) -> Call:
+    """A sample far in a mixture that is made for it."""
+    return lambda: mixture(10**12)[10**9]
+
+
 def case(name: str, unit: str, limit: float, side: Side, method: str, processes: int = 1, per: int = 1) -> Case:
     """A case of ours beside the original."""
     return Case(GROUP, name, unit, "ours/peer", limit, Work(side, side, processes=processes), method, per)
@@ -168,6 +192,8 @@ CASES: Final = (
     case("100 batches, 2 workers", "CPU ms", 1.0, with_workers, WORKERS),
     added("one batch, a tensor", 0.5, 1),
     added("one batch, a dict of 8", 1.2, 8),
+    Case(GROUP, "one sample of a mixture", "CPU us", "ours - raw", 3.0, Work(mixed, None, mixed), MIXTURES, MIXED),
+    Case(GROUP, "sample 10^9 of a mixture", "CPU ms", "ours", 50.0, Work(far_sample), MIXTURES),
     case("dispatched step, 2 processes", "CPU ms", 0.12, dispatch, DISPATCHED, 2, STEPS),
     case("dispatched step, 4 processes", "CPU ms", 0.12, dispatch, DISPATCHED, 4, STEPS),
 )
