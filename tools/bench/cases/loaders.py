@@ -154,7 +154,7 @@ def mixed(scope: Scope) -> Call:
     from torch.utils.data import DataLoader
 
     data: Any = range(MIXED) if scope.kind == "raw" else mixture(MIXED)
-    loader: Any = DataLoader(data, batch_size=32, collate_fn=len)  # type: ignore[arg-type]
+    loader: Any = DataLoader(data, batch_size=32, collate_fn=len)
     return lambda: drain(loader)
 
 
