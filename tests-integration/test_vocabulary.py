@@ -33,7 +33,6 @@ SHARED = {
 
 TO_SEPARATE = {
     "Backend",
-    "Budget",
     "Call",
     "Checkpoint",
     "Entry",
@@ -247,6 +246,7 @@ REWORDED = (
     "packages/accel-plugins/src/**/*.py",
     "packages/accel-state/src/**/*.py",
     "packages/accel-torch/src/**/*.py",
+    "packages/accel-bigmodel/src/**/*.py",
     "packages/accel-tracking/src/**/*.py",
     "packages/accelerate/src/**/*.py",
     "tools/*.py",

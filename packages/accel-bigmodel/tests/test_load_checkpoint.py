@@ -345,3 +345,26 @@ def test_what_the_first_process_meets_every_process_raises(two: Processes, tmp_p
     first, second = two.run(missing_everywhere, str(tmp_path / "nothing"))
     assert second.replace("Process 0 failed: ", "") == first
     assert "no such file" in first
+
+
+class TiedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids))  # type: ignore[no-any-return]
+
+
+def test_a_tied_weight_stays_on_the_disk_under_both_names(tmp_path: Path) -> None:
+    whole, ids = TiedLayers(), torch.arange(4)
+    expected = whole(ids)
+    save_weights({"embedding.weight": whole.embedding.weight}, tmp_path)
+    with init_empty_weights():
+        model = TiedLayers()
+    model.head.weight = model.embedding.weight
+    folder = tmp_path / "offload"
+    loaded = load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "disk"}, offload_folder=folder)
+    assert torch.equal(loaded(ids), expected)
+    assert torch.equal(disk_offload(whole, folder)(ids), expected)

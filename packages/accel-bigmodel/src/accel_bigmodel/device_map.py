@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accel_bigmodel.placement import OFFLOADED, Budget, DevicePacking, Misfit, Placement, get_max_memory, pieces_of
+from accel_bigmodel.placement import OFFLOADED, DevicePacking, MaxMemory, Misfit, Placement, get_max_memory, pieces_of
 from accel_bigmodel.sizes import Dtype, convert_bytes
 from accel_bigmodel.tied import device_of_name
 from accel_state.devices.select import best_family, family_of
@@ -41,7 +41,7 @@ DeviceMap: TypeAlias = "Mapping[str, Device]"
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
@@ -83,7 +83,7 @@ def infer_auto_device_map(
 
 def explain_device_map(
     model: nn.Module,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,

@@ -15,7 +15,7 @@ from accel_bigmodel.dispatch import DISK, dispatch_layout
 from accel_bigmodel.loading import Loading, LoadReport, holds_sharded_weights, load_together, refuse_empty
 from accel_bigmodel.offload import load_offloaded_weight, weight_file
 from accel_bigmodel.place import set_module_tensor_to_device
-from accel_bigmodel.placement import Budget, get_balanced_memory
+from accel_bigmodel.placement import MaxMemory, get_balanced_memory
 from accel_bigmodel.sizes import Dtype, torch_dtype
 from accel_bigmodel.tied import device_of_name
 from accel_bigmodel.weight_files.reading import WeightSource
@@ -108,7 +108,7 @@ def load_checkpoint_and_dispatch(
     model: M,
     checkpoint: str | os.PathLike[str],
     device_map: str | DeviceMap | None = None,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
@@ -173,7 +173,7 @@ _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 def chosen_map(
     model: nn.Module,
     device_map: str | DeviceMap | None,
-    max_memory: Budget | None,
+    max_memory: MaxMemory | None,
     no_split_module_classes: Sequence[str] | None,
     dtype: Dtype | None,
     offload_buffers: bool,

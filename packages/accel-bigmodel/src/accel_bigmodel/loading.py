@@ -133,7 +133,8 @@ class Loading:
         read = self._set_all(here, mapped or {}) if self._place is None else self._place_each(here, self._place)
         if self._folder is not None and index:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
-            save_offload_index(index, self._folder)
+            # The layout also has the names of tied weights that the files lack.
+            save_offload_index({**index, **self.layout.offload_index()}, self._folder)
         retie_parameters(self.model, self.layout.tied)
         return read
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel_bigmodel.device_map import infer_auto_device_map
-from accel_bigmodel.placement import Budget, pieces_of
+from accel_bigmodel.placement import MaxMemory, pieces_of
 from accel_ops.collectives import broadcast
 from accel_ops.objects import broadcast_object_list
 from accel_ops.shape import concatenate, slice_tensors
@@ -122,7 +122,7 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
 ) -> dict[str, Any]:
     """Name of a module or tensor to its stage: stages of about the same size, in the order of the model.
 

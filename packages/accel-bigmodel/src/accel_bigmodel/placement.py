@@ -16,8 +16,8 @@ from accel_state.errors import SettingError
 __all__ = (
     "HOST",
     "OFFLOADED",
-    "Budget",
     "DevicePacking",
+    "MaxMemory",
     "Misfit",
     "Piece",
     "Placement",
@@ -28,7 +28,7 @@ __all__ = (
     "pieces_of",
 )
 
-Budget: TypeAlias = "Mapping[int | str, float | str]"
+MaxMemory: TypeAlias = "Mapping[int | str, float | str]"
 """Device (index of an accelerator, "cpu", "disk") to bytes, or text such as "10GB"."""
 
 HOST = "cpu"
@@ -36,7 +36,7 @@ OFFLOADED = (HOST, "disk")
 """Devices of a device map that are not accelerators, in the order in which they fill up."""
 
 
-def get_max_memory(max_memory: Budget | None = None) -> dict[int | str, int]:
+def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
     """Bytes by device: what is given, in the order accelerators, cpu, disk; or what is free now when nothing is given.
 
     Text in a dict given is replaced there by the bytes it means: transformers goes on with the dict it gave.
@@ -75,7 +75,7 @@ def _order(device: int | str) -> tuple[int, int]:
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Sequence[str] | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,

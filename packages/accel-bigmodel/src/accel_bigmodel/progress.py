@@ -19,7 +19,7 @@ PATIENCE: Final = 2.0
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Give a function that is told of bytes as they are done, from any thread; it draws where tqdm is installed.
+    """Give a function that counts the bytes that are done, from any thread; it draws where tqdm is installed.
 
     Args:
         description: what stands before the bar.

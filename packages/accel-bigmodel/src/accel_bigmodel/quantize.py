@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.device_map import Device, DeviceMap, check_device_map, resolve_device
-from accel_bigmodel.dispatch import dispatch_model, is_offloaded, main_device_of
+from accel_bigmodel.dispatch import dispatch_layout, is_offloaded, main_device_of
 from accel_bigmodel.load import chosen_map
 from accel_bigmodel.loading import Loading, refuse_empty
 from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
-from accel_bigmodel.placement import OFFLOADED, Budget
+from accel_bigmodel.placement import OFFLOADED, MaxMemory
 from accel_bigmodel.tied import device_of_name, find_tied_parameters, retie_parameters
+from accel_bigmodel.weight_layout import layout_of
 from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
 from accel_state.labels import CustomDtype
@@ -206,7 +207,7 @@ def linear_layers(model: nn.Module, skipped: Iterable[str], prefix: str = "") ->
 
 def replace_layers(model: nn.Module, names: Iterable[str], config: BnbQuantizationConfig) -> nn.Module:
     """Put layers of bitsandbytes in the place of the linear ones of these names."""
-    layers = layers_of_bitsandbytes(f"Quantise {type(model).__name__}.")
+    layers = layers_of_bitsandbytes(f"Cannot quantise {type(model).__name__}.")
     replaced: dict[int, nn.Module] = {}
     for name in names:
         owner, leaf = submodule_and_leaf(model, name)
@@ -256,7 +257,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     Raises:
         Missing: bitsandbytes is not installed.
     """
-    kind = layers_of_bitsandbytes(f"Look for 4-bit layers in {type(model).__name__}.").Linear4bit
+    kind = layers_of_bitsandbytes(f"Cannot look for 4-bit layers in {type(model).__name__}.").Linear4bit
     return any(isinstance(module, kind) for module in model.modules())
 
 
@@ -288,7 +289,7 @@ def quantize_and_offload_8bit(
     Raises:
         Missing: bitsandbytes is not installed.
     """
-    layers = layers_of_bitsandbytes(f"Quantise {param_name!r}.")
+    layers = layers_of_bitsandbytes(f"Cannot quantise {param_name!r}.")
     scales = fp16_statistics
     if scales is None:
         quantised = layers.Int8Params(param.detach().to("cpu", new_dtype), requires_grad=False).to(
@@ -311,7 +312,7 @@ def load_and_quantize_model(
     weights_location: str | os.PathLike[str] | None = None,
     device_map: str | DeviceMap | None = None,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
@@ -345,7 +346,7 @@ def load_and_quantize_model(
         model = load_and_quantize_model(model, config, "checkpoint", device_map="auto")
     """
     name = type(model).__name__
-    layers_of_bitsandbytes(f"Quantise {name}.")
+    layers_of_bitsandbytes(f"Cannot quantise {name}.")
     config = bnb_quantization_config
     if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
         raise SettingError(
@@ -355,19 +356,21 @@ def load_and_quantize_model(
     quantising = _Quantising(model, config, chosen)
     if weights_location is None:
         quantising.convert()
+        layout = layout_of(model, chosen)
     else:
         loading = Loading(model, chosen, offload_folder, dtype_of=quantising.dtype_of, place=quantising.place)
         report = loading.run(weights_location, strict=False)
         refuse_empty(model, report, weights_location)
+        layout = loading.layout
     setattr(model, f"is_loaded_in_{8 if config.load_in_8bit else 4}bit", True)
-    return dispatch_model(model, chosen, offload_dir=offload_folder)
+    return dispatch_layout(model, layout, offload_dir=offload_folder)
 
 
 def get_quantized_model_device_map(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig,
     device_map: str | DeviceMap | None = None,
-    max_memory: Budget | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> DeviceMap:
     """The device map of a model that is going to be quantised; sizes count as they will be.

@@ -55,7 +55,7 @@ _DTYPES: Final[Mapping[str, tuple[int, str]]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: `dtype` as the format names it, `begin` and `end` in bytes from the start of the file."""
+    """Where one tensor is: `dtype` as the format names it, `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ def _parse(path: object, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: object, name: str, value: Any, data: int) -> Entry:
-    """Checks one entry by itself: known dtype, whole numbers, and as many bytes as the shape needs."""
+    """Checks one entry by itself: known dtype, integers, and as many bytes as the shape needs."""
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
@@ -183,10 +183,10 @@ class WeightIndex:
 
 
 def read_index(path: str | os.PathLike[str]) -> WeightIndex:
-    """Read an index and check it: every file it names lies in its folder, or below, and exists.
+    """Read an index and check it: every file it names is in its folder, or below, and exists.
 
     Raises:
-        CheckpointError: the index cannot be read, has no weight map, or names files that are missing or lie elsewhere.
+        CheckpointError: the index cannot be read, has no weight map, or names files that are missing or elsewhere.
     """
     path = Path(path)
     try:

@@ -284,7 +284,7 @@ def _check_weights(path: Path, weights: object) -> None:
     raise CheckpointError(
         f"Cannot read the weights in {str(path)!r}.",
         f"It holds {wrong} where a mapping of names to tensors is expected.",
-        "If the weights lie deeper inside, take them out with torch.load and save them by themselves.",
+        "If the weights are deeper inside, take them out with torch.load and save them by themselves.",
     )
 
 
