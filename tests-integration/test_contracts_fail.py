@@ -59,6 +59,8 @@ TREE = {
     "accel_state/devices/__init__.py": "import torch",
     "accel_state/errors.py": "",
     "accel_state/labels.py": "",
+    "accel_state/lazy.py": "",
+    "accel_state/network.py": "",
     "accel_state/protocol/__init__.py": "",
     "accel_state/settings/__init__.py": "",
     "accel_state/topology.py": "import accel_state.errors",

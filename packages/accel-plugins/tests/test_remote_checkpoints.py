@@ -323,8 +323,8 @@ def test_readers_never_see_half_of_a_checkpoint(tmp_path: Path) -> None:
     assert seen == sorted(seen)
 
 
-def test_a_url_finds_its_store() -> None:
-    assert isinstance(open_store("file:///nowhere"), CheckpointStore)
+def test_a_url_finds_its_store(tmp_path: Path) -> None:
+    assert isinstance(open_store(tmp_path.as_uri()), CheckpointStore)
     with pytest.raises(SettingError, match=r"az://, file://, gs://, s3://"):
         open_store("ftp://somewhere/run")
     assert [is_url(place) for place in ("s3://a/b", "a/b", None, Path("a"))] == [True, False, False, False]

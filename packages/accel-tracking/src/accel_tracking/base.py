@@ -28,18 +28,18 @@ def is_main_process() -> bool:
     return (read_topology() if process is None else process).rank == 0
 
 
-def on_main_process(method: F) -> F:
+def on_main_process(function: F) -> F:
     """Decorator of a tracker's method: only the main process runs it, the others return None.
 
     With `main_process_only = False` every process runs it. Each call checks the rank anew, because a tracker may exist
     before the process group does.
     """
 
-    @functools.wraps(method)
+    @functools.wraps(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", True) and not is_main_process():
             return None
-        return method(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 

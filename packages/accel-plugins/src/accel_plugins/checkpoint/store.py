@@ -95,7 +95,7 @@ class FileStore(CheckpointStore):
     """A folder, such as the mount of another file system.
 
     Args:
-        url: `file:///folder`.
+        url: `file://` and the absolute path of the folder.
         deadline: is not used; the file system has its own.
     """
 
@@ -168,7 +168,7 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
     """The store of a URL.
 
     Args:
-        url: such as `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, `file:///mnt/run`.
+        url: such as `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, or `file://` and a path.
         deadline: seconds after which a store that does not answer is given up.
 
     Raises:
@@ -177,7 +177,7 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
         CheckpointError: the store cannot be used.
 
     Example:
-        >>> store = open_store("file:///tmp/copies")
+        >>> store = open_store(Path("no-such-folder").absolute().as_uri())
         >>> sorted(file.name for file in store.files())
         []
     """
