@@ -461,8 +461,8 @@ def test_processes_of_another_machine_are_read_from_the_store(tmp_path: Path) ->
     first, other = job.process, job.launch(*place, "1")
     try:
         # The process of the other machine has not reached its Accelerator yet.
-        unknown = job.until(1, state="unknown", host="", pid=0)
-        assert unknown["processes"][0]["state"] == "waiting for others"
+        job.until(0, state="waiting for others")
+        job.until(1, state="unknown", host="", pid=0)
         assert "1     ?" in job.status().stdout
         (tmp_path / "imported").touch()
         said = job.until(1, state="running", at=at("time.sleep(0.02)"))
