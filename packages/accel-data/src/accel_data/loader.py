@@ -16,7 +16,7 @@ from accel_data.batch_codec import samples_in
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import EpochInfo, Position, Progress
-from accel_data.sharding import BatchSamplerShard, batching_of, innermost_sampler
+from accel_data.sharding import BatchSamplerShard, Padding, batching_of, innermost_sampler
 from accel_data.source import MapSource, SelfContainedSource, Source
 from accel_data.stateful import knows_its_order
 from accel_data.stream_source import StreamSource
@@ -311,22 +311,29 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _next(self, batches: Iterator[Any]) -> Any:
         try:
             return next(batches, NO_BATCH)
-        except IndexError as error:
-            raise self._error(
+        except Exception as error:
+            explained = self._explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explained(self, error: Exception) -> Exception | None:
+        """An error of reading with the process and the loader in its message; None to leave it as it is."""
+        if isinstance(error, IndexError):
+            return self._error(
                 "cannot get the next batch.",
                 f"An index that the sampler gave is not in the data set: {error}",
                 "Check that the data set's __len__ and the sampler agree with what __getitem__ can give.",
-            ) from error
-        except (CollectiveError, DataError) as error:
-            raise type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy) from error
-        except RuntimeError as error:
-            if not str(error).startswith(_WORKER_ERRORS):
-                raise
-            raise self._error(
+            )
+        if isinstance(error, (CollectiveError, DataError)):
+            return type(error)(f"{self._name()}: {error.failure}", error.obstacle, error.remedy)
+        if isinstance(error, RuntimeError) and str(error).startswith(_WORKER_ERRORS):
+            return self._error(
                 "cannot get the next batch.",
                 f"A DataLoader worker died or did not answer: {error}",
                 "Look for what ended it (memory, a crash in __getitem__), or try num_workers=0.",
-            ) from error
+            )
+        return None
 
     def _error(self, asked: str, obstacle: str, remedy: str) -> DataError:
         return DataError(f"{self._name()}: {asked}", obstacle, remedy)
@@ -583,30 +590,46 @@ class DataLoaderShard(PreparedLoader):
     def _give_out(self, batches: Iterator[Any], first: Any) -> Generator[Any, None, int]:
         progress, source = self.progress, self.source
         padded = source.padded
-        device, non_blocking, fetch = self.device, self._non_blocking, self._next
+        device, non_blocking, tensor = self.device, self._non_blocking, torch.Tensor
         current, number = first, 0
         while current is not NO_BATCH:
-            padding, base = source.padding(number) if padded else None, None
+            padding = source.padding(number) if padded else None
+            base = None
             if type(current) is PaddedBatch:
                 padding, base = current.padding or padding, current.base
                 current = current.batch
+            batch = current
             # The copy to the device begins before the next batch is read, so that both overlap.
-            stays = device is None or lies_on(current, device)
-            batch = current if stays else send_to_device(current, device, non_blocking)
-            current = fetch(batches)
+            if type(batch) is tensor:
+                if device is not None and batch.device != device:
+                    batch = send_to_device(batch, device, non_blocking)
+            elif device is not None and not lies_on(batch, device):
+                batch = send_to_device(batch, device, non_blocking)
+            try:
+                current = next(batches, NO_BATCH)
+            except Exception as error:
+                explained = self._explained(error)
+                if explained is None:
+                    raise
+                raise explained from error
             number += 1
             progress.steps += 1
             progress.base = base
             progress.padding = padding
             if current is NO_BATCH:
-                progress.end_of_dataloader = True
-                progress.final_base = source.base_state()
-                if padding is not None and padding.total >= 0:
-                    progress.remainder = padding.total
-                elif progress.remainder < 0:
-                    self._count_last(batch)
+                self._note_end(batch, padding)
             yield batch
         return number
+
+    def _note_end(self, last: Any, padding: Padding | None) -> None:
+        """Keep in `progress` what is known once the last batch of the epoch is."""
+        progress = self.progress
+        progress.end_of_dataloader = True
+        progress.final_base = self.source.base_state()
+        if padding is not None and padding.total >= 0:
+            progress.remainder = padding.total
+        elif progress.remainder < 0:
+            self._count_last(last)
 
 
 def _with_states(batches: Iterator[Any], source: Source) -> Iterator[PaddedBatch]:
@@ -626,14 +649,12 @@ def _replaced(item: Any, batch: Any) -> Any:
 
 
 def lies_on(batch: Any, device: torch.device) -> bool:
-    """Whether a tensor, or a flat dict or sequence of tensors, is on a device; checking is quicker than moving."""
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return bool(batch.device == device)
+    """Whether a flat dict or sequence of tensors is on a device; checking is quicker than moving."""
+    kind, tensor = type(batch), torch.Tensor
     if kind is not dict and kind is not list and kind is not tuple:
         return False
     for value in batch.values() if kind is dict else batch:
-        if type(value) is not torch.Tensor or value.device != device:
+        if type(value) is not tensor or value.device != device:
             return False
     return True
 
