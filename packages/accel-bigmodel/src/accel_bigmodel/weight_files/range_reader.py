@@ -33,6 +33,9 @@ __all__ = ("PIECE", "RangeReader")
 PIECE: Final = 1 << 22
 """Bytes that a thread reads before it takes more work; the size of its staging buffer."""
 
+_LARGEST_ELEMENT: Final = 16
+"""Bytes of complex128."""
+
 _THREADS: Final = min(8, max(4, os.cpu_count() or 1))
 """One thread leaves a disk idle between two reads; staging buffers of more than 8 take memory and save no time."""
 
@@ -111,15 +114,16 @@ class _Piece:
 
 
 def _grouped(ranges: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Ranges in groups of at most `PIECE` bytes; longer ones are cut."""
+    """Ranges in groups of at most `PIECE` bytes; longer ones are cut, at the end of a page where elements allow."""
     group: list[tuple[int, int]] = []
     room = PIECE
     for offset, length in ranges:
         while length > room:
             # A range that is cut begins a group, so that each piece begins with an element.
             if not group:
-                group.append((offset, room))
-                offset, length = offset + room, length - room
+                cut = room - offset % min(mmap.PAGESIZE, room) // _LARGEST_ELEMENT * _LARGEST_ELEMENT
+                group.append((offset, cut))
+                offset, length = offset + cut, length - cut
             yield group
             group, room = [], PIECE
         group.append((offset, length))
