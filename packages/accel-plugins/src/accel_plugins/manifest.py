@@ -79,7 +79,10 @@ class Ability(str, Enum):
     SEVERAL_MODELS = "several_models"
     FP16 = "fp16"
     LOCAL_PASSES = "local_passes"
-    """Forward and backward under `no_sync` have no collectives, so that one process may stop in the middle of them."""
+    """Forward and backward under `no_sync` have no collectives, so that one process may stop in the middle of them.
+
+    The first forward may still make buffers equal, before it computes anything.
+    """
 
 
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}

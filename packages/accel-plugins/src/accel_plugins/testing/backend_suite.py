@@ -241,7 +241,8 @@ class BackendSuite:
     def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
         for answer in run(tasks.count_collectives, self.case()):
             assert (answer["held"][1], answer["nested"][1]) == (0, 0)
-            assert answer["held"][0] == 0 or Ability.LOCAL_PASSES in self.manifest.lacks
+            # The first forward that is held back may still make buffers equal, before it computes anything.
+            assert answer["nested"][0] == 0 or Ability.LOCAL_PASSES in self.manifest.lacks
             assert answer["again"][1] == answer["sync"][1]
             if self.processes > 1:
                 assert answer["sync"][0] > answer["held"][0]
