@@ -190,7 +190,7 @@ class _Walk:
     def visit(self, name: str, module: nn.Module) -> None:
         # Every name of a module that has several counts, unlike in named_children().
         if name and (not module._modules or type(module).__name__ in self.unsplit):
-            keys = set[int]()
+            keys: set[int] = set()
             self._collect(f"{name}.", module, keys)
             self.layers.append((name, keys))
             return
@@ -206,7 +206,7 @@ class _Walk:
     def _add_each(self, prefix: str, tensors: Mapping[str, Tensor | None]) -> None:
         for leaf in tensors:
             if tensors[leaf] is not None:
-                keys = set[int]()
+                keys: set[int] = set()
                 self._note(prefix, {leaf: tensors[leaf]}, keys)
                 self.layers.append((prefix + leaf, keys))
 
@@ -222,13 +222,13 @@ class _Walk:
 
     def _note(self, prefix: str, tensors: Mapping[str, Tensor | None], keys: set[int]) -> None:
         """Add the identities of tensors to `keys`, and their sizes to those that are known."""
-        sizes = self.sizes
+        sizes, count = self.sizes, self.count
         for leaf, tensor in tensors.items():
             if tensor is not None:
                 key = id(tensor)
                 keys.add(key)
                 if key not in sizes:
-                    sizes[key] = self.count(prefix + leaf, tensor)
+                    sizes[key] = count(prefix + leaf, tensor)
 
 
 def _tied_together(layers: Sequence[_Layer]) -> list[list[_Layer]]:
