@@ -97,7 +97,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_state.kwargs import KwargsHandler
-from accel_state.settings.schema import setting, int_at_least
+from accel_state.settings.schema import int_at_least, setting
 
 __all__ = ("{title}Config",)
 

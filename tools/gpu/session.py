@@ -37,6 +37,8 @@ ORDER = (
     "test_offload_on_devices",
     "test_snapshots_on_devices",
     "test_memory_on_devices",
+    "test_range_reader",
+    "test_micro_batches",
     "test_generators_on_devices",
     "test_pinned_loading_on_devices",
     "test_checkpoints_of_devices",

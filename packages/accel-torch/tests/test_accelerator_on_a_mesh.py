@@ -198,9 +198,9 @@ def refusal(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "error", "named"),
     [
-        ("too few", "Conflict", "There are 4"),
+        ("too few", "Conflict", "The world size is 4"),
         ("backend", "Conflict", "not dp_shard"),
-        ("sizes", "Conflict", "the same number"),
+        ("sizes", "Conflict", "Both set the size"),
         ("engine", "Conflict", "sp_backend='torch'"),
         ("no plan", "SettingError", "Nothing says how its layers are divided"),
         ("plan", "SettingError", "no module of that name"),
