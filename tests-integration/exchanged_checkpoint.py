@@ -102,7 +102,9 @@ def main(task: str, folder: str, kind: str) -> None:
     else:
         accelerator.load_state(folder)
         found = train(accelerator, parts, 4)
-        assert found == json.loads(expected.read_text()), found
+        # Processors of different makes round differently.
+        wanted = torch.tensor(json.loads(expected.read_text()))
+        assert torch.allclose(torch.tensor(found), wanted, rtol=1e-5), found
         assert parts[-1].seen == 7
         assert left(accelerator, parts) == json.loads(batches.read_text())
     accelerator.end_training()
