@@ -205,12 +205,11 @@ def copy(source: str, target: str) -> str:
     Raises:
         CheckpointError: it is damaged, the store or the disk refuses, or the target is there already.
     """
+    destination, name = None, ""
     if is_url(target):
         store, name = split_url(target)
         destination = RemoteCheckpoints.at(store)
-        taken = bool(destination.committed(name))
-    else:
-        taken = Path(target).exists()
+    taken = Path(target).exists() if destination is None else bool(destination.committed(name))
     if taken:
         obstacle = "Something of that name is there already."
         raise CheckpointError(f"Cannot copy {source} to {target}.", obstacle, "Choose another name.")
@@ -218,9 +217,9 @@ def copy(source: str, target: str) -> str:
         local = Path(source)
         if is_url(source):
             remote, found = remote_checkpoint(source)
-            local = Path(folder) / found.name if is_url(target) else Path(target)
+            local = Path(target) if destination is None else Path(folder) / found.name
             remote.download(found, local)
-        if is_url(target):
+        if destination is not None:
             destination.upload(_complete(local), name, secrets.token_hex(16))
         elif not is_url(source):
             shutil.copytree(_complete(local), target)
