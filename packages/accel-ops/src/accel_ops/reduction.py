@@ -286,7 +286,7 @@ def _check_sum(path: str, leaf: torch.Tensor, operation: str) -> None:
 def _check_fraction(path: str, leaf: torch.Tensor, operation: str) -> None:
     _check_sum(path, leaf, operation)
     if not (leaf.is_floating_point() or leaf.is_complex()):
-        obstacle = f"A mean or a multiple of whole numbers is no {leaf.dtype}."
+        obstacle = f"A mean or a multiple of integers is not an integer, and the dtype is {leaf.dtype}."
         raise _not_summable(path, leaf, obstacle, 'Convert it with .float() first, or use op="sum" without scale.')
 
 
