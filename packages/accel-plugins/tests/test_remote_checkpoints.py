@@ -264,6 +264,19 @@ def test_the_end_names_what_is_not_on_the_store(tmp_path: Path, caplog: pytest.L
     assert "credentials" in caplog.text
 
 
+def test_a_copy_does_not_replace_that_of_another_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    uploader = Uploader(RemoteCheckpoints.at((tmp_path / "store").as_uri(), deadline=5.0))
+    folders = [checkpoint(tmp_path / parent / "state", parent) for parent in ("one", "two")]
+    for index, folder in enumerate(folders):
+        uploader.add(folder, IDS[index])
+    assert uploader.wait() == [folders[1]]
+    assert f"The copy of {folders[0]} has the same name there" in caplog.text
+    assert [one.data for one in uploader.remote.committed()] == [IDS[0]]
+    uploader.add(folders[0], IDS[2])
+    uploader.close()
+    assert [one.data for one in uploader.remote.committed()] == [IDS[2]]
+
+
 def test_folders_are_in_use_until_they_are_copied(tmp_path: Path) -> None:
     reached, go = threading.Event(), threading.Event()
 

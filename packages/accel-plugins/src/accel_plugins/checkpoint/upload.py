@@ -48,6 +48,7 @@ class Uploader:
         self._waiting: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
         self._failed: list[_Upload] = []
         self._busy: list[_Upload] = []
+        self._folders: dict[str, Path] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         _uploaders.add(self)
@@ -117,6 +118,13 @@ class Uploader:
 
     def _attempt(self, upload: _Upload) -> Exception | None:
         try:
+            first = self._folders.setdefault(upload.folder.name, upload.folder)
+            if first != upload.folder:
+                raise CheckpointError(
+                    f"Cannot copy the checkpoint {upload.folder} to {self.remote.store.url}.",
+                    f"The copy of {first} has the same name there, and would be replaced.",
+                    "Give checkpoints different names, or use automatic_checkpoint_naming=True.",
+                )
             self.remote.upload(upload.folder, upload.folder.name, upload.data, upload.rank, upload.ranks)
             if self.keep is not None and upload.rank == upload.ranks[0]:
                 self.remote.remove(self.remote.surplus(self.keep, self.period))
