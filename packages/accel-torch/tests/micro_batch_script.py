@@ -23,12 +23,12 @@ def main(folder: str, limit: str) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def step(size: int) -> None:
-        if accelerator.process_index == 0:
+        if accelerator.process_index == 1:
             with Path(folder, "tried").open("a") as file:
                 file.write(f"{size}\n")
-        elif size > int(limit):
-            # The other rank waits for the parameters of this one.
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            if size > int(limit):
+                # The other rank waits for the parameters of this one.
+                raise torch.OutOfMemoryError("CUDA out of memory.")
         accelerator.backward(model(torch.ones(size, 8)).sum())
 
     plan = find_micro_batch_size(step, global_batch_size=8, accelerator=accelerator, deadline=60)

@@ -200,7 +200,9 @@ def _gloo_group(group: Any, store: Any, timeout: timedelta) -> Any:
     `new_group` would have to be called by all processes of the run, or names the group after the number of groups that
     a process knows, which may differ.
     """
-    scope = dist.distributed_c10d.PrefixStore(f"group/{group.group_name}", store)
+    # A connection of its own: one that waits for the other processes holds the connection, and two threads that connect
+    # groups in different orders would wait for each other.
+    scope = dist.distributed_c10d.PrefixStore(f"group/{group.group_name}", store.clone())
     made = dist.ProcessGroup(scope, group.rank(), group.size())
     backend = dist.ProcessGroupGloo(scope, group.rank(), group.size(), timeout)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
