@@ -179,7 +179,7 @@ def groups(tensors: int, stages: int) -> tuple[int, int, int, list[float], int]:
 
     warnings.simplefilter("ignore", UserWarning)
     from accel_plugins.megatron import building, parallel
-    from accel_plugins.megatron.released import parallel_state
+    from accel_plugins.megatron.parallel import parallel_state
 
     PartialState(cpu=True)
     plugin = MegatronLMPlugin(tp_degree=tensors, pp_degree=stages, other_megatron_args={"use_cpu_initialization": True})
@@ -193,8 +193,8 @@ def groups(tensors: int, stages: int) -> tuple[int, int, int, list[float], int]:
         share_embeddings_and_output_weights=False,
     )
     plugin.set_mixed_precision("no")
-    parallel.divide(plugin)
-    parallel.divide(plugin)
+    parallel.create_groups(plugin)
+    parallel.create_groups(plugin)
     try:
         rank = current.process().rank
         mean = parallel.avg_losses_across_data_parallel_group([torch.tensor(float(rank)), torch.tensor(4.0)])

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from accel_plugins.manifest import Duty
-from accel_plugins.megatron import architecture, deriving
+from accel_plugins.megatron import architecture, config
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_plugins.megatron.engine import micro_batches
 from accel_plugins.megatron.manifest import MANIFEST
-from accel_plugins.megatron.sequences import causal_mask, hidden_between, positions, shifted_left, shifted_right
-from accel_plugins.megatron.stand_ins import MegatronLMDummyScheduler
+from accel_plugins.megatron.objects import MegatronLMDummyScheduler
+from accel_plugins.megatron.train_steps import causal_mask, hidden_between, positions, shifted_left, shifted_right
 from accel_state.errors import Conflict, DataError, Missing, NotOffered, SettingError
 from accel_state.settings.schema import settings_of
 
@@ -254,16 +254,16 @@ def test_batches_and_schedules_are_counted_in_samples() -> None:
     assert plugin.global_batch_size == 24
     plugin.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=30, warmup_num_steps=6))
     assert (plugin.train_iters, plugin.lr_warmup_iters) == (10, 2)
-    assert deriving.schedule_samples(plugin) == (48, 240, 240)
+    assert config.schedule_samples(plugin) == (48, 240, 240)
 
 
 def test_a_schedule_says_its_length_once() -> None:
     with pytest.raises(SettingError, match="how many steps"):
-        deriving.schedule_samples(MegatronLMPlugin())
+        config.schedule_samples(MegatronLMPlugin())
     with pytest.raises(Conflict, match="train_samples=10"):
         MegatronLMPlugin(train_samples=10).set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=3))
     fraction = MegatronLMPlugin(train_samples=100, lr_warmup_fraction=0.1)
-    assert deriving.schedule_samples(fraction) == (10, 100, 100)
+    assert config.schedule_samples(fraction) == (10, 100, 100)
 
 
 # ---------------------------------------------------------------------------- sequences

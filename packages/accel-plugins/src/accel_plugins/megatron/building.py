@@ -1,20 +1,23 @@
-"""Building a model, its wrapping and its optimizer from settings under the names of Megatron-LM."""
+"""Building the sharded model, its optimizer and its schedule from the objects of `prepare` and the settings."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    ParamKey,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.T5 import T5Model, t5_spec
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
@@ -22,13 +25,152 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
-from accel_plugins.megatron import deriving, models
+from accel_plugins.megatron import config
 from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_state.errors import Conflict, Missing, SettingError
+from accel_plugins.megatron.objects import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_state.errors import Conflict, Missing, NotOffered, SettingError
 from accel_state.settings.installed import importable
 from accel_state.settings.schema import closest
 
-__all__ = ("build_model", "build_optimizer", "build_schedule", "check_arguments", "transformer_config")
+if TYPE_CHECKING:
+    from accel_plugins.bundle import Bundle
+
+__all__ = (
+    "PADDING",
+    "MegatronParts",
+    "build_model",
+    "build_optimizer",
+    "build_schedule",
+    "check_arguments",
+    "check_batches",
+    "padded_vocabulary",
+    "prepare_schedule",
+    "provide_model",
+    "source_of",
+    "start",
+    "take_sizes",
+    "transformer_config",
+)
+
+
+class MegatronParts(NamedTuple):
+    """What an engine drives.
+
+    Args:
+        model: the parts of the model that this process holds.
+        optimizer: that of Megatron-LM.
+        scheduler: the one that follows it, or None.
+    """
+
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+
+def check_batches(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
+    """Refuse a model of which nobody says how large its batches are.
+
+    Raises:
+        SettingError: nobody does.
+    """
+    if plugin.micro_batch_size is None and not any(_micro_batch(loader, plugin, 1) for loader in bundle.loaders):
+        raise SettingError(
+            "Cannot train a model with Megatron-LM.",
+            "It has to know the size of a micro-batch, and no loader with a batch size was given to prepare().",
+            "Prepare the training loader in the same call.",
+        )
+
+
+def _micro_batch(loader: Any, plugin: MegatronLMPlugin, shards: int) -> int | None:
+    """Samples of a micro-batch on one process, as a loader says it; it may be prepared or not."""
+    said = getattr(loader, "dataset_args", {}).get("micro_batch_size")
+    if said is not None:
+        return int(said)
+    total = getattr(loader, "total_batch_size", None)
+    if total is not None:
+        joined = getattr(loader, "micro_batches", 1)
+        return int(total) // shards // joined
+    plain = getattr(loader, "batch_size", None)
+    return None if plain is None else int(plain)
+
+
+def take_sizes(plugin: MegatronLMPlugin, bundle: Bundle, shards: int) -> None:
+    """Bring the sizes of batches and of the model, and the kinds of optimizer and schedule, into the settings.
+
+    Raises:
+        SettingError, NotOffered, Conflict: Megatron-LM cannot train this.
+    """
+    sizes = [size for loader in bundle.loaders if (size := _micro_batch(loader, plugin, shards))]
+    if sizes:
+        plugin.set_training_args(min(sizes) if plugin.is_train_batch_min else max(sizes), shards)
+    elif plugin.micro_batch_size is not None:
+        plugin.set_training_args(plugin.micro_batch_size, shards)
+    if plugin.custom_model_provider_function is None:
+        plugin.set_network_size_args(bundle.models[0])
+    plugin.set_optimizer_type(bundle.optimizers[0])
+    for scheduler in bundle.schedulers:
+        if isinstance(scheduler, MegatronLMDummyScheduler):
+            plugin.set_scheduler_args(scheduler)
+    check_arguments(plugin)
+
+
+def start(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> MegatronParts:
+    """Build the model in its divided form, its optimizer and its schedule; the settings know all sizes.
+
+    Args:
+        accelerator: has `device` and `state.megatron_lm_plugin`.
+        model: only its configuration was of use.
+        optimizer: that of the script; only its numbers were.
+        scheduler: a placeholder, one of torch, or None.
+    """
+    plugin = accelerator.state.megatron_lm_plugin
+    parts = build_model(plugin, accelerator.device)
+    made = build_optimizer(plugin, parts)
+    return MegatronParts(parts, made, None if scheduler is None else prepare_schedule(plugin, made, scheduler))
+
+
+def prepare_schedule(plugin: MegatronLMPlugin, optimizer: Any, scheduler: Any) -> Any:
+    """A schedule that follows Megatron-LM's optimizer: its own for a placeholder, else the one given, bound to it.
+
+    Raises:
+        Conflict: the one given has other groups of parameters.
+    """
+    if isinstance(scheduler, MegatronLMDummyScheduler):
+        return build_schedule(plugin, optimizer)
+    rates = list(scheduler.base_lrs)
+    if len(set(rates)) > 1 or len({id(f) for f in getattr(scheduler, "lr_lambdas", ())}) > 1:
+        raise Conflict(
+            f"{type(scheduler).__name__} was given to prepare(), with several learning rates.",
+            "Megatron-LM makes groups of its own.",
+            "Use one learning rate, or MegatronLMPlugin(scale_lr_cond=..., lr_mult=...).",
+        )
+    groups = optimizer.param_groups
+    scheduler.optimizer = optimizer
+    scheduler.base_lrs = [rates[0]] * len(groups)
+    if hasattr(scheduler, "lr_lambdas"):
+        scheduler.lr_lambdas = [scheduler.lr_lambdas[0]] * len(groups)
+    for group in groups:
+        group["initial_lr"], group["lr"] = rates[0], scheduler.get_last_lr()[0]
+    return scheduler
+
+
+def source_of(accelerator: Any, loader: MegatronLMDummyDataLoader) -> Callable[[], tuple[Any, Any, Any]]:
+    """The function that makes the iterators of a placeholder for data, the same at every call."""
+    plugin = accelerator.state.megatron_lm_plugin
+    loader.set_megatron_data_args(plugin)
+
+    def made() -> tuple[Any, Any, Any]:
+        kept = getattr(loader, "_iterators", None)
+        if kept is None:
+            kept = loader.build_train_valid_test_data_iterators(accelerator)
+            vars(loader)["_iterators"] = kept
+        iterators: tuple[Any, Any, Any] = kept
+        return iterators
+
+    return made
+
+
+# ---------------------------------------------------------------------------- settings
 
 _ACTIVATIONS: Final[dict[str, Callable[..., Any]]] = {
     "gelu": torch.nn.functional.gelu,
@@ -106,30 +248,30 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
         )
 
 
-def _made(kind: Any, told: Mapping[str, Any], **more: Any) -> Any:
+def _made(kind: Any, megatron_args: Mapping[str, Any], **more: Any) -> Any:
     """A configuration of Megatron-LM from those settings that it has."""
-    return kind(**{**{name: told[name] for name in _fields_of(kind) & told.keys()}, **more})
+    return kind(**{**{name: megatron_args[name] for name in _fields_of(kind) & megatron_args.keys()}, **more})
 
 
-def _dtype(told: Mapping[str, Any]) -> torch.dtype:
-    if told.get("bf16"):
+def _dtype(megatron_args: Mapping[str, Any]) -> torch.dtype:
+    if megatron_args.get("bf16"):
         return torch.bfloat16
-    return torch.float16 if told.get("fp16") else torch.float32
+    return torch.float16 if megatron_args.get("fp16") else torch.float32
 
 
 def transformer_config(plugin: MegatronLMPlugin) -> Any:
     """Megatron-LM's configuration of a model."""
     if plugin.sequence_parallelism:
         _demand_divided_norms()
-    told = plugin.megatron_lm_default_args
-    more: dict[str, Any] = {"params_dtype": _dtype(told), "pipeline_dtype": _dtype(told)}
-    more["attention_backend"] = AttnBackend[str(told["attention_backend"])]
-    if "activation" in told:
-        more["activation_func"] = _ACTIVATIONS[told["activation"]]
+    megatron_args = plugin.megatron_lm_default_args
+    more: dict[str, Any] = {"params_dtype": _dtype(megatron_args), "pipeline_dtype": _dtype(megatron_args)}
+    more["attention_backend"] = AttnBackend[str(megatron_args["attention_backend"])]
+    if "activation" in megatron_args:
+        more["activation_func"] = _ACTIVATIONS[megatron_args["activation"]]
     part = plugin.num_layers_per_virtual_pipeline_stage
     if part is not None:
-        more["virtual_pipeline_model_parallel_size"] = _virtual_stages(plugin, told["num_layers"], part)
-    return _made(TransformerConfig, told, **more)
+        more["virtual_pipeline_model_parallel_size"] = _virtual_stages(plugin, megatron_args["num_layers"], part)
+    return _made(TransformerConfig, megatron_args, **more)
 
 
 def _demand_divided_norms() -> None:
@@ -181,24 +323,24 @@ def _part(plugin: MegatronLMPlugin, config: Any, index: int) -> Module:
     if plugin.custom_model_provider_function is not None:
         made = plugin.custom_model_provider_function(first, last)
     else:
-        made = models.provide(plugin, config, first, last, index if stage else None)
+        made = provide_model(plugin, config, first, last, index if stage else None)
     return made
 
 
 def _wrapped(plugin: MegatronLMPlugin, parts: Iterable[Any]) -> list[Module]:
     """Parts in their precision, with their gradients averaged."""
-    told, wrapped = plugin.megatron_lm_default_args, list[Module]()
+    megatron_args, wrapped = plugin.megatron_lm_default_args, list[Module]()
     for index, part in enumerate(parts):
-        half = bool(told.get("fp16") or told.get("bf16"))
+        half = bool(megatron_args.get("fp16") or megatron_args.get("bf16"))
         inner = Float16Module(part.config, part) if half else part
-        wrapping = _made(DistributedDataParallelConfig, {"grad_reduce_in_fp32": half, **told})
+        wrapping = _made(DistributedDataParallelConfig, {"grad_reduce_in_fp32": half, **megatron_args})
         # Only the first part's gradients have time to be reduced while others are computed.
-        wrapped.append(_wrapper(told)(part.config, wrapping, inner, disable_bucketing=index > 0))
+        wrapped.append(_wrapper(megatron_args)(part.config, wrapping, inner, disable_bucketing=index > 0))
     return wrapped
 
 
-def _wrapper(told: Mapping[str, Any]) -> Any:
-    if told.get("use_megatron_fsdp"):
+def _wrapper(megatron_args: Mapping[str, Any]) -> Any:
+    if megatron_args.get("use_megatron_fsdp"):
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
         return FullyShardedDataParallel
@@ -210,8 +352,8 @@ def _wrapper(told: Mapping[str, Any]) -> Any:
 
 def build_optimizer(plugin: MegatronLMPlugin, parts: list[Any]) -> Any:
     """Megatron-LM's optimizer for the parts of a model, which then scales their losses."""
-    told = plugin.megatron_lm_default_args
-    config = _made(OptimizerConfig, {**told, "params_dtype": _dtype(told)})
+    megatron_args = plugin.megatron_lm_default_args
+    config = _made(OptimizerConfig, {**megatron_args, "params_dtype": _dtype(megatron_args)})
     optimizer = get_megatron_optimizer(config, parts, config_overrides=_overrides(plugin, config))
     for part in parts:
         part.config.grad_scale_func = optimizer.scale_loss
@@ -246,18 +388,143 @@ def build_schedule(plugin: MegatronLMPlugin, optimizer: Any) -> Any:
     Raises:
         SettingError: nobody said how long training is.
     """
-    told = plugin.megatron_lm_default_args
-    warmup, decay, whole = deriving.schedule_samples(plugin)
+    megatron_args = plugin.megatron_lm_default_args
+    warmup, decay, whole = config.schedule_samples(plugin)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=told["lr"],
-        min_lr=told["min_lr"],
+        max_lr=megatron_args["lr"],
+        min_lr=megatron_args["min_lr"],
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
-        lr_decay_style=told["lr_decay_style"],
-        start_wd=told["start_weight_decay"],
-        end_wd=told["end_weight_decay"],
+        lr_decay_style=megatron_args["lr_decay_style"],
+        start_wd=megatron_args["start_weight_decay"],
+        end_wd=megatron_args["end_weight_decay"],
         wd_incr_steps=whole,
-        wd_incr_style=told["weight_decay_incr_style"],
+        wd_incr_style=megatron_args["weight_decay_incr_style"],
     )
+
+
+# ---------------------------------------------------------------------------- the models of Megatron-LM
+
+PADDING: Final = 128
+"""Vocabularies are made multiples of this, so that matrices can be divided and are computed fast."""
+
+
+def provide_model(
+    plugin: MegatronLMPlugin, config: Any, first: bool, last: bool, vp_stage: int | None = None
+) -> Module:
+    """The part of a model that one stage of the pipeline holds.
+
+    Args:
+        plugin: the settings.
+        config: Megatron-LM's configuration of the model.
+        first, last: whether the stage has the embedding and the head.
+        vp_stage: which part of an interleaved stage.
+
+    Raises:
+        NotOffered: Megatron-LM has no such model, or cannot divide it so.
+    """
+    megatron_args = plugin.megatron_lm_default_args
+    makers: dict[str, Callable[..., Module]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
+    kind = str(megatron_args.get("model_type_name"))
+    if kind not in makers:
+        raise NotOffered(
+            f"Cannot build a model of the kind {kind!r} with Megatron-LM.",
+            f"Kinds that are built are {', '.join(makers)}.",
+            "Set model_type_name in the function that reads its configuration, or give custom_model_provider_function.",
+        )
+    return makers[kind](plugin, config, {"pre_process": first, "post_process": last}, vp_stage)
+
+
+def padded_vocabulary(plugin: MegatronLMPlugin) -> int:
+    """Size of a vocabulary that can be divided over the processes that divide a tensor."""
+    megatron_args = plugin.megatron_lm_default_args
+    multiple = int(megatron_args.get("make_vocab_size_divisible_by", PADDING)) * plugin.tp_degree
+    return -(-int(megatron_args["vocab_size"]) // multiple) * multiple
+
+
+def _by_transformer_engine(config: Any) -> bool:
+    """Whether layers are those of Transformer Engine, which has the faster ones where it is installed."""
+    return importable("transformer_engine") and config.attention_backend.name != "local"
+
+
+def _usual(plugin: MegatronLMPlugin, stage: Mapping[str, bool]) -> dict[str, Any]:
+    megatron_args = plugin.megatron_lm_default_args
+    return {
+        "vocab_size": padded_vocabulary(plugin),
+        "max_sequence_length": megatron_args["max_position_embeddings"],
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": megatron_args.get("share_embeddings_and_output_weights", True),
+        "position_embedding_type": megatron_args.get("position_embedding_type", "learned_absolute"),
+        "rotary_percent": megatron_args.get("rotary_percent", 1.0),
+        **stage,
+    }
+
+
+def _gpt(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_stage: int | None) -> Module:
+    fast = _by_transformer_engine(config)
+    if config.num_moe_experts is not None:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=fast, vp_stage=vp_stage)
+    elif fast:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    base = plugin.megatron_lm_default_args.get("rotary_base", 10000)
+    made: Module = GPTModel(
+        config=config, transformer_layer_spec=spec, rotary_base=base, vp_stage=vp_stage, **_usual(plugin, stage)
+    )
+    return made
+
+
+def _bert(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_stage: int | None) -> Module:
+    from megatron.core.models.bert import bert_layer_specs
+    from megatron.core.transformer.utils import get_linear_layer
+
+    megatron_args = plugin.megatron_lm_default_args
+    spec = (
+        bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+        if _by_transformer_engine(config)
+        else bert_layer_specs.bert_layer_local_spec
+    )
+    pretrains = megatron_args["pretraining_flag"]
+    made: Any = BertModel(
+        config=config,
+        num_tokentypes=megatron_args["num_tokentypes"],
+        transformer_layer_spec=spec,
+        add_binary_head=megatron_args["bert_binary_head"] or not pretrains,
+        vp_stage=vp_stage,
+        **_usual(plugin, stage),
+    )
+    if not pretrains and stage["post_process"]:
+        # The head that tells of two sentences stands where that of a classifier does, and differs in its size.
+        made.binary_head = get_linear_layer(
+            config.hidden_size, megatron_args["num_labels"], config.init_method, config.perform_initialization
+        )
+    model: Module = made
+    return model
+
+
+def _t5(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_stage: int | None) -> Module:
+    import copy
+
+    if plugin.pp_degree > 1:
+        raise NotOffered(
+            f"Cannot divide a T5 over pp_degree={plugin.pp_degree} stages.",
+            "Megatron-LM keeps encoder and decoder of a T5 in one stage.",
+            "Use tp_degree.",
+        )
+    megatron_args = plugin.megatron_lm_default_args
+    encoder_config = copy.deepcopy(config)
+    encoder_config.num_layers = megatron_args["encoder_num_layers"]
+    whose = "transformer_engine" if _by_transformer_engine(config) else "local"
+    encoder_block = getattr(t5_spec, f"get_t5_encoder_with_{whose}_block_spec")
+    decoder_block = getattr(t5_spec, f"get_t5_decoder_with_{whose}_block_spec")
+    made: Module = T5Model(
+        config=config,
+        encoder_config=encoder_config,
+        transformer_encoder_layer_spec=encoder_block(encoder_config.num_layers),
+        transformer_decoder_layer_spec=decoder_block(config.num_layers),
+        **_usual(plugin, stage),
+    )
+    return made

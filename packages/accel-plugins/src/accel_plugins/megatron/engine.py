@@ -1,27 +1,34 @@
-"""The engine: what stands for the model while Megatron-LM trains it. Calling it is a whole step."""
+"""The engine: the model that `prepare` returns while Megatron-LM trains it. Calling it is a whole step."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from accel_plugins.megatron import saving
-from accel_plugins.megatron.parallel import from_last_stage
-from accel_plugins.megatron.recording import Recorder
-from accel_plugins.megatron.released import parallel_state, pipeline_parallel
+from accel_plugins.megatron.objects import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_plugins.megatron.parallel import from_last_stage, parallel_state, pipeline_parallel
 from accel_plugins.megatron.train_steps import StepOutput, train_step_for
-from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import DataError
+from accel_state.settings.installed import Requirement
 
-__all__ = ("MegatronEngine", "micro_batches")
+if TYPE_CHECKING:
+    from accel_plugins.megatron.config import MegatronLMPlugin
+
+__all__ = (
+    "MegatronEngine",
+    "Recorder",
+    "micro_batches",
+)
 
 
 class MegatronEngine(Module):
@@ -196,11 +203,11 @@ class MegatronEngine(Module):
         return merged
 
     def _names_of_last_stage(self, names: list[str]) -> list[str]:
-        told = [names]
+        shared = [names]
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         group = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.broadcast_object_list(told, src=source, group=group)
-        return told[0]
+        torch.distributed.broadcast_object_list(shared, src=source, group=group)
+        return shared[0]
 
     def _output(self, report: Mapping[str, Tensor]) -> Any:
         losses = [loss for name, loss in report.items() if name != "logits"]
@@ -282,3 +289,59 @@ def _plain_schedule(scheduler: Any) -> Any:
 def _inside(engine: Any) -> Module | None:
     inner: Module = engine.base_model
     return inner
+
+
+_logger: Final = logging.getLogger(__name__)
+_TENSORBOARD: Final = Requirement("tensorboard")
+
+
+class Recorder:
+    """Writes on one process: the last one, which knows the losses.
+
+    Args:
+        plugin: says the folder, and whether norms and scales are written too.
+
+    Raises:
+        Missing: a folder for TensorBoard was named, and it is not installed.
+    """
+
+    def __init__(self, plugin: MegatronLMPlugin) -> None:
+        self._all = plugin.set_all_logging_options
+        self._writer: Any = None
+        if plugin.tensorboard_dir is not None and self._is_last():
+            _TENSORBOARD.demand(f"Cannot use MegatronLMPlugin(tensorboard_dir={plugin.tensorboard_dir!r}).")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(plugin.tensorboard_dir)
+
+    @staticmethod
+    def _is_last() -> bool:
+        import torch.distributed as dist
+
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    def record(self, engine: Any, report: Mapping[str, Any], stepped: bool) -> None:
+        """Write a step of training."""
+        if self._writer is None:
+            return
+        values = {name: float(loss) for name, loss in report.items() if name != "logits"}
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        values["learning-rate"] = float(inner.param_groups[0]["lr"])
+        if self._all:
+            values["grad-norm"] = engine.grad_norm or 0.0
+            values["loss-scale"] = float(inner.get_loss_scale())
+            values["skipped"] = float(not stepped)
+        self._write(values, engine.iteration)
+
+    def evaluated(self, means: Mapping[str, float], iteration: int) -> None:
+        """Write the means of an evaluation."""
+        if parallel_state.get_data_parallel_rank() == 0 and parallel_state.is_pipeline_last_stage():
+            shown = ", ".join(f"{name}={value:.6g}" for name, value in means.items())
+            _logger.info("Evaluation after %d steps: %s", iteration, shown)
+        if self._writer is not None:
+            self._write({f"{name} validation": value for name, value in means.items()}, iteration)
+
+    def _write(self, values: Mapping[str, float], iteration: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from accel_plugins.manifest import Ability, Duty, Manifest, Part
-from accel_plugins.megatron.released import REQUIREMENT
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
+from accel_state.settings.installed import Requirement
 from accel_state.settings.schema import BOOLEAN, Setting
 
 if TYPE_CHECKING:
     from accel_state.current import Process
 
-__all__ = ("MANIFEST", "present")
+__all__ = ("MANIFEST", "REQUIREMENT", "present")
 
+REQUIREMENT: Final = Requirement("megatron.core", "megatron-core", ">=0.16", extra="accel-plugins[megatron]")
 _USE: Final = Setting("use_megatron_lm", BOOLEAN, False, variable="ACCELERATE_USE_MEGATRON_LM")
 
 

@@ -1,7 +1,11 @@
-"""Groups of processes that divide a model, and what is reduced over them."""
+"""Process groups over which Megatron-LM shards a model, reductions over them, and its modules, imported on first use.
+
+So engines, train steps and placeholders can be imported where Megatron-LM is not installed.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -10,19 +14,56 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_plugins.megatron.config import MegatronLMPlugin
-from accel_plugins.megatron.released import parallel_state, tensor_parallel
+from accel_plugins.megatron.manifest import REQUIREMENT
 from accel_state.errors import Conflict, NotOffered, SettingError
 
 __all__ = (
     "MegatronContext",
     "avg_losses_across_data_parallel_group",
+    "create_groups",
     "demand_cuda",
-    "divide",
+    "dist_checkpointing",
     "from_last_stage",
     "gather_across_data_parallel_groups",
+    "mapping",
+    "parallel_state",
+    "pipeline_parallel",
     "seed",
     "size_of_one_model",
+    "tensor_parallel",
+    "tools",
 )
+
+
+class _Module:
+    """A placeholder for a module until the first access to an attribute.
+
+    Args:
+        name: the module's.
+
+    Raises:
+        Missing: Megatron-LM is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        REQUIREMENT.demand(f"Cannot use {self._name}.{attribute}.")
+        found = getattr(importlib.import_module(self._name), attribute)
+        vars(self)[attribute] = found
+        return found
+
+
+parallel_state: Final[Any] = _Module("megatron.core.parallel_state")
+tensor_parallel: Final[Any] = _Module("megatron.core.tensor_parallel")
+pipeline_parallel: Final[Any] = _Module("megatron.core.pipeline_parallel")
+dist_checkpointing: Final[Any] = _Module("megatron.core.dist_checkpointing")
+mapping: Final[Any] = _Module("megatron.core.dist_checkpointing.mapping")
+tools: Final[Any] = _Module("megatron.core.utils")
+
 
 _DEFAULT_SEED: Final = 1234
 
@@ -63,14 +104,14 @@ def size_of_one_model(plugin: MegatronLMPlugin) -> int:
     return plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size
 
 
-def divide(plugin: MegatronLMPlugin) -> None:
+def create_groups(plugin: MegatronLMPlugin) -> None:
     """Make the groups of processes; called on every process, once. Those that stand are kept when they are the same.
 
     Raises:
         SettingError: the number of processes is not a multiple of the model's.
         Conflict: groups of other sizes stand already.
     """
-    told, processes = plugin.megatron_lm_default_args, dist.get_world_size()
+    megatron_args, processes = plugin.megatron_lm_default_args, dist.get_world_size()
     if processes % size_of_one_model(plugin):
         raise SettingError(
             f"Cannot use Megatron-LM with tp_degree={plugin.tp_degree}, pp_degree={plugin.pp_degree} and "
@@ -87,7 +128,7 @@ def divide(plugin: MegatronLMPlugin) -> None:
         context_parallel_size=plugin.context_parallel_size,
         expert_model_parallel_size=plugin.expert_model_parallel_size,
         expert_tensor_parallel_size=plugin.expert_tensor_parallel_size,
-        distributed_timeout_minutes=told.get("distributed_timeout_minutes", 30),
+        distributed_timeout_minutes=megatron_args.get("distributed_timeout_minutes", 30),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from accel_ops.agreement import raise_on_any_rank
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.shards import check_objects
-from accel_plugins.megatron.released import dist_checkpointing, mapping, parallel_state, tensor_parallel
+from accel_plugins.megatron.parallel import dist_checkpointing, mapping, parallel_state, tensor_parallel
 from accel_state import current
 from accel_state.errors import CheckpointError, NotOffered
 from accel_state.process import wait_for_everyone

@@ -19,13 +19,16 @@ from torch.nn import Module
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.manifest import Part
-from accel_plugins.megatron import parallel, preparing
+from accel_plugins.megatron import building, parallel
 from accel_plugins.megatron.config import MegatronLMPlugin
+from accel_plugins.megatron.data import JoinedLoader, MegatronLoader
 from accel_plugins.megatron.engine import MegatronEngine
-from accel_plugins.megatron.loaders import JoinedLoader, MegatronLoader
-from accel_plugins.megatron.released import parallel_state
-from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader
-from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_plugins.megatron.objects import (
+    MegatronLMDummyDataLoader,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
+from accel_plugins.megatron.parallel import parallel_state
 from accel_plugins.strategy import Shards, Strategy
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered
@@ -64,7 +67,7 @@ class MegatronStrategy(Strategy):
         self._agree_on_steps()
         if not dist.is_initialized():
             dist.init_process_group(store=_OwnStore(), rank=0, world_size=1)
-        parallel.divide(config)
+        parallel.create_groups(config)
         parallel.seed(config)
 
     def _agree_on_steps(self) -> None:
@@ -96,7 +99,7 @@ class MegatronStrategy(Strategy):
             raise Conflict(
                 "prepare() was given a second model.", "Megatron-LM trains one in a run.", "Train it in another run."
             )
-        preparing.check_batches(self.config, bundle)
+        building.check_batches(self.config, bundle)
 
     def place(self, model: Module) -> Module:
         # Only its configuration is used; its weights never need a device.
@@ -112,8 +115,8 @@ class MegatronStrategy(Strategy):
         if not bundle.models:
             return bundle
         (model,), (optimizer,) = bundle.models, bundle.optimizers
-        preparing.take_facts(self.config, bundle, self.shards().count)
-        made = preparing.start(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
+        building.take_sizes(self.config, bundle, self.shards().count)
+        made = building.start(self._megatron_context, model, optimizer, next(iter(bundle.schedulers), None))
         self.engine = MegatronEngine(self._megatron_context, *made)
         gradient = self.context.gradient
         wrapped = MegatronLMOptimizerWrapper(made.optimizer, gradient)
@@ -131,7 +134,7 @@ class MegatronStrategy(Strategy):
         if isinstance(loader, MegatronLMDummyDataLoader):
             drawn = self._drawn.get(id(loader), 0)
             self._drawn[id(loader)] = drawn + 1
-            source = preparing.source_of(self._megatron_context, loader)
+            source = building.source_of(self._megatron_context, loader)
             return MegatronLoader(source, min(drawn, 2), loader.dataset_args)
         count = self.config.num_micro_batches
         return loader if count == 1 else JoinedLoader(loader, count)

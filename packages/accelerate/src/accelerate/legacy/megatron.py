@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accel_plugins.megatron import parallel
-from accel_plugins.megatron.stand_ins import MegatronLMDummyDataLoader
-from accel_plugins.megatron.wrappers import MegatronLMOptimizerWrapper
+from accel_plugins.megatron.objects import MegatronLMDummyDataLoader, MegatronLMOptimizerWrapper
 from accel_state.run_state import AcceleratorState
 
 __all__ = (
@@ -44,7 +43,7 @@ def initialize(
         parser = argparse.ArgumentParser(add_help=False)
         further.update(vars((extra_args_provider(parser) or parser).parse_args([])))
     plugin.megatron_lm_default_args = {**further, **plugin.megatron_lm_default_args}
-    parallel.divide(plugin)
+    parallel.create_groups(plugin)
     parallel.seed(plugin)
 
 
@@ -56,7 +55,7 @@ def finish_mpu_init() -> None:
     """
     parallel.demand_cuda()
     plugin = AcceleratorState().megatron_lm_plugin
-    parallel.divide(plugin)
+    parallel.create_groups(plugin)
     parallel.seed(plugin)
 
 
@@ -71,10 +70,10 @@ def model_provider_func(
         add_encoder: has no effect: encoder and decoder are in one stage.
         add_decoder: likewise.
     """
-    from accel_plugins.megatron import building, models
+    from accel_plugins.megatron import building
 
     plugin = AcceleratorState().megatron_lm_plugin
-    return models.provide(plugin, building.transformer_config(plugin), pre_process, post_process)
+    return building.provide_model(plugin, building.transformer_config(plugin), pre_process, post_process)
 
 
 def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
@@ -92,7 +91,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """A loader of this process's samples, or the three iterators of a stand-in.
+    """A loader of this process's samples, or the three iterators of a placeholder.
 
     Args:
         accelerator: prepares the loader.
@@ -124,7 +123,7 @@ def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
         optimizer: that of Megatron-LM, or what wraps it.
         scheduler: a `MegatronLMDummyScheduler`, or a scheduler of torch.
     """
-    from accel_plugins.megatron import preparing
+    from accel_plugins.megatron import building
 
     inner = optimizer.optimizer if isinstance(optimizer, MegatronLMOptimizerWrapper) else optimizer
-    return preparing.prepare_schedule(accelerator.state.megatron_lm_plugin, inner, scheduler)
+    return building.prepare_schedule(accelerator.state.megatron_lm_plugin, inner, scheduler)

@@ -349,9 +349,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_plugins.megatron.parallel": """
             avg_losses_across_data_parallel_group gather_across_data_parallel_groups
         """,
-        "accel_plugins.megatron.stand_ins": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
+        "accel_plugins.megatron.objects": """
+            MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper
+            MegatronLMSchedulerWrapper
+        """,
         "accel_plugins.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
-        "accel_plugins.megatron.wrappers": "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper",
         "accelerate.legacy.megatron": """
             finish_mpu_init initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler
             prepare_optimizer prepare_scheduler

@@ -1,8 +1,8 @@
-"""Loaders of Megatron's own datasets: indexed files of tokens, mixed by weight and cut into samples."""
+"""Data of Megatron-LM: loaders that join the micro-batches of a step, and Megatron's own indexed datasets of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from megatron.core import parallel_state
@@ -13,10 +13,78 @@ from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5Masked
 from megatron.core.datasets.utils import get_blend_from_list
 from torch.utils.data import DataLoader, Sampler
 
+from accel_ops import concatenate
 from accel_plugins.megatron.config import MegatronLMPlugin
 from accel_state.errors import SettingError
 
-__all__ = ("iterators", "lengths", "provider")
+__all__ = (
+    "JoinedLoader",
+    "MegatronLoader",
+    "iterators",
+    "lengths",
+    "provider",
+)
+
+
+class JoinedLoader:
+    """A prepared loader whose batches are joined, as many as a step has micro-batches.
+
+    The last batch of an epoch holds those that are left. Everything else is that of the loader inside.
+
+    Args:
+        loader: gives micro-batches.
+        count: micro-batches of a step.
+
+    Attributes:
+        micro_batches: how many that are.
+    """
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.base_dataloader = loader
+        self.micro_batches = count
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting: list[Any] = []
+        for batch in self.base_dataloader:
+            waiting.append(batch)
+            if len(waiting) == self.micro_batches:
+                yield concatenate(waiting)
+                waiting = []
+        if waiting:
+            yield concatenate(waiting)
+
+    def __len__(self) -> int:
+        return -(-len(self.base_dataloader) // self.micro_batches)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step, over all processes."""
+        return int(self.base_dataloader.total_batch_size) * self.micro_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+
+class MegatronLoader:
+    """Batches of one of Megatron's datasets, made when they are first asked for; endless.
+
+    Args:
+        source: makes the three iterators, of training, validation and test data.
+        index: which of them this is.
+        dataset_args: what was said of the data.
+    """
+
+    def __init__(self, source: Any, index: int, dataset_args: Mapping[str, Any]) -> None:
+        self._source, self._index = source, index
+        self.dataset_args = dataset_args
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._source()[self._index]
+        return iter(()) if iterator is None else iter(iterator)
+
 
 _SEED: Final = 1234
 _MASKED: Final[dict[str, Any]] = {
@@ -68,31 +136,32 @@ def _is_built_here() -> bool:
 
 def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
     """The class of a dataset and its configuration."""
-    told = plugin.megatron_lm_default_args
+    megatron_args = plugin.megatron_lm_default_args
     usual = {
-        "random_seed": told.get("seed", _SEED),
-        "sequence_length": told["seq_length"],
-        "blend": get_blend_from_list([str(part) for part in _listed(told)]),
-        "split": told.get("split", "969,30,1"),
-        "path_to_cache": told.get("data_cache_path"),
-        "tokenizer": told.get("tokenizer"),
+        "random_seed": megatron_args.get("seed", _SEED),
+        "sequence_length": megatron_args["seq_length"],
+        "blend": get_blend_from_list([str(part) for part in _listed(megatron_args)]),
+        "split": megatron_args.get("split", "969,30,1"),
+        "path_to_cache": megatron_args.get("data_cache_path"),
+        "tokenizer": megatron_args.get("tokenizer"),
     }
-    kind = told["model_type_name"]
+    kind = megatron_args["model_type_name"]
     if kind == "bert":
-        more = {**_MASKED, "masking_max_ngram": 3, "classification_head": bool(told["bert_binary_head"])}
+        more = {**_MASKED, "masking_max_ngram": 3, "classification_head": bool(megatron_args["bert_binary_head"])}
         return BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig(**usual, **more)
     if kind == "t5":
-        more = {**_MASKED, "masking_max_ngram": 10, "sequence_length_decoder": told["decoder_seq_length"]}
+        more = {**_MASKED, "masking_max_ngram": 10, "sequence_length_decoder": megatron_args["decoder_seq_length"]}
         return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**usual, **more)
     marks = {
-        name: bool(told.get(name, False)) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        name: bool(megatron_args.get(name, False))
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     }
     # The train step makes masks, in the form that it needs.
     return GPTDataset, GPTDatasetConfig(**usual, **marks, create_attention_mask=False)
 
 
-def _listed(told: dict[str, Any]) -> list[Any]:
-    path = told.get("data_path")
+def _listed(megatron_args: dict[str, Any]) -> list[Any]:
+    path = megatron_args.get("data_path")
     if not path:
         raise SettingError(
             "Cannot construct Megatron's data sets.",
