@@ -1,0 +1,3 @@
+"""Planted faults with known truths, against which detectors are measured; README.md says how each is run."""
+
+from __future__ import annotations
