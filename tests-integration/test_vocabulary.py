@@ -165,6 +165,8 @@ IDENTIFIERS: Mapping[str, Retired] = {
     "TrackingPage": Retired("TrackingMixin", "accel-torch"),
     "TrainingPage": Retired("TrainingMixin", "accel-torch"),
     "Weighting": Retired("TokenWeighting", "accel-torch"),
+    # accel-cli
+    "Effective": Retired("ResolvedSettings"),
     "Witness": Retired("ReplicaState", "accel-torch"),
     "before_gradients_are_read": Retired("finalize_gradients", "accel-plugins accel-torch tests-integration"),
     "decided_by_main": Retired("raise_on_any_rank"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from accel_cli.config.effective import effective, label
+from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
 from accel_cli.launch.plan import Machine, Script, make_plan
@@ -21,7 +21,7 @@ KNOWN = {label(known): known for cls in LAUNCH_CLASSES for known in settings_of(
 def settings(file=None, **flags):
     given = {name: Given(value, KNOWN[name].flag or "run.yaml:1") for name, value in flags.items()}
     there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
-    return effective(LAUNCH_CLASSES, given, {}, there)
+    return resolve_settings(LAUNCH_CLASSES, given, {}, there)
 
 
 def plan(devices=1, file=None, **flags):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.config.effective import effective, label
+from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.engines.deepspeed import LAUNCHERS
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.plan import RUNNER, Machine, Script, make_plan
@@ -19,7 +19,7 @@ PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
 def plan(**flags):
     names = {name if name in KNOWN else f"deepspeed_config.{name}": value for name, value in flags.items()}
     given = {name: Given(value, KNOWN[name].flag) for name, value in names.items()}
-    settings = effective(LAUNCH_CLASSES, {**given, "use_deepspeed": Given(True, "--use_deepspeed")}, {}, {})
+    settings = resolve_settings(LAUNCH_CLASSES, {**given, "use_deepspeed": Given(True, "--use_deepspeed")}, {}, {})
     machine = Machine("python", 8, lambda: 1, {}, lambda: "Open MPI")
     return make_plan(settings, Script("script", "job.py", ("--lr", "1")), machine, CARRIED)
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from accel_cli.config.effective import effective, label
+from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch import tpu_runner
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.deepspeed import environment_lines
@@ -27,7 +27,7 @@ PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
 
 
 def settings(**flags):
-    return effective(
+    return resolve_settings(
         LAUNCH_CLASSES, {name: Given(value, KNOWN[name].flag or "f:1") for name, value in flags.items()}, {}, {}
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.config.effective import effective
+from accel_cli.config.resolved import resolve_settings
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.backends import backend_for, check_backend
 from accel_cli.launch.nested import WRITTEN, without_outer
@@ -26,7 +26,7 @@ def plan(devices=1, processors=8, environ=None, backend=None, script=JOB, **valu
     flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
     environ = environ or {}
     machine = Machine("python", processors, lambda: devices, environ)
-    made = make_plan(effective(LAUNCH_CLASSES, flags, environ, {}), script, machine, CARRIED, backend)
+    made = make_plan(resolve_settings(LAUNCH_CLASSES, flags, environ, {}), script, machine, CARRIED, backend)
     assert set(made.environment[WRITTEN].split(",")) >= {n for n, v in made.environment.items() if n != WRITTEN} - set(
         environ
     )
@@ -89,7 +89,7 @@ def test_number_of_processes(values, expected):
 
 def test_devices_are_counted_only_when_needed():
     machine = Machine("python", 1, lambda: pytest.fail("torch was asked"), {})
-    settings = effective(LAUNCH_CLASSES, {"num_processes": Given(2, "--num_processes")}, {}, {})
+    settings = resolve_settings(LAUNCH_CLASSES, {"num_processes": Given(2, "--num_processes")}, {}, {})
     assert make_plan(settings, JOB, machine, CARRIED).processes == 2
 
 

@@ -1,4 +1,4 @@
-"""`accel explain`: every effective setting of a launch, and where it comes from."""
+"""`accel explain`: every resolved setting of a launch, and where it comes from."""
 
 from __future__ import annotations
 

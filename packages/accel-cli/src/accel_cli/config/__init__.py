@@ -1,1 +1,1 @@
-"""Config files and where each effective setting comes from."""
+"""Config files and where each resolved setting comes from."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel_cli.config.document import Entry, read_document, read_tables
-from accel_cli.config.effective import label
 from accel_cli.config.file import modern, read_config
+from accel_cli.config.resolved import label
 from accel_state.labels import ComputeEnvironment, DistributedType
 from accel_state.settings.schema import settings_of
 

@@ -1,17 +1,17 @@
-"""Telling every effective setting: its value, where it came from and what it overrode; and how two differ."""
+"""Telling every resolved setting: its value, where it came from and what it overrode; and how two differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from accel_cli.config.effective import Effect, Effective
+from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.table import columns
 
 __all__ = ("as_data", "difference", "difference_table", "table")
 
 
-def as_data(settings: Effective) -> list[dict[str, Any]]:
+def as_data(settings: ResolvedSettings) -> list[dict[str, Any]]:
     """Every setting as plain data, for programs."""
     return [
         {
@@ -27,7 +27,7 @@ def as_data(settings: Effective) -> list[dict[str, Any]]:
     ]
 
 
-def table(settings: Effective) -> list[str]:
+def table(settings: ResolvedSettings) -> list[str]:
     """Every setting as a line of a table."""
     rows = [
         (
@@ -41,7 +41,7 @@ def table(settings: Effective) -> list[str]:
     return columns(("setting", "value", "from", "instead of"), rows)
 
 
-def difference(one: Effective, other: Effective) -> list[dict[str, Any]]:
+def difference(one: ResolvedSettings, other: ResolvedSettings) -> list[dict[str, Any]]:
     """Settings whose values differ, with both values and origins."""
     return [
         {
@@ -53,20 +53,20 @@ def difference(one: Effective, other: Effective) -> list[dict[str, Any]]:
     ]
 
 
-def difference_table(one: Effective, other: Effective, names: tuple[str, str]) -> list[str]:
+def difference_table(one: ResolvedSettings, other: ResolvedSettings, names: tuple[str, str]) -> list[str]:
     """Settings whose values differ as lines of a table; `names` are those of the two columns."""
     rows = [(name, *(_with_origin(side[name]) for side in (one, other))) for name in _differing(one, other)]
     return columns(("setting", *names), rows) if rows else ["There is no difference."]
 
 
-def shown(effect: Effect, value: Any) -> str:
+def shown(effect: ResolvedSetting, value: Any) -> str:
     """A value as in a file or on a command line; `-` for no value."""
     return "-" if value in (None, ()) else effect.setting.type.format(value)
 
 
-def _with_origin(effect: Effect) -> str:
+def _with_origin(effect: ResolvedSetting) -> str:
     return f"{shown(effect, effect.value)} ({effect.origin})"
 
 
-def _differing(one: Effective, other: Effective) -> Iterator[str]:
+def _differing(one: ResolvedSettings, other: ResolvedSettings) -> Iterator[str]:
     return (name for name in one if one[name].value != other[name].value)

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from accel_cli.config.document import Entry, read_document
-from accel_cli.config.effective import label
 from accel_cli.config.known import KNOWN, is_known, says_nothing, with_prefix
 from accel_cli.config.repeated import REPEATED
+from accel_cli.config.resolved import label
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import JSON, Setting, closest, settings_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from accel_cli.config.effective import label
 from accel_cli.config.known import says_nothing
 from accel_cli.config.prompt import Prompter
+from accel_cli.config.resolved import label
 from accel_state.settings.schema import BOOLEAN, Setting, settings_of
 
 __all__ = ("AUTOMATIC", "questions")

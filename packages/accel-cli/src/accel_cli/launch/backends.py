@@ -16,7 +16,7 @@ from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest, settings_of
 
 if TYPE_CHECKING:
-    from accel_cli.config.effective import Effective
+    from accel_cli.config.resolved import ResolvedSettings
 
 __all__ = (
     "GROUP",
@@ -98,7 +98,7 @@ def backend_for(label: str, origin: str) -> str | None:
     )
 
 
-def check_requirements(settings: Effective) -> None:
+def check_requirements(settings: ResolvedSettings) -> None:
     """Refuse a backend that cannot start: what it needs is not installed, or it cannot be loaded.
 
     Where several backends train in the requested way, one that can start is enough.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from accel_cli.config.effective import Effect, Effective
+from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.arguments import TorchrunSettings
 from accel_cli.launch.backends import check_requirements
 from accel_cli.launch.cluster_environment import ClusterEnvironment
@@ -28,51 +28,53 @@ __all__ = (
 _PYTHON_CAN_DO: Final = "Remove one of the two."
 
 
-def shown(effect: Effect) -> str:
+def shown(effect: ResolvedSetting) -> str:
     """A setting with its value and origin, as messages show it."""
     return f"{effect.setting.name}={effect.value} ({effect.origin})"
 
 
-def contradiction(one: Effect, other: Effect, obstacle: str, remedy: str = _PYTHON_CAN_DO) -> Conflict:
+def contradiction(
+    one: ResolvedSetting, other: ResolvedSetting, obstacle: str, remedy: str = _PYTHON_CAN_DO
+) -> Conflict:
     """The error for two settings that do not go together."""
     return Conflict(f"Cannot combine {shown(one)} and {shown(other)}.", obstacle, remedy)
 
 
-def asks_for_torchrun(effective: Effective) -> Effect | None:
+def asks_for_torchrun(resolved: ResolvedSettings) -> ResolvedSetting | None:
     """The setting because of which torch.distributed.run has to start the processes, if there is one."""
-    if effective["num_machines"].value > 1:
-        return effective["num_machines"]
-    asking = (effective[name] for name in settings_of(TorchrunSettings))
+    if resolved["num_machines"].value > 1:
+        return resolved["num_machines"]
+    asking = (resolved[name] for name in settings_of(TorchrunSettings))
     return next((effect for effect in asking if effect.value != effect.setting.default), None)
 
 
-def check_launch(effective: Effective) -> None:
+def check_launch(resolved: ResolvedSettings) -> None:
     """Refuse what contradicts itself or cannot be done.
 
     Raises:
         SettingError: a setting cannot be used; `Conflict` when two contradict each other.
     """
-    check_kind(effective)
-    _check_machines(effective)
-    _check_devices(effective)
+    check_kind(resolved)
+    _check_machines(resolved)
+    _check_devices(resolved)
 
 
-def check_own_launcher(effective: Effective) -> None:
+def check_own_launcher(resolved: ResolvedSettings) -> None:
     """Refuse what neither the spawner nor torch.distributed.run can do.
 
     Raises:
         SettingError: several machines without the address of the main machine.
         Conflict: the launcher does not support another setting.
     """
-    _check_meeting(effective)
-    _check_launcher(effective)
+    _check_meeting(resolved)
+    _check_launcher(resolved)
 
 
-def check_here(effective: Effective, python: bool) -> None:
+def check_here(resolved: ResolvedSettings, python: bool) -> None:
     """Refuse what the processes of this machine would refuse, each of them, once they have started.
 
     Args:
-        effective: every setting of the launch.
+        resolved: every setting of the launch.
         python: whether the processes run this interpreter; a program of another kind has an installation of its own,
             as the machines of a TPU pod have.
 
@@ -80,23 +82,23 @@ def check_here(effective: Effective, python: bool) -> None:
         Missing: a package that the chosen backend requires is absent or too old.
         PluginError: the chosen backend could not be loaded.
     """
-    if python and not effective["tpu_use_cluster"].value:
-        check_requirements(effective)
+    if python and not resolved["tpu_use_cluster"].value:
+        check_requirements(resolved)
 
 
-def check_axes(effective: Effective, processes: int) -> None:
+def check_axes(resolved: ResolvedSettings, processes: int) -> None:
     """Refuse sizes of axes that a number of processes does not fit.
 
     Raises:
         Conflict: the sizes take another number, or contradict each other.
     """
-    sizes, switch = given_sizes(effective), effective["use_parallelism_config"]
+    sizes, switch = given_sizes(resolved), resolved["use_parallelism_config"]
     if not sizes or (switch.given and not switch.value):
         return
     try:
-        effective.instance(ParallelismConfig).check_world(processes)
+        resolved.instance(ParallelismConfig).check_world(processes)
     except AccelError as error:
-        number = effective["num_processes"]
+        number = resolved["num_processes"]
         asked = [shown(effect) for effect in (*sizes, *((number,) if number.given else ()))]
         obstacle = f"{error.failure} {error.obstacle}"
         raise Conflict(f"{' and '.join(asked)} {_were(asked)} asked for.", obstacle, error.remedy) from error
@@ -106,9 +108,9 @@ def _were(asked: Sequence[str]) -> str:
     return "were" if len(asked) > 1 else "was"
 
 
-def _check_machines(effective: Effective) -> None:
-    machines, rank = effective["num_machines"], effective["machine_rank"]
-    processes = effective["num_processes"]
+def _check_machines(resolved: ResolvedSettings) -> None:
+    machines, rank = resolved["num_machines"], resolved["machine_rank"]
+    processes = resolved["num_processes"]
     if rank.value >= machines.value:
         obstacle = f"With {machines.value} machine(s) the ranks go from 0 to {machines.value - 1}."
         raise contradiction(rank, machines, obstacle, "Correct --machine_rank or --num_machines.")
@@ -117,8 +119,8 @@ def _check_machines(effective: Effective) -> None:
         raise contradiction(processes, machines, obstacle, f"Give a multiple of {machines.value} as --num_processes.")
 
 
-def _check_meeting(effective: Effective) -> None:
-    machines, address = effective["num_machines"], effective["main_process_ip"]
+def _check_meeting(resolved: ResolvedSettings) -> None:
+    machines, address = resolved["num_machines"], resolved["main_process_ip"]
     if machines.value > 1 and address.value is None:
         raise SettingError(
             f"Cannot launch with {shown(machines)}.",
@@ -127,18 +129,18 @@ def _check_meeting(effective: Effective) -> None:
         )
 
 
-def _check_devices(effective: Effective) -> None:
-    cpu, ids = effective["cpu"], effective["gpu_ids"]
+def _check_devices(resolved: ResolvedSettings) -> None:
+    cpu, ids = resolved["cpu"], resolved["gpu_ids"]
     if cpu.value and ids.value not in (None, "all"):
         raise contradiction(cpu, ids, "A run on the CPU uses no other devices.")
 
 
-def _check_launcher(effective: Effective) -> None:
-    launcher, reason = effective["launcher"], asks_for_torchrun(effective)
+def _check_launcher(resolved: ResolvedSettings) -> None:
+    launcher, reason = resolved["launcher"], asks_for_torchrun(resolved)
     if launcher.value == "spawner" and reason is not None:
         obstacle = "The spawner starts processes on one machine and does not restart them."
         raise contradiction(launcher, reason, obstacle, "Give --launcher torchrun, or leave it out.")
-    prefix = effective["prefix_output"]
+    prefix = resolved["prefix_output"]
     runs_torchrun = launcher.value == "torchrun" or reason is not None
     if prefix.value and runs_torchrun:
         other = launcher if reason is None else reason

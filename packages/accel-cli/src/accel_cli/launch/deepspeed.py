@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from accel_cli.config.effective import Effective
+from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.engines.deepspeed import LAUNCHERS, DeepSpeedLaunchSettings
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
@@ -26,24 +26,24 @@ _BY_MPI: Final = ("openmpi", "mvapich", "mpich")
 _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 
-def own_launcher(effective: Effective) -> bool:
+def own_launcher(resolved: ResolvedSettings) -> bool:
     """Whether DeepSpeed's launcher starts the processes, and not this one on each machine."""
-    settings = effective.instance(DeepSpeedLaunchSettings)
+    settings = resolved.instance(DeepSpeedLaunchSettings)
     chosen = settings.deepspeed_multinode_launcher
     if chosen is None:
         return settings.deepspeed_hostfile is not None
-    return chosen != _BY_MACHINE and effective["num_machines"].value > 1
+    return chosen != _BY_MACHINE and resolved["num_machines"].value > 1
 
 
-def check_deepspeed(effective: Effective) -> None:
+def check_deepspeed(resolved: ResolvedSettings) -> None:
     """Refuse what DeepSpeed's launcher cannot do.
 
     Raises:
         SettingError: the hostfile cannot be used, or is missing.
         Conflict: machines are both left out and chosen, or the hostfile has another number of them.
     """
-    settings = effective.instance(DeepSpeedLaunchSettings)
-    machines = effective["num_machines"]
+    settings = resolved.instance(DeepSpeedLaunchSettings)
+    machines = resolved["num_machines"]
     if settings.deepspeed_inclusion_filter and settings.deepspeed_exclusion_filter:
         raise Conflict(
             "Cannot combine deepspeed_inclusion_filter and deepspeed_exclusion_filter.",
@@ -57,17 +57,17 @@ def check_deepspeed(effective: Effective) -> None:
             "No hostfile names the machines.",
             "Give --deepspeed_hostfile, or --deepspeed_multinode_launcher standard to start each machine by itself.",
         )
-    if chosen == _WITHOUT_SSH and not effective["main_process_ip"].value:
+    if chosen == _WITHOUT_SSH and not resolved["main_process_ip"].value:
         raise SettingError(
             f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
             "Each machine starts its own processes, and lacks the address of the main machine.",
             "Give --main_process_ip and --machine_rank on each machine.",
         )
-    effect = effective["deepspeed_config.deepspeed_hostfile"]
+    effect = resolved["deepspeed_config.deepspeed_hostfile"]
     hosts = read_hostfile(settings.deepspeed_hostfile, effect.origin)
     _check_hosts(hosts, settings, effect.origin)
     if chosen in _BY_MPI:
-        _check_all_taken(effective, hosts, settings)
+        _check_all_taken(resolved, hosts, settings)
     filtered = settings.deepspeed_inclusion_filter or settings.deepspeed_exclusion_filter
     if machines.given and machines.value > len(hosts) and not filtered:
         raise Conflict(
@@ -98,7 +98,7 @@ def _check_hosts(hosts: Sequence[Host], settings: DeepSpeedLaunchSettings, origi
             )
 
 
-def _check_all_taken(effective: Effective, hosts: Sequence[Host], settings: DeepSpeedLaunchSettings) -> None:
+def _check_all_taken(resolved: ResolvedSettings, hosts: Sequence[Host], settings: DeepSpeedLaunchSettings) -> None:
     """Refuse to take fewer machines or processes than the hostfile names."""
     asked = f"Cannot combine deepspeed_multinode_launcher={settings.deepspeed_multinode_launcher}"
     every = "DeepSpeed starts a process on every slot of the hostfile through MPI"
@@ -106,7 +106,7 @@ def _check_all_taken(effective: Effective, hosts: Sequence[Host], settings: Deep
         raise Conflict(f"{asked} and a filter of machines.", f"{every}.", "Leave out lines of the hostfile.")
     there = {"num_machines": len(hosts), "num_processes": sum(host.slots or 0 for host in hosts)}
     for name, count in there.items():
-        given = effective[name]
+        given = resolved[name]
         if given.given and given.value != count:
             raise Conflict(
                 f"{asked} and {name}={given.value} ({given.origin}).",
@@ -122,18 +122,18 @@ def _fits(part: str, slots: Mapping[str, int]) -> bool:
     return name in slots and all(number.strip().isdecimal() and int(number) < slots[name] for number in numbers)
 
 
-def deepspeed_argv(effective: Effective, processes: int | None, program: Sequence[str]) -> tuple[str, ...]:
+def deepspeed_argv(resolved: ResolvedSettings, processes: int | None, program: Sequence[str]) -> tuple[str, ...]:
     """Command line of DeepSpeed's launcher for a program.
 
     Args:
-        effective: every setting of the launch.
+        resolved: every setting of the launch.
         processes: processes on each machine, or None for as many as the hostfile says.
         program: what each of them runs: a Python script and its arguments.
     """
-    machines = effective.instance(MachineSettings)
-    settings = effective.instance(DeepSpeedLaunchSettings)
+    machines = resolved.instance(MachineSettings)
+    settings = resolved.instance(DeepSpeedLaunchSettings)
     launcher = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
-    counts: tuple[str, ...] = (f"--num_nodes={machines.num_machines}",) if effective["num_machines"].given else ()
+    counts: tuple[str, ...] = (f"--num_nodes={machines.num_machines}",) if resolved["num_machines"].given else ()
     counts += (f"--num_gpus={processes}",) if processes is not None else ()
     return (
         "deepspeed",

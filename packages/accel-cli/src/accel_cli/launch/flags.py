@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
-from accel_cli.config.effective import label
 from accel_cli.config.repeated import REPEATED
+from accel_cli.config.resolved import label
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import BOOLEAN, SWITCH, TEXT, Setting, settings_of
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from accel_cli.config.effective import Effect, Effective
+from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
 from accel_state.settings.schema import BOOLEAN, setting, settings_class, settings_of
@@ -134,13 +134,13 @@ _KINDS: Final = {
 }
 
 
-def kind_of(effective: Effective) -> tuple[Kind, Effect] | None:
+def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
     """The kind of run that the settings select and the setting that does, or None.
 
     Raises:
         Conflict: the settings select two kinds.
     """
-    asked = [(kind, effective[kind.switch]) for kind in _KINDS.values() if kind.switch]
+    asked = [(kind, resolved[kind.switch]) for kind in _KINDS.values() if kind.switch]
     asked = [(kind, effect) for kind, effect in asked if effect.value]
     if len(asked) > 1:
         (_, one), (_, other) = asked[:2]
@@ -151,21 +151,21 @@ def kind_of(effective: Effective) -> tuple[Kind, Effect] | None:
         )
     if asked:
         return asked[0]
-    place = effective["distributed_type"]
+    place = resolved["distributed_type"]
     return (_KINDS[place.value], place) if place.value is not None else None
 
 
-def check_kind(effective: Effective) -> None:
+def check_kind(resolved: ResolvedSettings) -> None:
     """Refuse a kind of run that contradicts other settings.
 
     Raises:
         Conflict: it needs devices, and they were forbidden or there is only one of them.
     """
-    found = kind_of(effective)
+    found = kind_of(resolved)
     if found is None or not found[0].on_devices or not found[1].setting.flag:
         return
     kind, effect = found
-    cpu, processes = effective["cpu"], effective["num_processes"]
+    cpu, processes = resolved["cpu"], resolved["num_processes"]
     # A variable puts every run of a machine on the CPU, those of several devices too.
     if cpu.value and not (kind.by_device and cpu.origin.startswith("$")):
         raise Conflict(
@@ -181,38 +181,38 @@ def check_kind(effective: Effective) -> None:
         )
 
 
-def kind_variables(effective: Effective) -> dict[str, str]:
+def kind_variables(resolved: ResolvedSettings) -> dict[str, str]:
     """Variables that pass the kind of run and the axes of its `ParallelismConfig` to the processes."""
-    found = kind_of(effective)
+    found = kind_of(resolved)
     variables = dict(found[0].variables) if found is not None else {}
-    mesh = effective["use_parallelism_config"]
-    if not mesh.given and given_sizes(effective):
+    mesh = resolved["use_parallelism_config"]
+    if not mesh.given and given_sizes(resolved):
         variables[str(mesh.setting.variable)] = "true"
     return variables
 
 
-def kind_origins(effective: Effective) -> dict[str, str]:
+def kind_origins(resolved: ResolvedSettings) -> dict[str, str]:
     """What the user gave for each of `kind_variables`."""
-    found, sizes = kind_of(effective), given_sizes(effective)
+    found, sizes = kind_of(resolved), given_sizes(resolved)
     origins = dict.fromkeys(found[0].variables, found[1].origin) if found is not None else {}
     if sizes:
-        origins[str(effective["use_parallelism_config"].setting.variable)] = sizes[0].origin
+        origins[str(resolved["use_parallelism_config"].setting.variable)] = sizes[0].origin
     return origins
 
 
-def given_sizes(effective: Effective) -> list[Effect]:
+def given_sizes(resolved: ResolvedSettings) -> list[ResolvedSetting]:
     """The sizes of axes, and how they are done, that anybody gave."""
-    return [effect for name, effect in effective.items() if name.startswith(_MESH) and effect.given]
+    return [effect for name, effect in resolved.items() if name.startswith(_MESH) and effect.given]
 
 
-def idle(effective: Effective) -> Iterator[tuple[str, Effect, str]]:
+def idle(resolved: ResolvedSettings) -> Iterator[tuple[str, ResolvedSetting, str]]:
     """Options of engines that are not used: label, setting, and what would use it."""
-    found = kind_of(effective)
+    found = kind_of(resolved)
     used = found[0].switch if found is not None else ""
-    backend = effective["backend"].value or ""
+    backend = resolved["backend"].value or ""
     # The sizes of axes choose FSDP by themselves.
-    chosen = {used} | ({"use_fsdp"} if given_sizes(effective) else set())
-    for name, effect in effective.items():
+    chosen = {used} | ({"use_fsdp"} if given_sizes(resolved) else set())
+    for name, effect in resolved.items():
         table = name.partition(".")[0]
         if not effect.given or effect.setting.variable in _SHARED:
             continue
@@ -220,17 +220,17 @@ def idle(effective: Effective) -> Iterator[tuple[str, Effect, str]]:
             switch, backends = _OF_ENGINES[table]
             if switch not in chosen and not backend.startswith(backends):
                 yield name, effect, f"--{switch}"
-        elif table == _EIGHT_BITS[0] and effective["mixed_precision"].value != _EIGHT_BITS[1]:
+        elif table == _EIGHT_BITS[0] and resolved["mixed_precision"].value != _EIGHT_BITS[1]:
             yield name, effect, f"--mixed_precision {_EIGHT_BITS[1]}"
 
 
-def check_devices_of_kind(effective: Effective, processes: int) -> None:
+def check_devices_of_kind(resolved: ResolvedSettings, processes: int) -> None:
     """Refuse to run several devices' kind of run on the only device there is.
 
     Raises:
         SettingError: the machine has one device, and the settings have no number of processes.
     """
-    found = kind_of(effective)
+    found = kind_of(resolved)
     if found is None or not (found[0].by_device and found[0].on_devices and found[1].setting.flag) or processes > 1:
         return
     raise SettingError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shutil import which
 from typing import Final
 
-from accel_cli.config.effective import Effective
+from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
 from accel_state.errors import Conflict, NotFound, SettingError
@@ -39,14 +39,14 @@ def find_mpi() -> str:
     return _OPEN if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
 
 
-def mpi_hosts(effective: Effective) -> tuple[Host, ...]:
+def mpi_hosts(resolved: ResolvedSettings) -> tuple[Host, ...]:
     """The machines of the run.
 
     Raises:
         SettingError: the hostfile cannot be used.
         Conflict: it names fewer machines than `num_machines`.
     """
-    file, machines = effective["mpirun_config.mpirun_hostfile"], effective["num_machines"]
+    file, machines = resolved["mpirun_config.mpirun_hostfile"], resolved["num_machines"]
     hosts = read_hostfile(file.value, file.origin)
     if machines.given and machines.value > len(hosts):
         raise Conflict(
@@ -58,7 +58,7 @@ def mpi_hosts(effective: Effective) -> tuple[Host, ...]:
 
 
 def mpi_argv(
-    effective: Effective,
+    resolved: ResolvedSettings,
     processes: int,
     environment: Mapping[str, str],
     program: Sequence[str],
@@ -67,20 +67,20 @@ def mpi_argv(
     """Command line of mpirun for a program.
 
     Args:
-        effective: every setting of the launch.
+        resolved: every setting of the launch.
         processes: processes on each machine.
         environment: variables that the processes get on all machines.
         program: what each of them runs.
         family: as `find_mpi` answers.
     """
-    hosts = mpi_hosts(effective)
-    machines = effective.instance(MachineSettings)
+    hosts = mpi_hosts(resolved)
+    machines = resolved.instance(MachineSettings)
     store = {
         "MASTER_ADDR": machines.main_process_ip or hosts[0].name,
         "MASTER_PORT": str(machines.main_process_port or DEFAULT_PORT),
     }
     total = str(processes * len(hosts))
-    place = placement(family, effective["mpirun_config.mpirun_hostfile"].value, processes)
+    place = placement(family, resolved["mpirun_config.mpirun_hostfile"].value, processes)
     variables = _exported({**environment, **store}, family)
     return ("mpirun", *place, "-n", total, *variables, *program)
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel_cli.config.effective import Effective, effective
 from accel_cli.config.file import ConfigFile, read_config
 from accel_cli.config.location import default_path
+from accel_cli.config.resolved import ResolvedSettings, resolve_settings
 from accel_cli.launch.backends import backend_for, check_backend, failures
 from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment
 from accel_cli.launch.flags import flag_values
@@ -35,7 +35,7 @@ class Request(NamedTuple):
         arguments: the parsed command line.
     """
 
-    settings: Effective
+    settings: ResolvedSettings
     environ: Mapping[str, str]
     config: ConfigFile | None
     by_default: bool
@@ -56,7 +56,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     config = _config(arguments.config_file, own, classes)
     cluster = read_cluster_environment(own, os.uname().nodename if hasattr(os, "uname") else "")
     flags = flag_values(arguments, classes)
-    settings = effective(classes, flags, own, config.values if config else {}, cluster.values)
+    settings = resolve_settings(classes, flags, own, config.values if config else {}, cluster.values)
     backend, asked = settings["backend"], kind_of(settings)
     if backend.value is not None:
         check_backend(backend.value, backend.origin)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from accel_cli.config.effective import Effective
+from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.places import SageMakerSettings
 from accel_state.errors import NotOffered, SettingError
 from accel_state.labels import SageMakerDistributedType
@@ -40,7 +40,7 @@ class SageMakerJob:
 
 
 def describe_job(
-    effective: Effective,
+    resolved: ResolvedSettings,
     target: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
@@ -49,7 +49,7 @@ def describe_job(
     """The job that the settings describe.
 
     Args:
-        effective: every setting of the launch.
+        resolved: every setting of the launch.
         target: the script.
         arguments: its arguments, all as `--name value`.
         environment: variables that its processes get.
@@ -60,11 +60,11 @@ def describe_job(
             cannot be handed over.
         NotOffered: the settings select SageMaker's model parallelism.
     """
-    settings = effective.instance(SageMakerSettings)
+    settings = resolved.instance(SageMakerSettings)
     for name in ("ec2_instance_type", "iam_role_name"):
         if not getattr(settings, name):
             raise SettingError(_ASKED, f"{name} is missing.", "Write it into the config file.")
-    kind = effective["distributed_type"].value or SageMakerDistributedType.NO.value
+    kind = resolved["distributed_type"].value or SageMakerDistributedType.NO.value
     if kind not in _DISTRIBUTION:
         raise NotOffered(_ASKED, f"distributed_type={kind} is none of {', '.join(_DISTRIBUTION)}.", "Use one of these.")
     if not target.endswith(".py"):
@@ -79,7 +79,7 @@ def describe_job(
         "pytorch_version": settings.pytorch_version,
         "py_version": settings.py_version,
         "base_job_name": settings.base_job_name,
-        "instance_count": effective["num_machines"].value,
+        "instance_count": resolved["num_machines"].value,
         "instance_type": settings.ec2_instance_type,
         "debugger_hook_config": False,
         "distribution": _DISTRIBUTION[kind],

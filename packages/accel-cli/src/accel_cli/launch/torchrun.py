@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from accel_cli.config.effective import Effective
+from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.arguments import MachineSettings, TorchrunSettings
 from accel_state.network import DEFAULT_PORT
 
@@ -20,10 +20,10 @@ OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable of torch's agent: whether the processes of each attempt serve a store of their own."""
 
 
-def torchrun_argv(effective: Effective, processes: int, program: Sequence[str]) -> tuple[str, ...]:
+def torchrun_argv(resolved: ResolvedSettings, processes: int, program: Sequence[str]) -> tuple[str, ...]:
     """Arguments of the interpreter that starts `processes` processes of a program on this machine."""
-    machines = effective.instance(MachineSettings)
-    options = effective.instance(TorchrunSettings)
+    machines = resolved.instance(MachineSettings)
+    options = resolved.instance(TorchrunSettings)
     return (
         AGENT,
         f"--nnodes={machines.num_machines}",
@@ -38,18 +38,18 @@ def torchrun_argv(effective: Effective, processes: int, program: Sequence[str]) 
     )
 
 
-def torchrun_environment(effective: Effective, environ: Mapping[str, str]) -> dict[str, str]:
+def torchrun_environment(resolved: ResolvedSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of torch's agent: how long processes may take to end after a signal, and who serves their store.
 
     An agent remembers the place of the store that it shares with its processes, and so it keeps out a machine that
     replaces another one. Where machines come and go, the processes serve a store of their own instead.
 
     Args:
-        effective: every setting of the launch.
+        resolved: every setting of the launch.
         environ: variables of the launcher.
     """
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(effective["grace_period"].value))}
-    if effective["rdzv_backend"].value != "static" and effective["num_machines"].value > 1:
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(resolved["grace_period"].value))}
+    if resolved["rdzv_backend"].value != "static" and resolved["num_machines"].value > 1:
         variables[OWN_STORES] = environ.get(OWN_STORES, "1")
     return variables
 

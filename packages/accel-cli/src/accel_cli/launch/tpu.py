@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from accel_cli.config.effective import Effective
+from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.places import TPUSettings
 from accel_state.errors import NotOffered, SettingError
 
@@ -20,15 +20,15 @@ _IN_POD: Final = "ACCELERATE_IN_TPU_POD"
 _BFLOAT16: Final = "bf16"
 
 
-def tpu_variables(effective: Effective) -> dict[str, str]:
+def tpu_variables(resolved: ResolvedSettings) -> dict[str, str]:
     """Variables by which torch_xla computes in bfloat16."""
-    settings = effective.instance(TPUSettings)
-    if effective["mixed_precision"].value != _BFLOAT16:
+    settings = resolved.instance(TPUSettings)
+    if resolved["mixed_precision"].value != _BFLOAT16:
         return {}
     return {"XLA_DOWNCAST_BF16" if settings.downcast_bf16 else "XLA_USE_BF16": "1"}
 
 
-def tpu_argv(effective: Effective, how: str, target: str, arguments: Sequence[str]) -> tuple[str, ...]:
+def tpu_argv(resolved: ResolvedSettings, how: str, target: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """Arguments of the interpreter that starts the processes of this machine's TPU.
 
     Raises:
@@ -40,20 +40,20 @@ def tpu_argv(effective: Effective, how: str, target: str, arguments: Sequence[st
             "torch_xla starts a function of a Python module.",
             "Name a script with such a function; --main_training_function says which.",
         )
-    return (RUNNER_OF_TPU, effective.instance(TPUSettings).main_training_function, how, target, *arguments)
+    return (RUNNER_OF_TPU, resolved.instance(TPUSettings).main_training_function, how, target, *arguments)
 
 
-def pod_argv(effective: Effective, script: Sequence[str]) -> tuple[str, ...]:
+def pod_argv(resolved: ResolvedSettings, script: Sequence[str]) -> tuple[str, ...]:
     """Arguments of the interpreter that runs `accel launch` on every machine of a pod.
 
     Args:
-        effective: every setting of the launch.
+        resolved: every setting of the launch.
         script: the options, script and arguments that `accel launch` gets there.
 
     Raises:
         SettingError: the TPU has no name, or a variable for its machines has no value.
     """
-    settings = effective.instance(TPUSettings)
+    settings = resolved.instance(TPUSettings)
     if not settings.tpu_name:
         raise SettingError(
             "Cannot launch on a TPU pod (tpu_use_cluster).",
@@ -74,7 +74,7 @@ def pod_argv(effective: Effective, script: Sequence[str]) -> tuple[str, ...]:
         "launch",
         "--tpu",
         "--no_tpu_cluster",
-        f"--mixed_precision={effective['mixed_precision'].value}",
+        f"--mixed_precision={resolved['mixed_precision'].value}",
         f"--main_training_function={settings.main_training_function}",
         *script,
     )

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from typing import Final
 
-from accel_cli.config.effective import label
+from accel_cli.config.resolved import label
 from accel_cli.launch.check import check_launch
 from accel_cli.launch.devices import count_devices
 from accel_cli.launch.flags import settings_by_flag

@@ -77,12 +77,12 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
     launch = _launch(args)
     how, target, arguments = launch.script
     command = [*(launch.machine.python if word == "python" else word for word in _OF_PYTHON[how]), target, *arguments]
-    hosts = launch.effective["mpirun_config.mpirun_hostfile"].value
+    hosts = launch.resolved["mpirun_config.mpirun_hostfile"].value
     if hosts:
         processes, machines = _sizes(launch)
         place = placement(find_mpi(), hosts, max(processes // machines, 1))
         command = ["mpirun", *place, "-n", str(processes), *command]
-    own = launch.effective.instance(MachineSettings)
+    own = launch.resolved.instance(MachineSettings)
     store = {"MASTER_ADDR": own.main_process_ip, "MASTER_PORT": own.main_process_port}
     return command, {
         **launch.machine.environ,
@@ -95,7 +95,7 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     """Variables of a launch of several processes; arguments of torch.distributed.run are set in `args`."""
     launch = _launch(args)
     processes, machines = _sizes(launch)
-    own = launch.effective.instance(MachineSettings)
+    own = launch.resolved.instance(MachineSettings)
     args.nproc_per_node = str(processes // machines)
     if machines > 1:
         args.nnodes, args.node_rank = str(machines), own.machine_rank
@@ -114,13 +114,13 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[s
     """
     path = {"PYTHONPATH": env_var_path_add("PYTHONPATH", os.getcwd())}
     launch = _launch(args)
-    if not own_launcher(launch.effective):
+    if not own_launcher(launch.resolved):
         return None, {**prepare_multi_gpu_env(args), **path}
-    check_deepspeed(launch.effective)
+    check_deepspeed(launch.resolved)
     processes, machines = _sizes(launch)
     each = processes // machines
     how, target, arguments = launch.script
-    command = deepspeed_argv(launch.effective, each, (*_OF_DEEPSPEED[how], target, *arguments))
+    command = deepspeed_argv(launch.resolved, each, (*_OF_DEEPSPEED[how], target, *arguments))
     return list(command), {**launch.machine.environ, **launch.environment(each), **path}
 
 
@@ -137,7 +137,7 @@ def prepare_sagemager_args_inputs(
     sagemaker_config: Any, args: Namespace
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Arguments of SageMaker's estimator, and the places of its input data."""
-    from accel_cli.config.effective import effective, label
+    from accel_cli.config.resolved import label, resolve_settings
     from accel_cli.launch.options import launch_classes
     from accel_state.settings.environ import Given
     from accel_state.settings.schema import settings_of
@@ -146,7 +146,7 @@ def prepare_sagemager_args_inputs(
     request = read_request(own, os.environ)
     known = {str(one.key): label(one) for settings in launch_classes() for one in settings_of(settings).values()}
     file = {known[key]: Given(value, key) for key, value in sagemaker_config.to_dict().items() if key in known}
-    settings = effective(launch_classes(), flag_values(own, launch_classes()), request.environ, file)
+    settings = resolve_settings(launch_classes(), flag_values(own, launch_classes()), request.environ, file)
     target, *arguments = own.script
     environment = common_environment(settings, carried_classes())
     job = describe_job(settings, target, arguments, environment, sagemaker_config.additional_args)
@@ -186,8 +186,8 @@ def _launch(args: Namespace) -> Launch:
 
 def _sizes(launch: Launch) -> tuple[int, int]:
     """Processes in total, and machines."""
-    processes = launch.effective["num_processes"].value
-    return launch.machine.devices() if processes is None else processes, launch.effective["num_machines"].value
+    processes = launch.resolved["num_processes"].value
+    return launch.machine.devices() if processes is None else processes, launch.resolved["num_machines"].value
 
 
 def _extended(args: Namespace, current_env: dict[str, str], *prefixes: str) -> dict[str, str]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_cli.config.effective import effective, label
 from accel_cli.config.file import read_config
+from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.flags import add_settings, flag_values
 from accel_cli.launch.options import add_launch_arguments, carried_classes
@@ -41,21 +41,21 @@ VARIABLE = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     ],
 )
 def test_flag_wins_over_environment_over_file_over_default(flags, environ, file, expected):
-    effect = effective([RunSettings], flags, environ, file)["mixed_precision"]
+    effect = resolve_settings([RunSettings], flags, environ, file)["mixed_precision"]
     assert [(given.value, given.origin) for given in effect.candidates] == [*expected, ("no", "default")]
     assert effect.given == bool(expected)
     assert [given.value for given in effect.overridden] == [value for value, _ in expected[1:]]
 
 
 def test_a_given_value_that_equals_the_default_is_still_given():
-    settings = effective([RunSettings], {"mixed_precision": Given("no", "--mixed_precision")}, {}, {})
+    settings = resolve_settings([RunSettings], {"mixed_precision": Given("no", "--mixed_precision")}, {}, {})
     assert settings.variables(RunSettings) == {"ACCELERATE_MIXED_PRECISION": "no"}
-    assert effective([RunSettings], {}, {}, {}).variables(RunSettings) == {}
+    assert resolve_settings([RunSettings], {}, {}, {}).variables(RunSettings) == {}
 
 
 def test_a_variable_of_the_wrong_kind_is_named():
     with pytest.raises(SettingError, match=r"\$ACCELERATE_MIXED_PRECISION"):
-        effective([RunSettings], {}, {"ACCELERATE_MIXED_PRECISION": "half"}, {})
+        resolve_settings([RunSettings], {}, {"ACCELERATE_MIXED_PRECISION": "half"}, {})
 
 
 def text_for(known):
@@ -120,7 +120,7 @@ def test_settings_of_backends_do_not_take_the_place_of_the_launchers():
     classes = (*LAUNCH_CLASSES, Backend)
     given = parse("--gradient_accumulation_steps", "3", classes=classes)
     assert (given["gradient_accumulation_steps"], given["rocket.steps"]) == (3, 3)
-    settings = effective(classes, {}, {"ROCKET_STEPS": "7", "ACCELERATE_DEBUG_MODE": "1"}, {})
+    settings = resolve_settings(classes, {}, {"ROCKET_STEPS": "7", "ACCELERATE_DEBUG_MODE": "1"}, {})
     assert settings.instance(RunSettings).gradient_accumulation_steps == 1
     assert settings.instance(Backend).gradient_accumulation_steps == 7
     assert settings.variables(Backend) == {"ROCKET_STEPS": "7"}
@@ -191,15 +191,15 @@ def test_flag_file_and_variable_reach_the_process_alike(cls, known, tmp_path):
         parser = Parser("accel launch")
         add_settings(parser, [cls])
         words = [known.flag] if alone else [known.flag, text]
-        ways.append(effective([cls], flag_values(parser.parse_args(words), [cls]), {}, {}))
+        ways.append(resolve_settings([cls], flag_values(parser.parse_args(words), [cls]), {}, {}))
     if known.key:
         *tables, key = known.key.split(".")
         lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(tables)]
         path = tmp_path / "run.yaml"
         path.write_text("\n".join([*lines, f"{'  ' * len(tables)}{key}: {text}"]))
-        ways.append(effective([cls], {}, {}, read_config(str(path), [cls]).values))
+        ways.append(resolve_settings([cls], {}, {}, read_config(str(path), [cls]).values))
     if known.variable:
-        ways.append(effective([cls], {}, {known.variable: text}, {}))
+        ways.append(resolve_settings([cls], {}, {known.variable: text}, {}))
     carried = [settings.variables(cls) for settings in ways]
     assert all(sorted(variables) == sorted(own(known)) for variables in carried)
     assert all(variables == carried[0] for variables in carried)
@@ -216,7 +216,7 @@ def test_what_is_carried_is_read_back_as_the_same_settings(cls):
         for known in settings_of(cls).values()
         if known.variable and known.name not in EXCLUSIVE
     }
-    settings = effective([cls], given, {}, {})
+    settings = resolve_settings([cls], given, {}, {})
     there = from_environment(cls, settings.variables(cls))
     for name, known in settings_of(cls).items():
         if label(known) in given:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from accel_state.settings.environ import DEFAULT, Given, read_setting
 from accel_state.settings.schema import Setting, settings_of
 
-__all__ = ("Effect", "Effective", "effective", "label")
+__all__ = ("ResolvedSetting", "ResolvedSettings", "label", "resolve_settings")
 
 S = TypeVar("S")
 
@@ -20,7 +20,7 @@ def label(known: Setting) -> str:
     return known.name if known.flag is None else known.flag.removeprefix("--")
 
 
-class Effect(NamedTuple):
+class ResolvedSetting(NamedTuple):
     """One setting with everything that was said about it.
 
     Args:
@@ -52,17 +52,17 @@ class Effect(NamedTuple):
         return self.candidates[1:-1]
 
 
-class Effective(Mapping[str, Effect]):
+class ResolvedSettings(Mapping[str, ResolvedSetting]):
     """The effect of every setting of some classes, by its label; of two with one label the first is shown."""
 
-    def __init__(self, by_class: Mapping[type, Mapping[str, Effect]]) -> None:
+    def __init__(self, by_class: Mapping[type, Mapping[str, ResolvedSetting]]) -> None:
         self._by_class = by_class
-        self._effects: dict[str, Effect] = {}
+        self._effects: dict[str, ResolvedSetting] = {}
         for effects in by_class.values():
             for effect in effects.values():
                 self._effects.setdefault(label(effect.setting), effect)
 
-    def __getitem__(self, name: str) -> Effect:
+    def __getitem__(self, name: str) -> ResolvedSetting:
         return self._effects[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -98,13 +98,13 @@ class Effective(Mapping[str, Effect]):
         }
 
 
-def effective(
+def resolve_settings(
     classes: Iterable[type],
     flags: Mapping[str, Given],
     environ: Mapping[str, str],
     file: Mapping[str, Given],
     cluster: Mapping[str, Given] | None = None,
-) -> Effective:
+) -> ResolvedSettings:
     """Put the sources together.
 
     Args:
@@ -118,10 +118,10 @@ def effective(
         SettingError: a variable holds something that is not of its setting's kind.
     """
 
-    def effect(known: Setting) -> Effect:
+    def effect(known: Setting) -> ResolvedSetting:
         name = label(known)
         sources = (flags.get(name), read_setting(known, environ), (cluster or {}).get(name), file.get(name))
         said = tuple(given for given in sources if given is not None)
-        return Effect(known, (*said, Given(known.default, DEFAULT)))
+        return ResolvedSetting(known, (*said, Given(known.default, DEFAULT)))
 
-    return Effective({one: {name: effect(known) for name, known in settings_of(one).items()} for one in classes})
+    return ResolvedSettings({one: {name: effect(known) for name, known in settings_of(one).items()} for one in classes})
