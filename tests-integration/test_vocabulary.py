@@ -160,7 +160,7 @@ IDENTIFIERS: Mapping[str, Retired] = {
     "told_of_model": Retired("fetch_model_info"),
     # accel-plugins and accel-torch
     "DividedSequence": Retired("sequence sharding", "accel-plugins"),
-    "Sealer": Retired("CheckpointFinalizer", "accel-plugins accel-torch"),
+    "Sealer": Retired("CheckpointFinalizer"),
     "Surroundings": Retired("ClusterEnvironment"),
     "TrackingPage": Retired("TrackingMixin", "accel-torch"),
     "TrainingPage": Retired("TrainingMixin", "accel-torch"),
@@ -181,7 +181,7 @@ IDENTIFIERS: Mapping[str, Retired] = {
     "saves_together": Retired("collective_save", "accel-plugins accel-torch tests-integration"),
     "stand_ins": Retired("placeholders", "accel-plugins accelerate tests-integration"),
     "stands_for": Retired("placeholders", "accel-plugins accel-torch"),
-    "steady_tensors": Retired("CopyGuard", "accel-plugins accel-torch tools"),
+    "steady_tensors": Retired("CopyGuard"),
     "waive": Retired("allow_missing", "accel-plugins accel-torch tests-integration"),
 }
 """Identifiers that are unusual enough to find by themselves."""

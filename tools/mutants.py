@@ -59,14 +59,12 @@ AREAS: Final[Mapping[str, Sequence[str]]] = {
     "accumulation": [
         *_sources("accel_state", "gradient"),
         *_sources("accel_plugins", "ddp/strategy", "wrapped/jump", "wrapped/optimizer", "wrapped/scheduler"),
-        *_sources("accel_plugins", "checkpoint/gradients"),
         *_sources("accel_torch", "accelerator/training", "accumulation", "local_sgd", "step", "weighting"),
     ],
     "commit": _sources(
         "accel_plugins",
-        *("checkpoint/background", "checkpoint/boundaries", "checkpoint/commit", "checkpoint/folder"),
-        *("checkpoint/manifest", "checkpoint/ownership", "checkpoint/recovery", "checkpoint/retention"),
-        *("checkpoint/sealing", "checkpoint/verification"),
+        *("checkpoint/background", "checkpoint/boundaries", "checkpoint/commit", "checkpoint/manifest"),
+        *("checkpoint/recovery", "checkpoint/retention", "checkpoint/state"),
     ),
 }
 """What is changed, by area."""
@@ -96,7 +94,7 @@ TESTS: Final[Mapping[str, Sequence[str]]] = {
         *_tests("accel-torch", "test_models_*", "test_short_*", "test_token_weights", "test_unusual_optimizers"),
     ],
     "commit": [
-        *_tests("accel-plugins", "test_checkpoint_*", "test_hostile_*", "test_ranges_*"),
+        *_tests("accel-plugins", "test_checkpoint_*", "test_hostile_*", "test_partial_*", "test_ranges_*"),
         *_tests("accel-torch", "test_verified_loads", "test_saving_behind", "test_loading_*", "test_failures_*"),
         *_tests("accel-torch", "test_torn_saves", "test_changed_bytes"),
     ],

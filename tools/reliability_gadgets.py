@@ -32,7 +32,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_bigmodel.weight_files.torch_files import torch_rules
-from accel_plugins.checkpoint import allowed, pickled
+from accel_plugins.checkpoint import pickled, shards
 from accel_plugins.testing.faults import Tally
 from accel_state.errors import CheckpointError
 
@@ -335,14 +335,14 @@ def _joined(before: bytes, text: bytes, behind: bytes) -> bytes:
 READERS: Final[dict[str, _Format]] = {
     "torch": _Format(_archives, _archive, pickled.read, b"\x80\x02", "state.bin"),
     "old torch": _Format(_sequences, _joined, pickled.read, b"\x80\x02", "state.bin"),
-    "metadata": _Format(_descriptions, _joined, allowed.read_metadata, b"\x80\x04", ".metadata"),
+    "metadata": _Format(_descriptions, _joined, shards.read_metadata, b"\x80\x04", ".metadata"),
 }
 
 
 def gadgets(reader: str) -> list[bytes]:
     """The files for a reader; those that it reads, as they are written, come first."""
     form = READERS[reader]
-    table = allowed.metadata_rules() if reader == "metadata" else torch_rules()
+    table = shards.metadata_rules() if reader == "metadata" else torch_rules()
     constants = [name for name, rule in table.items() if rule.constant][:3]
     names = [name for name, rule in table.items() if not rule.constant] + constants + list(DANGEROUS)
     draw = random.Random(0)

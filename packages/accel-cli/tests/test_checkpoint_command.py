@@ -16,7 +16,7 @@ from accel_cli.main import main
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.checkpoint.ownership import Claim
+from accel_plugins.checkpoint.recovery import Claim
 from accel_state import PartialState
 from accel_state.testing.fresh import fresh
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_plugins.checkpoint import commit, sealing
-from accel_plugins.checkpoint.commit import exchange, staging
+from accel_plugins.checkpoint import commit
+from accel_plugins.checkpoint.commit import CheckpointFinalizer, exchange, staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify
-from accel_plugins.checkpoint.sealing import Sealer
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.testing.processes import Processes
@@ -61,14 +60,14 @@ def test_a_save_is_completed_where_no_thread_can_be_started_any_more(
     for name in ("model", "inside/optimizer"):
         (tmp_path / name).write_text(name, encoding="utf-8")
     monkeypatch.setattr(threading.Thread, "start", refused)
-    sealer = Sealer()
-    sealer.begin(tmp_path / "model")
-    sealed = sealer.seal(tmp_path)
-    assert set(sealed.files) == {"model", "inside/optimizer"}
+    finalizer = CheckpointFinalizer()
+    finalizer.begin(tmp_path / "model")
+    finalized = finalizer.finalize(tmp_path)
+    assert set(finalized.files) == {"model", "inside/optimizer"}
     assert verify(tmp_path, hashes=True).good
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="Cannot complete"):
-        Sealer().seal(tmp_path)
+        CheckpointFinalizer().finalize(tmp_path)
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -121,14 +120,14 @@ def test_a_file_that_does_not_reach_the_disk_makes_no_checkpoint(
 ) -> None:
     target = tmp_path / "a"
     write(target, "old")
-    real = sealing.fsync_path
+    real = commit.fsync_path
 
     def fsync(path: Path) -> None:
         if path.name == "optimizer.bin":
             raise OSError(5, "Input/output error")
         real(path)
 
-    monkeypatch.setattr(sealing, "fsync_path", fsync)
+    monkeypatch.setattr(commit, "fsync_path", fsync)
     with pytest.raises(CheckpointError, match="Input/output error"):
         write(target, "new", fsync=True)
     assert (target / "optimizer.bin").read_text() == "old"
@@ -140,12 +139,12 @@ def test_every_file_reaches_the_disk_before_the_manifest_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: bool
 ) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(sealing, "fsync_path", lambda path: flushed.append(path.name))
+    monkeypatch.setattr(commit, "fsync_path", lambda path: flushed.append(path.name))
     (tmp_path / "begun.bin").write_text("x")
     (tmp_path / "found.bin").write_text("y")
-    sealer = Sealer() if flushes else Sealer(fsync=False)
-    sealer.begin(tmp_path / "begun.bin")
-    sealer.seal(tmp_path)
+    finalizer = CheckpointFinalizer() if flushes else CheckpointFinalizer(fsync=False)
+    finalizer.begin(tmp_path / "begun.bin")
+    finalizer.finalize(tmp_path)
     expected = ["begun.bin", "found.bin", MANIFEST_NAME, tmp_path.name] if flushes else []
     assert flushed == expected
 

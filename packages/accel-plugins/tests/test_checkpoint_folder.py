@@ -14,8 +14,8 @@ from torch import nn
 
 from accel_plugins import AcceleratedOptimizer, AcceleratedScheduler, Bundle, Context, Strategy
 from accel_plugins.checkpoint.files import MANIFEST_NAME, random_states_name
-from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
 from accel_plugins.checkpoint.pickled import read, write
+from accel_plugins.checkpoint.state import Contents, load_folder, save_folder
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend

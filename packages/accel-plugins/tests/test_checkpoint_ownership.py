@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from accel_plugins.checkpoint import ownership
-from accel_plugins.checkpoint.commit import staging
+from accel_plugins.checkpoint import recovery
+from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
 from accel_plugins.checkpoint.manifest import CheckpointManifest, verify
-from accel_plugins.checkpoint.ownership import Claim
-from accel_plugins.checkpoint.recovery import is_left_behind, recover, unfinished
+from accel_plugins.checkpoint.recovery import Claim, is_stale, recover, unfinished
 from accel_plugins.checkpoint.retention import remove_oldest
-from accel_plugins.checkpoint.sealing import Sealer
 from accel_state.errors import CheckpointError
 
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--uts", "--kill-child")
@@ -217,7 +215,7 @@ def test_the_folder_of_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     with staging(tmp_path / "a") as folder:
         (folder / "optimizer.bin").write_text("text")
         recover(tmp_path)
-        assert not is_left_behind(folder)
+        assert not is_stale(folder)
         assert folder.is_dir()
     assert verify(tmp_path / "a").good
     assert entries(tmp_path) == {"a"}
@@ -235,7 +233,7 @@ def leave(target: Path, text: bytes | None = None, **changes: Any) -> Path:
 
 
 def test_an_owner_that_let_go_of_its_lock_is_gone(tmp_path: Path) -> None:
-    assert is_left_behind(leave(tmp_path / "a"))
+    assert is_stale(leave(tmp_path / "a"))
     recover(tmp_path)
     assert entries(tmp_path) == set()
 
@@ -265,13 +263,13 @@ def test_an_owner_that_cannot_be_observed_lives_as_long_as_it_touches_its_record
     for minutes, gone in ((0, False), (9, False), (11, True)):
         then = time.time() - 60 * minutes
         os.utime(record, (then, then))
-        assert is_left_behind(folder) is gone
+        assert is_stale(folder) is gone
     recover(tmp_path)
     assert entries(tmp_path) == set()
 
 
 def test_a_record_is_touched_while_its_claim_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "_RENEWED", 0.01)
+    monkeypatch.setattr(recovery, "_RENEWED", 0.01)
     with Claim(tmp_path / "a") as claim:
         record = claim.path("owner")
         os.utime(record, (0, 0))
@@ -338,15 +336,15 @@ def test_a_save_whose_folder_was_taken_over_is_refused_and_harms_nothing(tmp_pat
     assert entries(tmp_path) == {"a"}
 
 
-class Disturbed(Sealer):
-    """Something writes into the folder once it is sealed."""
+class Disturbed(CheckpointFinalizer):
+    """Something writes into the folder once it is finalized."""
 
     def __init__(self, disturb: Callable[[Path], object]) -> None:
         super().__init__()
         self._disturb = disturb
 
-    def seal(self, folder: Path, facts: Any = None) -> CheckpointManifest:
-        manifest = super().seal(folder, facts)
+    def finalize(self, folder: Path, facts: Any = None) -> CheckpointManifest:
+        manifest = super().finalize(folder, facts)
         self._disturb(folder)
         return manifest
 
@@ -366,7 +364,7 @@ def test_a_folder_that_changed_after_it_was_sealed_is_not_put_in_place(
 ) -> None:
     write(tmp_path / "a", "old")
     with pytest.raises(CheckpointError, match=f"{named} is gone or has another content"):
-        write(tmp_path / "a", "new", sealer=Disturbed(disturb))
+        write(tmp_path / "a", "new", finalizer=Disturbed(disturb))
 
     assert verify(tmp_path / "a", hashes=True).good
     assert (tmp_path / "a" / "optimizer.bin").read_text() == "old"
@@ -375,7 +373,7 @@ def test_a_folder_that_changed_after_it_was_sealed_is_not_put_in_place(
 
 @pytest.mark.usefixtures("cpu_state")
 def test_a_file_that_was_only_touched_after_it_was_sealed_is_still_the_same(tmp_path: Path) -> None:
-    write(tmp_path / "a", "new", sealer=Disturbed(lambda folder: os.utime(folder / "optimizer.bin", (1, 1))))
+    write(tmp_path / "a", "new", finalizer=Disturbed(lambda folder: os.utime(folder / "optimizer.bin", (1, 1))))
     assert verify(tmp_path / "a", hashes=True).good
 
 
@@ -393,7 +391,7 @@ def test_a_checkpoint_that_another_run_puts_there_meanwhile_makes_way(tmp_path: 
         other.start()
         other.join()
 
-    write(target, "new", sealer=Disturbed(meanwhile))
+    write(target, "new", finalizer=Disturbed(meanwhile))
     assert (target / "optimizer.bin").read_text() == "new"
     assert verify(target, hashes=True).extra == (("notes/one",) if existed else ())
     assert entries(tmp_path) == {"a"}

@@ -13,8 +13,7 @@ import pytest
 
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.manifest import verify
-from accel_plugins.checkpoint.ownership import Claim
-from accel_plugins.checkpoint.recovery import discard, located, missing, recover, unfinished
+from accel_plugins.checkpoint.recovery import Claim, discard, located, missing, recover, unfinished
 from accel_plugins.checkpoint.retention import find_newest
 from accel_plugins.testing import faults
 

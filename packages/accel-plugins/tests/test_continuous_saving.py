@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_plugins import ContinuousSavePolicy, ProjectConfiguration
-from accel_plugins.checkpoint.continuous import SavePace
+from accel_plugins.checkpoint.boundaries import SavePace
 from accel_plugins.checkpoint.retention import beyond
 from accel_state.errors import Conflict, SettingError
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from accel_plugins.checkpoint.allowed import read_metadata
+from accel_plugins.checkpoint.shards import read_metadata
 from accel_state.errors import CheckpointError
 
 WITH_STRIDES = len(fields(TensorProperties)) == 6

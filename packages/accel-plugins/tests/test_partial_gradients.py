@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_plugins.checkpoint.files import gradients_name
-from accel_plugins.checkpoint.gradients import held_gradients, load_gradients
+from accel_plugins.checkpoint.state import held_gradients, load_gradients
 from accel_state.errors import CheckpointError
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from accel_plugins.checkpoint import preemption
-from accel_plugins.checkpoint.preemption import Preemption
+from accel_plugins.checkpoint import boundaries
+from accel_plugins.checkpoint.boundaries import Preemption
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.exit_codes import RESUME
@@ -130,7 +130,7 @@ sys.stdin.read()
 
 
 def test_a_request_while_the_store_is_gone_ends_in_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_PATIENCE", 1.0)
+    monkeypatch.setattr(boundaries, "_PATIENCE", 1.0)
     host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None
     store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)

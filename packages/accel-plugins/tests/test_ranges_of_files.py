@@ -11,10 +11,16 @@ import xxhash
 from safetensors.torch import save_file
 
 from accel_bigmodel.weight_files.metadata import read_header
-from accel_plugins.checkpoint import ranges
-from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, record_of
-from accel_plugins.checkpoint.ranges import hash_of, place_of, range_ends
-from accel_plugins.checkpoint.verification import damage_in
+from accel_plugins.checkpoint import manifest as manifests
+from accel_plugins.checkpoint.manifest import (
+    CheckpointManifest,
+    FileRecord,
+    damage_in,
+    hash_of,
+    place_of,
+    range_ends,
+    record_of,
+)
 from accel_state.current import Process
 from accel_state.testing.fresh import fresh
 
@@ -52,7 +58,7 @@ def test_other_files_are_cut_into_pieces(tmp_path: Path, size: int, name: str) -
 @pytest.mark.parametrize("mapped", [True, False])
 def test_hashes_are_those_of_the_bytes(weights: Path, monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
     if not mapped:
-        monkeypatch.setattr(ranges, "_advise", lambda: None)
+        monkeypatch.setattr(manifests, "_advise", lambda: None)
     record, content = record_of(weights), weights.read_bytes()
     assert record.xxh3_128 == xxhash.xxh3_128(content).hexdigest()
     for begin, end in pairwise([0, *(record.ranges or ())]):
@@ -63,7 +69,7 @@ def test_hashes_are_those_of_the_bytes(weights: Path, monkeypatch: pytest.Monkey
 def test_pages_that_cannot_be_mapped_are_read(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_of(weights)
     begin, end = next(iter(pairwise(record.ranges or ())))
-    monkeypatch.setattr(ranges, "_advise", lambda: lambda *_: -1)
+    monkeypatch.setattr(manifests, "_advise", lambda: lambda *_: -1)
     assert hash_of(weights, begin, end) == (record.ranges or {})[end]
     # Shorter than it was: the end of a mapping would end the process.
     with open(weights, "rb+") as file:

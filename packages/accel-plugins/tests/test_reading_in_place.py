@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.weight_files import range_reader, save_weights_file
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.in_place import MappedState, read_weights
-from accel_plugins.checkpoint.parts import read_part, write_part
+from accel_plugins.checkpoint.parts import MappedState, read_part, read_weights, write_part
 from accel_plugins.manifest import Part
 from accel_state.errors import CheckpointError
 

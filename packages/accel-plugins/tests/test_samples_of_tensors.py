@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_plugins.checkpoint.samples import changed, samples_of
+from accel_plugins.checkpoint.background import changed, samples_of
 
 KINDS: list[Callable[[], Tensor]] = [
     lambda: torch.randn(3),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.checkpoint.ownership import Claim
+from accel_plugins.checkpoint.recovery import Claim
 from accel_plugins.testing import faults
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_plugins.checkpoint import preemption
-from accel_plugins.checkpoint.preemption import Preemption
+from accel_plugins.checkpoint import boundaries
+from accel_plugins.checkpoint.boundaries import Preemption
 from accel_state import PartialState, current
 from accel_state.errors import SettingError
 from accel_state.exit_codes import RESUME
@@ -180,8 +180,8 @@ def test_copies_of_a_signal_are_ignored_and_a_late_one_ends_the_process(monkeypa
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
         assert signal.getsignal(signal.SIGTERM) is before
-        monkeypatch.setattr(preemption, "_PATIENCE", -1.0)
-        monkeypatch.setattr(preemption.signal, "raise_signal", ended.append)
+        monkeypatch.setattr(boundaries, "_PATIENCE", -1.0)
+        monkeypatch.setattr(boundaries.signal, "raise_signal", ended.append)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.checkpoint import capture, snapshot
+from accel_plugins.checkpoint import background, state
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.retention import find_newest
 from accel_state.errors import CheckpointError
@@ -85,14 +85,14 @@ def test_what_is_saved_is_the_moment_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, accumulate: int
 ) -> None:
     written = threading.Event()
-    real = capture.pickled.write
+    real = state.pickled.write
 
     def late(state: Any, path: Path) -> None:
         # Nothing is written before training has changed everything there is.
         assert written.wait(30)
         real(state, path)
 
-    monkeypatch.setattr(capture.pickled, "write", late)
+    monkeypatch.setattr(state.pickled, "write", late)
     with fresh():
         session = Session(accumulate=accumulate)
         batches = iter(session.loader)
@@ -110,9 +110,9 @@ def test_what_is_saved_is_the_moment_of_the_call(
 
 def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_copy, seen = threading.Event(), []
-    real = snapshot.Snapshot.copy
+    real = background.Snapshot.copy
 
-    def late(self: snapshot.Snapshot) -> list[str]:
+    def late(self: background.Snapshot) -> list[str]:
         assert may_copy.wait(30)
         seen.append("copied")
         return real(self)
@@ -121,7 +121,7 @@ def test_a_step_waits_for_the_copy_and_backward_does_not(tmp_path: Path, monkeyp
         seen.append("backward")
         may_copy.set()
 
-    monkeypatch.setattr(snapshot.Snapshot, "copy", late)
+    monkeypatch.setattr(background.Snapshot, "copy", late)
     with fresh():
         session = Session()
         batches = iter(session.loader)
@@ -146,7 +146,7 @@ def test_a_failure_is_raised_by_whoever_waits_next_and_only_once(
         accelerator = session.accelerator
         accelerator.save_state(str(tmp_path / "good"))
         with monkeypatch.context() as patch:
-            patch.setattr(capture.pickled, "write", failing_write)
+            patch.setattr(state.pickled, "write", failing_write)
             accelerator.save_state(str(tmp_path / "bad"), async_save=True)
             arguments = (str(tmp_path / "good"),) if where in ("save_state", "load_state") else ()
             with pytest.raises(CheckpointError, match="disk is full"):
@@ -192,7 +192,7 @@ SCRIPT = """
 import os, signal, sys
 from torch import nn
 from accel_torch import Accelerator, ProjectConfiguration
-from accel_plugins.checkpoint import capture
+from accel_plugins.checkpoint import state
 from accel_state.errors import CheckpointError
 
 accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
@@ -203,7 +203,7 @@ def write(state, path):
         os.kill(os.getpid(), signal.SIGKILL)
     raise CheckpointError("Cannot write it.", "The disk is full.", "Make room.")
 if sys.argv[2] != "well":
-    capture.pickled.write = write
+    state.pickled.write = write
 accelerator.save_state(async_save=True)
 """
 
@@ -255,9 +255,9 @@ def fail_on_two(folder: str) -> list[str]:
     accelerator = session.accelerator
     accelerator.save_state(folder)
     batches = iter(session.loader)
-    real = capture.pickled.write
+    real = state.pickled.write
     if accelerator.process_index == 1:
-        capture.pickled.write = failing_write
+        state.pickled.write = failing_write
     accelerator.save_state(folder, async_save=True)
     session.train(batches, 2)
     told = []
@@ -266,7 +266,7 @@ def fail_on_two(folder: str) -> list[str]:
             accelerator.wait_for_checkpoint()
         except CheckpointError as error:
             told.append(str(error))
-    capture.pickled.write = real
+    state.pickled.write = real
     accelerator.wait_for_everyone()
     return told
 

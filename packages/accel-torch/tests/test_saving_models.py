@@ -15,7 +15,7 @@ from torch import nn
 
 from accel_bigmodel import disk_offload
 from accel_bigmodel.weight_files import load_weights
-from accel_plugins.checkpoint.objects import load, save
+from accel_plugins.checkpoint.pickled import load, save
 from accel_state.errors import CheckpointError, SettingError, UnknownKind
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.checkpoint import snapshot
+from accel_plugins.checkpoint import background
+from accel_plugins.checkpoint.background import Snapshot
 from accel_plugins.checkpoint.manifest import read_manifest, verify
-from accel_plugins.checkpoint.snapshot import Snapshot
 from accel_state.errors import CheckpointError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
@@ -76,7 +76,7 @@ class Late:
 
     def __init__(self, patch: pytest.MonkeyPatch, late: int = 1) -> None:
         self.may_copy, self.copies, self._late = threading.Event(), 0, late
-        patch.setattr(snapshot.Snapshot, "copy", lambda taken: self._copy(taken))
+        patch.setattr(background.Snapshot, "copy", lambda taken: self._copy(taken))
 
     def _copy(self, taken: Snapshot) -> list[str]:
         self.copies += 1
@@ -165,7 +165,7 @@ def test_a_change_that_is_taken_back_tears_too(
     with fresh():
         session = Session()
         session.accelerator.save_state(str(tmp_path / "a"), async_save=True)
-        before, real = session.weights, snapshot.samples_of
+        before, real = session.weights, background.samples_of
 
         def samples_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             # The copy is made, and the evaluation is over.
@@ -173,7 +173,7 @@ def test_a_change_that_is_taken_back_tears_too(
                 parameter.data.copy_(before[name])
             return real(tensors)
 
-        monkeypatch.setattr(snapshot, "samples_of", samples_of)
+        monkeypatch.setattr(background, "samples_of", samples_of)
         for parameter in session.model.parameters():
             parameter.data.mul_(0.5)
         late.may_copy.set()
@@ -265,7 +265,7 @@ def test_after_three_torn_copies_training_stands_still_for_one(tmp_path: Path, m
             session.model[0].bias.data.add_(1)
         return REAL_COPY(taken)
 
-    monkeypatch.setattr(snapshot.Snapshot, "copy", disturbed)
+    monkeypatch.setattr(background.Snapshot, "copy", disturbed)
     with fresh():
         session = Session()
         for number, batch in enumerate(session.loader):
@@ -287,7 +287,7 @@ def test_parameters_that_another_thread_changes_all_the_time_are_refused(
         session.model[0].bias.data.add_(1)
         return REAL_COPY(taken)
 
-    monkeypatch.setattr(snapshot.Snapshot, "copy", disturbed)
+    monkeypatch.setattr(background.Snapshot, "copy", disturbed)
     with fresh():
         session = Session()
         session.accelerator.save_state(str(tmp_path / "a"), async_save=True)
@@ -303,7 +303,7 @@ SCRIPT = """
 import sys, threading
 import torch
 from torch import nn
-from accel_plugins.checkpoint.snapshot import Snapshot
+from accel_plugins.checkpoint.background import Snapshot
 from accel_torch import Accelerator, ProjectConfiguration
 
 def train(folder):

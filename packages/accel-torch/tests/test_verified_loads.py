@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.weight_files.metadata import read_header
-from accel_plugins.checkpoint import verification
+from accel_plugins.checkpoint import manifest as manifests
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import read_manifest, verify
 from accel_state.errors import CheckpointError
@@ -103,7 +103,7 @@ def test_automatic_naming_goes_back_to_an_older_one(tmp_path: Path, caplog: pyte
 
 
 def test_sizes_alone_are_compared_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "hash_of", lambda *_: pytest.fail("A file was hashed."))
+    monkeypatch.setattr(manifests, "hash_of", lambda *_: pytest.fail("A file was hashed."))
     with fresh():
         session = Session(tmp_path, verify="sizes")
         folder = session.accelerator.save_state()
@@ -173,9 +173,9 @@ def load_on_two(project: str, sharded: bool, damage: str | None) -> tuple[str, b
     accelerator.wait_for_everyone()
     session.step()
     hashed: list[str] = []
-    real = verification.hash_of
+    real = manifests.hash_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "hash_of", lambda *given: hashed.append(given[0].name) or real(*given))
+        patch.setattr(manifests, "hash_of", lambda *given: hashed.append(given[0].name) or real(*given))
         loaded = accelerator.load_state()
     accelerator.wait_for_everyone()
     return Path(str(loaded)).name, equal(session.state, saved), len(hashed)

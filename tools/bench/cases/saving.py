@@ -111,11 +111,10 @@ def save_behind(scope: Scope) -> Call:
 
 def sample(scope: Scope) -> Call:
     """The samples of contents by which an asynchronous save finds what changed under it."""
-    from accel_plugins.checkpoint.samples import samples_of
-    from accel_plugins.checkpoint.snapshot import steady_tensors
+    from accel_plugins.checkpoint.background import guarded_tensors, samples_of
 
-    steady = steady_tensors([training()[2].optimizer])
-    return lambda: samples_of(steady)
+    guarded = guarded_tensors([training()[2].optimizer])
+    return lambda: samples_of(guarded)
 
 
 def load(scope: Scope) -> Call:

@@ -13,7 +13,7 @@ from typing import Any
 from accel_cli.table import columns
 from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
 from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, read_manifest, verify
-from accel_plugins.checkpoint.recovery import is_left_behind, located, missing, recover, unfinished
+from accel_plugins.checkpoint.recovery import is_stale, located, missing, recover, unfinished
 from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
 from accel_plugins.checkpoint.retention import checkpoints, remove_oldest, surplus
 from accel_plugins.checkpoint.store import is_url
@@ -84,7 +84,7 @@ def _row(path: Path, hashes: bool) -> dict[str, Any]:
 
 
 def _half(path: Path) -> dict[str, Any]:
-    state = "incomplete: its process is gone" if is_left_behind(path) else "incomplete: being written"
+    state = "incomplete: its process is gone" if is_stale(path) else "incomplete: being written"
     written = path.stat().st_mtime
     row = {"name": path.name, "position": "", "processes": None, "size": _size(path), "written": written}
     return {**row, "state": state, "damage": []}
@@ -266,7 +266,7 @@ def shown_age(written: float) -> str:
 def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
     """Remove the oldest checkpoints until `keep` are left, and what dead processes left; the names of what goes."""
     place = _place(folder)
-    dead = [entry for entry in unfinished(place) if is_left_behind(entry)]
+    dead = [entry for entry in unfinished(place) if is_stale(entry)]
     if dry_run:
         return [path.name for path in (*dead, *surplus(place, keep))]
     recover(place)

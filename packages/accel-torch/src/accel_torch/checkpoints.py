@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_plugins.checkpoint.contents import Contents
-from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.manifest import damage_in, verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
+from accel_plugins.checkpoint.state import Contents
 from accel_plugins.checkpoint.store import is_url
-from accel_plugins.checkpoint.verification import damage_in
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty
 from accel_state.errors import CheckpointError, SettingError

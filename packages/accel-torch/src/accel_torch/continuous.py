@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from accel_plugins.checkpoint.continuous import ContinuousSaver, SavePace
+from accel_plugins.checkpoint.boundaries import ContinuousSaver, SavePace
 from accel_torch.saving import save_state
 
 if TYPE_CHECKING:

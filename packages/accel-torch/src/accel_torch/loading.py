@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.folder import load_folder
-from accel_plugins.checkpoint.gradients import load_gradients
+from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_state.errors import CheckpointError, UnknownKind
 from accel_torch.checkpoints import chosen, contents, unwrapped
 from accel_torch.saving import wait

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
-    from accel_plugins.checkpoint.continuous import ContinuousSaver
-    from accel_plugins.checkpoint.preemption import Preemption
-    from accel_plugins.checkpoint.upload import Uploader
+    from accel_plugins.checkpoint.boundaries import ContinuousSaver, Preemption
+    from accel_plugins.checkpoint.remote import Uploader
     from accel_plugins.transform import Transform
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from accel_plugins.checkpoint.preemption import Preemption
+from accel_plugins.checkpoint.boundaries import Preemption
 from accel_state.errors import NotOffered
 from accel_torch.saving import save_state, wait
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
-from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, identity_of, split_url
-from accel_plugins.checkpoint.upload import Uploader
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, identity_of, split_url
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.background import BackgroundSaver, TornError
+from accel_plugins.checkpoint.background import BackgroundSaver, CopyGuard, Snapshot, TornError, guarded_tensors
 from accel_plugins.checkpoint.boundaries import StepBoundaries
-from accel_plugins.checkpoint.capture import Captured, capture
-from accel_plugins.checkpoint.commit import staging
+from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
 from accel_plugins.checkpoint.retention import remove_oldest
-from accel_plugins.checkpoint.sealing import Sealer
-from accel_plugins.checkpoint.snapshot import Gate, Snapshot, steady_tensors
+from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 from accel_torch.checkpoints import contents, next_folder, unwrapped
 
@@ -60,13 +58,13 @@ def save_state(
     if async_save:
         _save_behind(parts, _Request(target, safe_serialization))
     else:
-        sealer = Sealer(project.fsync)
-        with _staging(parts, target, sealer) as folder:
+        finalizer = CheckpointFinalizer(project.fsync)
+        with _staging(parts, target, finalizer) as folder:
             _take(parts, folder).write(
                 folder,
                 parts._engine.strategy,
                 safe_serialization=safe_serialization,
-                written=sealer.begin,
+                written=finalizer.begin,
                 model_options=options,
             )
         _after_commit(parts, target)
@@ -75,7 +73,7 @@ def save_state(
     return str(target)
 
 
-def _staging(parts: Parts, target: Path, sealer: Sealer | None = None) -> AbstractContextManager[Path]:
+def _staging(parts: Parts, target: Path, finalizer: CheckpointFinalizer | None = None) -> AbstractContextManager[Path]:
     project = parts._options.project
     return staging(
         target,
@@ -83,7 +81,7 @@ def _staging(parts: Parts, target: Path, sealer: Sealer | None = None) -> Abstra
         facts=_facts(parts),
         fsync=project.fsync,
         deadline=project.deadline,
-        sealer=sealer,
+        finalizer=finalizer,
     )
 
 
@@ -136,7 +134,7 @@ def _check_window(parts: Parts) -> None:
         )
 
 
-def _take(parts: Parts, folder: Path) -> Captured:
+def _take(parts: Parts, folder: Path) -> CheckpointState:
     return capture(
         contents(parts),
         parts._engine.strategy,
@@ -163,11 +161,11 @@ class _Request:
         return f"Cannot save the checkpoint {self.target} while training goes on."
 
 
-def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> None:
+def _save_behind(parts: Parts, request: _Request, guard: CopyGuard | None = None) -> None:
     """Take the state, then copy it and write the copy, both in a thread.
 
     Args:
-        gate: that of the attempt before, whose copy was torn.
+        guard: that of the attempt before, whose copy was torn.
     """
     strategy = parts._engine.strategy
     optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in parts._registry.optimizers]
@@ -179,7 +177,7 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
         if at_once:
             _save_again(parts, request)
         else:
-            _save_behind(parts, request, gate)
+            _save_behind(parts, request, guard)
 
     def copied() -> list[str]:
         try:
@@ -188,7 +186,7 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
             barrier.fail(error)
             raise
         finally:
-            opened.open()
+            released.release()
 
     def work() -> None:
         with staged:
@@ -206,15 +204,15 @@ def _save_behind(parts: Parts, request: _Request, gate: Gate | None = None) -> N
         folder = stack.enter_context(_staging(parts, request.target))
         barrier = _barrier(parts, request)
         with barrier.reporting():
-            snapshot = Snapshot(_take(parts, folder), saver.buffers, steady_tensors(optimizers))
-            if gate is None:
-                gate = Gate(optimizers, unwrapped(parts), lambda: _before_step(parts), lambda: _after_step(parts))
+            snapshot = Snapshot(_take(parts, folder), saver.buffers, guarded_tensors(optimizers))
+            if guard is None:
+                guard = CopyGuard(optimizers, unwrapped(parts), lambda: _before_step(parts), lambda: _after_step(parts))
             else:
-                gate.close()
-            opened = gate
+                guard.hold()
+            released = guard
             early = copied() if request.attempts > _COPIES_BEHIND else None
         staged = stack.pop_all()
-    saver.start(work, gate, boundaries, again)
+    saver.start(work, guard, boundaries, again)
 
 
 def _save_again(parts: Parts, request: _Request) -> None:

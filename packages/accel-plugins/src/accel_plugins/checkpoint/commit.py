@@ -2,7 +2,8 @@
 
 What stood under the name before stays valid until that moment. Where the system can exchange two names in one step, it
 does; elsewhere the old folder is moved aside, and whoever looks for it next puts it back should the process die in
-between.
+between. Every file is hashed and made durable, and the manifest that lists them is written last: a thread waits for
+the disk while files are hashed from the page cache, and begins with the first file while others are being written.
 """
 
 from __future__ import annotations
@@ -10,28 +11,34 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import queue
 import random
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.files import is_ours
-from accel_plugins.checkpoint.manifest import read_manifest
-from accel_plugins.checkpoint.ownership import Claim
-from accel_plugins.checkpoint.recovery import discard, fingerprint, recover
-from accel_plugins.checkpoint.sealing import Sealer, fsync_path
+from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path, is_ours, walk
+from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest, record_of
+from accel_plugins.checkpoint.recovery import Claim, discard, fingerprint, recover
 from accel_state.errors import CheckpointError
+from accel_state.settings.installed import installed_version
 
 if TYPE_CHECKING:
     from accel_state.current import Process
 
-__all__ = ("exchange", "staging")
+__all__ = (
+    "CheckpointFinalizer",
+    "exchange",
+    "staging",
+)
 
 _ATTEMPTS: Final = 100
 _LONGEST_PAUSE: Final = 0.02
@@ -40,6 +47,8 @@ _CONTENDED: Final = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
+
+_LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
 
 
 @contextmanager
@@ -50,7 +59,7 @@ def staging(
     facts: Mapping[str, Any] | None = None,
     fsync: bool = True,
     deadline: float = 600.0,
-    sealer: Sealer | None = None,
+    finalizer: CheckpointFinalizer | None = None,
 ) -> Iterator[Path]:
     """A folder to write a checkpoint into; it takes the name `target` when the block ends without an error.
 
@@ -64,7 +73,7 @@ def staging(
         facts: goes into the manifest.
         fsync: wait until the disk holds everything.
         deadline: seconds that processes wait for each other.
-        sealer: what has begun to flush files while others are still being written.
+        finalizer: what has begun to flush files while others are still being written.
 
     Raises:
         CheckpointError: this or another process failed; nothing that was there before is touched.
@@ -74,7 +83,7 @@ def staging(
 
         process = current.process_or_start()
     target = Path(os.path.realpath(target))
-    sealer = sealer or Sealer(fsync)
+    finalizer = finalizer or CheckpointFinalizer(fsync)
     asked, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are untouched."
     barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
     path, claim = _open(target, process, barrier)
@@ -83,10 +92,10 @@ def staging(
             yield path
             barrier.wait("write")
             if claim is not None:
-                sealer.seal(path, {"world_size": process.world_size, **(facts or {})})
+                finalizer.finalize(path, {"world_size": process.world_size, **(facts or {})})
             barrier.wait("complete")
             if claim is not None:
-                _put_in_place(claim, target, sealer, fsync)
+                _put_in_place(claim, target, finalizer, fsync)
         except BaseException as error:
             if isinstance(error, (OSError, CheckpointError)):
                 # A process that fails takes the folder away under the hands of the others; theirs is then not the first
@@ -96,7 +105,7 @@ def staging(
             raise
         barrier.wait("commit", last=True)
     finally:
-        sealer.close()
+        finalizer.close()
         _leave(claim)
 
 
@@ -154,14 +163,14 @@ def _make_lasting(folder: Path) -> None:
     fsync_path(folder.parent)
 
 
-def _put_in_place(claim: Claim, target: Path, sealer: Sealer, fsync: bool) -> None:
+def _put_in_place(claim: Claim, target: Path, finalizer: CheckpointFinalizer, fsync: bool) -> None:
     """Give the staging folder its name.
 
     Another run may put a checkpoint under the same name meanwhile; what stood there when this one comes last makes way.
     """
     path, attempts = claim.path("tmp"), _ATTEMPTS
     try:
-        while not _is_placed(claim, path, target, sealer):
+        while not _is_placed(claim, path, target, finalizer):
             attempts -= 1
             if not attempts:
                 raise FileExistsError(f"{target} was changed by another run {_ATTEMPTS} times meanwhile")
@@ -176,7 +185,7 @@ def _put_in_place(claim: Claim, target: Path, sealer: Sealer, fsync: bool) -> No
         ) from error
 
 
-def _is_placed(claim: Claim, path: Path, target: Path, sealer: Sealer) -> bool:
+def _is_placed(claim: Claim, path: Path, target: Path, finalizer: CheckpointFinalizer) -> bool:
     """Try to give a folder its name; False when another run changed what stands there meanwhile."""
     carried: list[Path] = []
     try:
@@ -185,7 +194,7 @@ def _is_placed(claim: Claim, path: Path, target: Path, sealer: Sealer) -> bool:
             _carry_over(target, path, carried)
             if fingerprint(target) != before:
                 raise FileExistsError(errno.EEXIST, "another run changed it meanwhile", str(target))
-        _check_ours(claim, path, target, sealer)
+        _check_ours(claim, path, target, finalizer)
         if exchange(path, target):
             return True
         _move_in(path, target, claim.path("old"))
@@ -198,10 +207,10 @@ def _is_placed(claim: Claim, path: Path, target: Path, sealer: Sealer) -> bool:
     return True
 
 
-def _check_ours(claim: Claim, path: Path, target: Path, sealer: Sealer) -> None:
-    """Refuse a folder that another process took for left behind, or changed since it was sealed."""
+def _check_ours(claim: Claim, path: Path, target: Path, finalizer: CheckpointFinalizer) -> None:
+    """Refuse a folder that another process took for left behind, or changed since it was finalized."""
     changed = [] if claim.holds else ["Another run took its folder for left behind."]
-    changed += [f"{name} is gone or has another content than was written." for name in sealer.changed(path)]
+    changed += [f"{name} is gone or has another content than was written." for name in finalizer.changed(path)]
     if changed:
         raise CheckpointError(
             f"Cannot put a checkpoint in place as {target}.",
@@ -284,3 +293,169 @@ def _renameat2() -> Any | None:
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     return call
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """What changes when a file is written again."""
+
+    size: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Stamp:
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+class CheckpointFinalizer:
+    """Makes the files of one folder durable and lists them.
+
+    Args:
+        fsync: wait until the disk holds everything; False trusts the page cache.
+    """
+
+    def __init__(self, fsync: bool = True) -> None:
+        self._fsync = fsync
+        self._hashes = _Worker(record_of)
+        self._flushes = _Worker(_flushed)
+        self._finalized: CheckpointManifest | None = None
+
+    def begin(self, path: Path) -> None:
+        """Hash and flush a file that is complete, behind the back of whoever writes the next one."""
+        self._hashes.add(path)
+        if self._fsync:
+            self._flushes.add(path)
+
+    def finalize(self, folder: Path, facts: Mapping[str, Any] | None = None) -> CheckpointManifest:
+        """Finish all files of a folder, and write its manifest.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        try:
+            paths = [path for path in walk(folder) if path.name != MANIFEST_NAME or path.parent != folder]
+            for path in paths:
+                self._hashes.add(path)
+                if self._fsync:
+                    self._flushes.add(path)
+            found = self._hashes.results(paths)
+            if self._fsync:
+                self._flushes.results(paths)
+            records: dict[str, FileRecord] = {path.relative_to(folder).as_posix(): found[path] for path in paths}
+            versions = {name: version for name in _LIBRARIES if (version := installed_version(name)) is not None}
+            manifest = CheckpointManifest(records, dict(facts or {}), versions, time.time())
+            self._write(folder, manifest, {path.parent for path in paths} | {folder})
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot complete the checkpoint in {folder}.",
+                f"{type(error).__name__}: {error}",
+                "Check the disk; older checkpoints are untouched.",
+            ) from error
+        finally:
+            self.close()
+        self._finalized = manifest
+        return manifest
+
+    def changed(self, folder: Path) -> list[str]:
+        """Names of files in a finalized folder that are no longer what was finalized."""
+        if self._finalized is None:
+            return []
+        records = self._finalized.files.items()
+        changed = [name for name, record in records if not self._is_still(folder / name, record)]
+        try:
+            whole = (folder / MANIFEST_NAME).read_text(encoding="utf-8") == self._finalized.text()
+        except (OSError, UnicodeDecodeError):
+            whole = False
+        return changed if whole else [*changed, MANIFEST_NAME]
+
+    def _is_still(self, path: Path, record: FileRecord) -> bool:
+        """Whether a file is the one that was hashed; some network file systems change the time of one that is."""
+        try:
+            return self._hashes.stamp(path) == _Stamp.of(path) or record_of(path).xxh3_128 == record.xxh3_128
+        except OSError:
+            return False
+
+    def _write(self, folder: Path, manifest: CheckpointManifest, directories: set[Path]) -> None:
+        target = folder / MANIFEST_NAME
+        target.write_text(manifest.text(), encoding="utf-8")
+        if self._fsync:
+            fsync_path(target)
+            for directory in sorted(directories, reverse=True):
+                fsync_path(directory)
+
+    def close(self) -> None:
+        """Stop; for a folder that will not be finalized."""
+        self._hashes.close()
+        self._flushes.close()
+
+
+@dataclass
+class _Worker:
+    """A thread that does one thing with each path it is given; a file that changed afterwards is done again.
+
+    From Python 3.12 on no thread can be started while the program ends; the one that saves then does the work itself.
+    """
+
+    work: Any
+    _waiting: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
+    _asked: dict[Path, _Stamp] = field(default_factory=dict)
+    _done: dict[Path, Any] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+
+    def add(self, path: Path) -> None:
+        stamp = _Stamp.of(path)
+        if self._asked.get(path) == stamp:
+            return
+        self._asked[path] = stamp
+        if self._thread is not None or self._has_started():
+            self._waiting.put(path)
+        else:
+            self._do(path)
+
+    def stamp(self, path: Path) -> _Stamp | None:
+        """What a file looked like when it was handed over last."""
+        return self._asked.get(path)
+
+    def _has_started(self) -> bool:
+        thread = threading.Thread(target=self._run, name="accel-finalize", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        while (path := self._waiting.get()) is not None:
+            self._do(path)
+
+    def _do(self, path: Path) -> None:
+        try:
+            self._done[path] = self.work(path)
+        except Exception as error:  # raised again in `results`
+            self._done[path] = error
+
+    def results(self, paths: list[Path]) -> dict[Path, Any]:
+        """What was found, once everything is done.
+
+        Raises:
+            Exception: the first that was met.
+        """
+        self.close()
+        for path in paths:
+            if isinstance(self._done.get(path), Exception):
+                raise self._done[path]
+        return self._done
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _flushed(path: Path) -> bool:
+    fsync_path(path)
+    return True

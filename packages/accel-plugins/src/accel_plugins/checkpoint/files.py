@@ -1,11 +1,14 @@
-"""Names of the files in a checkpoint folder.
+"""The files in a checkpoint folder: their names, walking through them, and waiting until the disk holds them.
 
 The index counts objects of one kind from 0 in the order of `prepare`; index 0 has no suffix, except where it is said.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from accel_bigmodel.weight_files.names import weights_name
@@ -19,6 +22,7 @@ __all__ = (
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "custom_name",
+    "fsync_path",
     "gradients_name",
     "is_ours",
     "loader_name",
@@ -27,6 +31,7 @@ __all__ = (
     "scheduler_name",
     "sharded_model_name",
     "shards_name",
+    "walk",
     "weights_name",
 )
 
@@ -103,3 +108,24 @@ def is_ours(name: str) -> bool:
         (True, False)
     """
     return _OURS.fullmatch(name) is not None
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder, in order."""
+    for root, directories, names in os.walk(folder):
+        directories.sort()
+        yield from (Path(root, name) for name in sorted(names))
+
+
+def fsync_path(path: Path) -> None:
+    """Wait until the disk holds a file or the entries of a folder; systems that cannot open folders skip those."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name != "nt" else os.O_RDWR)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,22 +1,31 @@
 """The list of a checkpoint's files with sizes and hashes, and the comparison of a folder with it.
 
-It is written last, so a folder that has one was complete. Reading it needs neither torch nor the objects inside.
+The manifest is written last, so a folder that has one was complete. Reading it needs neither torch nor the objects
+inside. Besides the hash of a whole file it holds those of ranges, which follow each other without a gap: ranges of a
+safetensors file end where tensors end; large tensors, and other files, are cut into pieces, so that threads and
+processes can share the work of verifying a checkpoint before it is loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
+import mmap
+import re
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from accel_plugins.checkpoint.files import MANIFEST_NAME
-from accel_plugins.checkpoint.ranges import range_ends
+from accel_bigmodel.weight_files.metadata import Header, read_header
+from accel_bigmodel.weight_files.names import is_safetensors
+from accel_plugins.checkpoint.files import MANIFEST_NAME, walk
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import (
     anything,
@@ -32,16 +41,22 @@ from accel_state.untrusted import (
     text,
 )
 
+if TYPE_CHECKING:
+    from accel_state.current import Process
+
 __all__ = (
     "CheckpointManifest",
     "FileRecord",
     "Verdict",
+    "damage_in",
+    "hash_of",
     "hash_of_file",
     "parse_manifest",
+    "place_of",
+    "range_ends",
     "read_manifest",
     "record_of",
     "verify",
-    "walk",
 )
 
 FORMAT: Final = 1
@@ -62,6 +77,17 @@ _SHAPE: Final = record(
         "written": number(0, 253402300799),
     }
 )
+
+_LONGEST: Final = 1 << 24
+_SHORTEST: Final = 1 << 16
+"""Bytes below which neighbouring tensors share a range."""
+_POPULATE_READ: Final = 22
+"""`MADV_POPULATE_READ` of Linux 5.14: maps pages at once, and says so where one cannot be read."""
+_OF_ONE: Final = re.compile(r".*(?:_rank|random_states_|gradients_|__)(\d+)(?:_\d+)?\.[a-z]+")
+"""Files that a single process writes and reads, shards among them; the number says which."""
+_THREADS: Final = 2
+_SMALL: Final = 1 << 24
+"""Bytes that are hashed without further threads."""
 
 
 @dataclass(frozen=True)
@@ -205,17 +231,10 @@ def _verify(folder: Path, hashes: bool) -> Verdict:
     damage = tuple(
         sentence
         for name, record in sorted(manifest.files.items())
-        if (sentence := _damage(folder, name, record, hashes)) is not None
+        if (sentence := _damage_of_file(folder, name, record, hashes)) is not None
     )
     present = {path.relative_to(folder).as_posix() for path in walk(folder)}
     return Verdict(manifest, damage, tuple(sorted(present - {*manifest.files, MANIFEST_NAME})))
-
-
-def walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder, in order."""
-    for root, directories, names in os.walk(folder):
-        directories.sort()
-        yield from (Path(root, name) for name in sorted(names))
 
 
 def record_of(path: Path) -> FileRecord:
@@ -243,7 +262,7 @@ def hash_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _damage(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | None:
+def _damage_of_file(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | None:
     shown = printable(f"{name:.200}")
     try:
         path = Path(path_inside(folder, name))
@@ -261,3 +280,172 @@ def _damage(folder: Path, name: str, record: FileRecord, hashes: bool) -> str | 
     except OSError as error:
         return f"{shown} cannot be read: {error.strerror}."
     return None
+
+
+def range_ends(path: Path, size: int) -> list[int]:
+    """Where the ranges of a file end, in bytes from its start; the last one is its size."""
+    header = _header(path)
+    if header is None or not header.entries:
+        return list(_cut(0, [size]))
+    first = min(entry.begin for entry in header.entries.values())
+    return [first, *_cut(first, sorted({entry.end for entry in header.entries.values()} - {first}))]
+
+
+def _cut(begin: int, marks: list[int]) -> Iterator[int]:
+    """Marks with some more between those that are far apart, and without those that are close together."""
+    for mark in marks:
+        while mark - begin > _LONGEST:
+            begin += _LONGEST
+            yield begin
+        if mark - begin >= _SHORTEST or (mark == marks[-1] and mark > begin):
+            yield mark
+            begin = mark
+
+
+def _header(path: Path) -> Header | None:
+    """The header of a safetensors file; None of any other, and of one that is damaged."""
+    if not is_safetensors(path):
+        return None
+    try:
+        return read_header(path)
+    except CheckpointError:
+        return None
+
+
+def place_of(path: Path, begin: int, end: int) -> str:
+    """What is in a range: names of tensors where the file says them, else the bytes."""
+    header = _header(path)
+    entries = sorted(header.entries.items(), key=lambda item: item[1].begin) if header else []
+    names = [name for name, entry in entries if entry.begin < end and entry.end > begin]
+    if not names:
+        return f"the bytes {begin} to {end}"
+    shown = repr(names[0]) if len(names) == 1 else f"one of {names[0]!r} to {names[-1]!r}"
+    return f"{shown} (bytes {begin} to {end})"
+
+
+def hash_of(path: Path, begin: int, end: int) -> str:
+    """xxh3_64 of a range, which is mapped where the system can: reading copies it, and takes twice as long.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        return _mapped_hash(file, begin, end) or _read_hash(file, begin, end)
+
+
+def _mapped_hash(file: FileIO, begin: int, end: int) -> str | None:
+    advise = _advise()
+    if advise is None or end - begin < _BUFFER:
+        return None
+    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        # A private mapping, which ctypes takes for one that may be written to.
+        pages = mmap.mmap(file.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
+    except (OSError, ValueError):
+        return None
+    with pages:
+        first = ctypes.c_char.from_buffer(pages)
+        populated = advise(ctypes.addressof(first), end - start, _POPULATE_READ) == 0
+        del first
+        if not populated:
+            # What cannot be read would end the process as soon as it was touched.
+            return None
+        with memoryview(pages) as whole, whole[begin - start :] as part:
+            return xxhash.xxh3_64(part).hexdigest()
+
+
+@cache
+def _advise() -> Any:
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
+
+
+def _read_hash(file: FileIO, begin: int, end: int) -> str:
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(_BUFFER, end - begin)))
+    file.seek(begin)
+    while begin < end and (count := file.readinto(buffer[: end - begin])):
+        digest.update(buffer[:count])
+        begin += count
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A part of a file, and the hash it should have; `end` is None where the manifest has a hash of the file alone."""
+
+    name: str
+    begin: int
+    end: int | None
+    expected: str
+    size: int
+
+
+def damage_in(folder: Path, manifest: CheckpointManifest, process: Process) -> list[str]:
+    """What this process finds wrong in its share of the files; the shares of all processes are the whole checkpoint.
+
+    Args:
+        folder: the checkpoint, whose files have the sizes that the manifest says.
+        manifest: its manifest.
+        process: who this process is.
+
+    Returns:
+        One sentence for each damaged range, with the file and the tensor.
+    """
+    ranges = list(_share(manifest, process))
+    if sum(one.size for one in ranges) <= _SMALL:
+        found = [_damage_of_range(folder, one) for one in ranges]
+    else:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-verify") as threads:
+            found = list(threads.map(lambda one: _damage_of_range(folder, one), ranges))
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _share(manifest: CheckpointManifest, process: Process) -> Iterator[_Range]:
+    same_processes = manifest.facts.get("world_size") == process.world_size
+    topology, turn = process.topology, 0
+    for name, entry in sorted(manifest.files.items()):
+        owner = _owner(name, process.world_size) if same_processes else None
+        for one in _ranges(name, entry):
+            if owner is None:
+                mine, turn = turn % topology.local_world_size == topology.local_rank, turn + 1
+            else:
+                mine = owner == process.rank
+            if mine:
+                yield one
+
+
+def _owner(name: str, world_size: int) -> int | None:
+    """The process that alone reads a file; None where all do."""
+    found = _OF_ONE.fullmatch(name)
+    owner = world_size if found is None else int(found[1])
+    return owner if owner < world_size else None
+
+
+def _ranges(name: str, record: FileRecord) -> Iterator[_Range]:
+    if not record.ranges:
+        yield _Range(name, 0, None, record.xxh3_128, record.size)
+        return
+    begin = 0
+    for end, expected in record.ranges.items():
+        yield _Range(name, begin, end, expected, end - begin)
+        begin = end
+
+
+def _damage_of_range(folder: Path, one: _Range) -> str | None:
+    shown = printable(f"{one.name:.200}")
+    try:
+        path = Path(path_inside(folder, one.name))
+        if one.end is None:
+            return None if hash_of_file(path) == one.expected else f"{shown} has another content than was written."
+        if hash_of(path, one.begin, one.end) == one.expected:
+            return None
+        place = printable(place_of(path, one.begin, one.end))
+        return f"{shown} has another content than was written in {place:.300}."
+    except OSError as error:
+        return f"{shown} cannot be read: {error.strerror or error}."
+    except ValueError as error:
+        return f"{error}."

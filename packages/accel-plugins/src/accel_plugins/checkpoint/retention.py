@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Final, TypeVar
 
 from accel_plugins.checkpoint.manifest import Verdict, verify
-from accel_plugins.checkpoint.ownership import Claim
-from accel_plugins.checkpoint.recovery import discard, fingerprint, located, missing, recover
+from accel_plugins.checkpoint.recovery import Claim, discard, fingerprint, located, missing, recover
 from accel_state.errors import CheckpointError
 
 __all__ = ("Checkpoint", "available", "beyond", "checkpoints", "find_newest", "remove_oldest", "surplus")

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from accel_plugins.checkpoint.manifest import walk
-from accel_plugins.checkpoint.sealing import fsync_path
+from accel_plugins.checkpoint.files import fsync_path, walk
 from accel_state.errors import AccelError, CheckpointError, SettingError
 from accel_state.settings.extension import extensions
 from accel_state.untrusted import path_inside

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
-from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
+from accel_plugins.checkpoint.state import Contents, load_folder, save_folder
 from accel_plugins.context import Context
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty, Manifest

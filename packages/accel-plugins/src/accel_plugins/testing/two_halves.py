@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_plugins.checkpoint.folder import Contents, load_folder, save_folder
+from accel_plugins.checkpoint.state import Contents, load_folder, save_folder
 from accel_plugins.testing.reference_loop import Case, Session, batches, make_model
 from accel_state.errors import CheckpointError
 from accel_state.protocol import barrier

@@ -145,7 +145,7 @@ class SavingPage(Parts):
             f: the file; what was there stays until the new one is complete.
             safe_serialization: write safetensors files instead of those of `torch.save`.
         """
-        from accel_plugins.checkpoint.objects import save
+        from accel_plugins.checkpoint.pickled import save
 
         with PROGRESS.during("saving"):
             save(obj, f, self._options.project.save_on_each_node, safe_serialization)

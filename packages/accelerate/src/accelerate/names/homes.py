@@ -412,7 +412,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.other": {
         "accel_plugins.blocks": "has_repeated_blocks is_repeated_blocks",
-        "accel_plugins.checkpoint.objects": "load save",
+        "accel_plugins.checkpoint.pickled": "load save",
         "accel_plugins.transforms.compile": """
             compile_regions compile_regions_deepspeed=compile_regions_in_place
             compile_regions_fsdp2=compile_regions_in_place has_compiled_regions
