@@ -40,7 +40,7 @@ def started(name: str) -> tuple[Any, Any, Any]:
     """A strategy, and a model and an optimizer as it set them up, from a seed of each process's own."""
     state = PartialState(cpu=True)
     entry = (broken_backends.CONTROLS | broken_backends.CATALOGUE)[name]
-    strategy = entry.strategy(Context(process(), GradientState(), Precision()))
+    strategy = entry.strategy(Context(process(), GradientState(), Precision(), manifest=entry.manifest))
     torch.manual_seed(state.process_index)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -55,7 +55,7 @@ def stepped(strategy: Any, model: Any, optimizer: Any, step: int) -> None:
     with strategy.no_sync(model):
         strategy.backward(model(inputs[0]).square().mean() / 2)
     strategy.backward(model(inputs[1]).square().mean() / 2)
-    strategy.before_gradients_are_read(optimizer)
+    strategy.finalize_gradients(optimizer)
     strategy.step(optimizer)
     optimizer.zero_grad()
 
@@ -104,7 +104,7 @@ def resumed_weights(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]
         stepped(strategy, model, optimizer, step)
     for part, item in parts:
         state = strategy.collect(part, item)
-        if strategy.saves_together or strategy.context.process.rank == 0:
+        if strategy.traits.collective_save or strategy.context.process.rank == 0:
             strategy.save(part, state, Path(folder), 0)
     strategy.context.process.transport.barrier()
     for step in range(5, 8):

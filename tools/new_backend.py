@@ -82,6 +82,7 @@ MANIFEST: Final = Manifest(
     config="{module}.config:{title}Config",
     strategy="{module}.strategy:{title}Strategy",
     axes=frozenset({{Axis.REPLICATE}}),
+    protocol=2,
 )
 '''
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.manifest import Ability, Axis, Manifest, Part
+from accel_plugins.manifest import Ability, Axis, Manifest, Part, Traits
 from accel_plugins.precision.base import Closure
 from accel_plugins.strategy import Strategy
 
@@ -61,7 +61,9 @@ class BrokenBackend:
             strategy=f"{__name__}:{self.strategy.__name__}",
             axes=frozenset({Axis.REPLICATE}),
             lacks=self.lacks,
+            traits=Traits(collective_save=issubclass(self.strategy, LocalSteps)),
             tier=1,
+            protocol=2,
         )
 
     @property
@@ -517,8 +519,6 @@ class LocalSteps(Strategy):
     After Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), with heavy-ball
     momentum. The processes' weights differ between two outer steps, so each writes files of its own.
     """
-
-    saves_together: ClassVar[bool] = True
 
     PERIOD: ClassVar[int] = 3
     LEARNING_RATE: ClassVar[float] = 0.7

@@ -22,13 +22,13 @@ def manifest(strategy: type[Strategy], **changes: Any) -> Manifest:
 
 
 class LosesAGradient(DDPStrategy):
-    def before_gradients_are_read(self, optimizer: Any) -> None:
+    def finalize_gradients(self, optimizer: Any) -> None:
         optimizer.param_groups[0]["params"][0].grad = None
 
 
 class ForgetsToDivide(DDPStrategy):
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        super().backward(loss * self.context.process.world_size, **kwargs)
+    def backward(self, loss: Any, model: Any = None, **kwargs: Any) -> None:
+        super().backward(loss * self.context.process.world_size, model, **kwargs)
 
 
 class NeverSynchronises(DDPStrategy):
@@ -211,10 +211,10 @@ class ForgetsEarlierMicroBatches(DDPStrategy):
         self.all_models = bundle.models
         return super().setup(bundle)
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Any, model: Any = None, **kwargs: Any) -> None:
         for model in self.all_models:
             model.zero_grad()
-        super().backward(loss, **kwargs)
+        super().backward(loss, model, **kwargs)
 
 
 class JoinsNobody(DDPStrategy):
@@ -333,7 +333,7 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (ReadsNoWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
     (KeepsWhatItMade, {}, "test_nothing_keeps_a_model_that_was_released", ()),
     (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
-    (Sound, {"protocol": 2}, "test_the_manifest_fits_this_version_of_the_interface", ()),
+    (Sound, {"protocol": 9}, "test_the_manifest_fits_this_version_of_the_interface", ()),
     (Sound, {"config": "accel_plugins.ddp.strategy:DDPStrategy"}, "test_manifest_and_settings_load_without_torch", ()),
     (Sound, {"config": "broken_backends:NeedsAnArgument"}, "test_settings_have_defaults_and_survive_pickling", ()),
     *(

@@ -143,7 +143,16 @@ def test_a_broken_backend_stays_listed_with_its_traceback_and_breaks_nobody_else
 
 @pytest.mark.parametrize(
     ("fields", "entry", "sentence"),
-    [("protocol=2", "MANIFEST", "version 2"), ("", "Settings", "no accel_plugins Manifest")],
+    [
+        (
+            "protocol=9",
+            "MANIFEST",
+            "written for version 9 of the backend interface; this release works with versions 1 to 2",
+        ),
+        ("protocol=(3, 9)", "MANIFEST", "written for versions 3 to 9"),
+        ("protocol=0", "MANIFEST", "written for version 0"),
+        ("", "Settings", "no accel_plugins Manifest"),
+    ],
 )
 def test_what_does_not_fit_the_interface_is_refused_with_a_sentence(
     install: Install, fields: str, entry: str, sentence: str

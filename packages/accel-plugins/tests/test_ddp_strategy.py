@@ -74,7 +74,7 @@ def losses_of(strategy: Strategy | None, accumulation: int = 1, steps: int = 3) 
         if strategy is None:
             optimizer.step()
         else:
-            strategy.before_gradients_are_read(optimizer)
+            strategy.finalize_gradients(optimizer)
             assert strategy.step(optimizer)
         optimizer.zero_grad()
     return losses

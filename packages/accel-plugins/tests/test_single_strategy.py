@@ -28,7 +28,7 @@ def test_one_process_trains_as_plain_torch_does(strategy: Strategy) -> None:
     with strategy.no_sync(model), strategy.join([model]), strategy.sync_in_next_backward(model):
         strategy.backward(model(torch.ones(1, 2)).square().sum())
     plain(torch.ones(1, 2)).square().sum().backward()
-    strategy.before_gradients_are_read(optimizers[0])
+    strategy.finalize_gradients(optimizers[0])
     norm = strategy.clip_norm(model.parameters(), 0.1)
     strategy.clip_value(model.parameters(), 0.05)
     assert norm == torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)

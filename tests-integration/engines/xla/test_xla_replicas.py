@@ -153,11 +153,11 @@ def step(
         strategy.step(optimizer, compute)
         return
     compute(micro)
-    strategy.before_gradients_are_read(optimizer)
+    strategy.finalize_gradients(optimizer)
     assert strategy.context.gradient.is_xla_gradients_synced
     strategy.clip_norm(model.parameters(), CLIPPED)
     # The wrapped optimizer asks again when it steps: what is reduced already is not reduced twice.
-    strategy.before_gradients_are_read(optimizer)
+    strategy.finalize_gradients(optimizer)
     strategy.step(optimizer)
 
 

@@ -13,6 +13,7 @@ from accel_plugins.manifest import Job as Job
 from accel_plugins.manifest import Manifest as Manifest
 from accel_plugins.manifest import Part as Part
 from accel_plugins.manifest import Phase as Phase
+from accel_plugins.manifest import Traits as Traits
 from accel_plugins.precision.base import Precision as Precision
 from accel_plugins.precision.config import AutocastKwargs as AutocastKwargs
 from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs

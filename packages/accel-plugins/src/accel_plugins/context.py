@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel_plugins.manifest import Manifest
     from accel_plugins.precision.base import Precision
     from accel_state.current import Process
     from accel_state.gradient import GradientState
@@ -24,6 +25,7 @@ class Context(NamedTuple):
         precision: how forward and backward are computed.
         mesh: the devices of the run by axis, or None without axes.
         parallelism_config: the axes of the run, including those that an engine manages outside of the mesh.
+        manifest: what the backend declares about itself; None for a strategy that was made by hand.
     """
 
     process: Process
@@ -31,3 +33,4 @@ class Context(NamedTuple):
     precision: Precision
     mesh: DeviceMesh | None = None
     parallelism_config: ParallelismConfig | None = None
+    manifest: Manifest | None = None

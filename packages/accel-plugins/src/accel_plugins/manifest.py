@@ -6,7 +6,7 @@ stands here, so nobody has to ask for its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -15,10 +15,13 @@ from accel_state.errors import PluginError
 from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
 
-__all__ = ("PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase")
+__all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase", "Traits")
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the backend interface that this release speaks."""
+
+OLDEST_PROTOCOL: Final = 1
+"""The version before, which an adapter translates for one release."""
 
 _NAME_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
@@ -29,7 +32,6 @@ class Duty(str, Enum):
     ACCUMULATION = "accumulation"
     PRECISION = "precision"
     CLIPPING = "clipping"
-    SCHEDULE = "schedule"
     COMPILE = "compile"
     SEQUENCE = "sequence"
 
@@ -85,6 +87,36 @@ class Ability(str, Enum):
     """
 
 
+@dataclass(frozen=True)
+class Traits:
+    """How a strategy synchronises and saves, where others have to know it.
+
+    Args:
+        save_order: kinds of objects that `Strategy.save` is called for, in this order.
+        load_order: kinds of objects that `Strategy.load` is called for, in this order.
+        collective_save: every process must call `save`; otherwise only those that write files do. When it is set, save
+            hooks of the user do not see the weights: what one process takes away the others would miss.
+        supports_async_save: a collective `save` may run in another thread while training goes on. Its collectives need
+            a process group of their own.
+        save_options: further arguments that `save` takes for models, by the names under which `save_state` receives
+            them.
+        can_checkpoint_partial_grads: parameters hold the gradients of an unfinished accumulation window, so that a
+            checkpoint can hold them.
+        per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in fewer bits.
+        syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
+            returned.
+    """
+
+    save_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
+    load_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
+    collective_save: bool = False
+    supports_async_save: bool = False
+    save_options: frozenset[str] = frozenset()
+    can_checkpoint_partial_grads: bool = True
+    per_parameter_sharding: bool = False
+    syncs_in_own_forward: bool = False
+
+
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}
 
 
@@ -105,15 +137,16 @@ class Manifest:
         axes: mesh axes it can live with.
         phases: where jobs go whose order differs from the usual one (autocast before, compile after).
         lacks: what it cannot do.
+        traits: how its strategy synchronises and saves.
         settings: arguments for its settings class where nobody gives the settings, such as the version it is for.
         parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
-        launcher: "module:function" of its own launcher, or None.
         priority: of the backends that are present, the one with the highest is taken.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
-        protocol: version of this interface it was written for.
+        protocol: version of this interface it was written for, or (oldest, newest) when it works with several. What
+            declares none was written for version 1. Write a number: `PROTOCOL` is another one in the next release.
 
     Raises:
-        PluginError: a name or target is malformed.
+        PluginError: a name, a target or a range of versions is malformed.
     """
 
     name: str
@@ -127,12 +160,12 @@ class Manifest:
     axes: frozenset[Axis] = frozenset()
     phases: Mapping[Job, Phase] = field(default_factory=dict)
     lacks: frozenset[Ability] = frozenset()
+    traits: Traits = Traits()
     settings: Mapping[str, Any] = field(default_factory=dict)
     parameter: str = ""
-    launcher: str | None = None
     priority: int = 0
     tier: int | None = None
-    protocol: int = PROTOCOL
+    protocol: int | tuple[int, int] = OLDEST_PROTOCOL
 
     def __post_init__(self) -> None:
         if not _is_name(self.name):
@@ -142,13 +175,33 @@ class Manifest:
                 "Rename it in its Manifest.",
             )
         targets = {"strategy": self.strategy, "config": self.config or None, "present": self.present}
-        for field_name, target in {**targets, "launcher": self.launcher}.items():
+        for field_name, target in targets.items():
             if target is not None and not _leads_somewhere(target):
                 raise PluginError(
                     f"The backend {self.name!r} declares {field_name}={target!r}.",
                     "That does not lead to an object.",
                     "Write it as 'package.module:Name'.",
                 )
+
+        oldest, newest = self.protocols
+        if oldest > newest:
+            raise PluginError(
+                f"The backend {self.name!r} declares protocol={self.protocol!r}.",
+                "The first version is newer than the last.",
+                "Write the oldest version first.",
+            )
+
+    @property
+    def protocols(self) -> tuple[int, int]:
+        """The oldest and the newest version of this interface that it works with."""
+        return self.protocol if isinstance(self.protocol, tuple) else (self.protocol, self.protocol)
+
+    @property
+    def common_protocol(self) -> int | None:
+        """The newest version that it and this release have in common, or None."""
+        oldest, newest = self.protocols
+        common = min(newest, PROTOCOL)
+        return common if common >= max(oldest, OLDEST_PROTOCOL) else None
 
     def phase(self, job: Job) -> Phase:
         """When a job is done, relative to the strategy's own wrapping."""

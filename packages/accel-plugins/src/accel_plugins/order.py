@@ -90,7 +90,7 @@ def _changed(bundle: Bundle, change: Callable[[Module], Module]) -> Bundle:
 
 def _precise(bundle: Bundle, strategy: Strategy) -> Bundle:
     before = bundle.parameter_names()
-    strategy.context.precision.setup(bundle, strategy.gathers_each_parameter)
+    strategy.context.precision.setup(bundle, strategy.traits.per_parameter_sharding)
     bundle.rebind_by_name(before)
     return bundle
 

@@ -12,9 +12,10 @@ import importlib
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from accel_plugins.manifest import PROTOCOL, Manifest
+from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
 from accel_state.errors import Conflict, NotOffered, PluginError, SettingError
 from accel_state.settings.environ import from_environment, resolve
 from accel_state.settings.extension import extensions
@@ -27,7 +28,16 @@ if TYPE_CHECKING:
     from accel_state.current import Process
     from accel_state.mesh import ParallelismConfig
 
-__all__ = ("Found", "available", "build", "choose", "config_among", "configured_precision", "settings")
+__all__ = (
+    "Found",
+    "available",
+    "build",
+    "choose",
+    "config_among",
+    "configured_precision",
+    "settings",
+    "strategy_class",
+)
 
 _GROUP: Final = "accel.backends"
 
@@ -69,13 +79,18 @@ def _look_at(extension: Any) -> Found:
     failure = ""
     if not isinstance(manifest, Manifest):
         failure = f"{extension.target} is a {type(manifest).__name__}, and no accel_plugins Manifest."
-    elif manifest.protocol != PROTOCOL:
+    elif manifest.common_protocol is None:
         failure = (
-            f"It was written for version {manifest.protocol} of the backend interface; this release speaks {PROTOCOL}."
+            f"It was written for {_versions(*manifest.protocols)} of the backend interface; this release works with "
+            f"{_versions(OLDEST_PROTOCOL, PROTOCOL)}."
         )
     elif manifest.name != extension.name:
         failure = f"Its manifest is named {manifest.name!r}, and its entry point {extension.name!r}."
     return Found(extension.name, extension.origin, None if failure else manifest, failure)
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
 def choose(
@@ -157,16 +172,35 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
         PluginError: the class that the manifest names cannot be imported, or is not a strategy.
         Conflict: `config` belongs to another backend.
     """
+    made = strategy_class(manifest)
+    if manifest.common_protocol == 1:
+        from accel_plugins.protocol_1 import traits_of
+
+        manifest = replace(manifest, traits=traits_of(made))
+    context = context._replace(manifest=manifest)
+    return made(context, settings(manifest, config)) if manifest.config else made(context)
+
+
+def strategy_class(manifest: Manifest) -> type[Strategy]:
+    """The strategy of a backend; one that was written for the version before is adapted to this one.
+
+    Raises:
+        PluginError: it cannot be imported, or is not a strategy.
+    """
     from accel_plugins.strategy import Strategy
 
-    strategy_class = _imported(manifest, manifest.strategy)
-    if not (isinstance(strategy_class, type) and issubclass(strategy_class, Strategy)):
+    found = _imported(manifest, manifest.strategy)
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
         raise PluginError(
             f"Cannot start the backend {manifest.name!r}.",
             f"{manifest.strategy} is not a subclass of accel_plugins.Strategy.",
             "Correct `strategy` in its Manifest.",
         )
-    return strategy_class(context, settings(manifest, config)) if manifest.config else strategy_class(context)
+    if manifest.common_protocol == 1:
+        from accel_plugins.protocol_1 import adapted
+
+        return adapted(found)
+    return found
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:

@@ -17,11 +17,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import Part, Traits
 from accel_plugins.mesh_axes import DATA_AXES, present_axes
 
 if TYPE_CHECKING:
@@ -55,39 +55,14 @@ class Strategy:
         config: an instance of the settings class that the backend's manifest names, or None when it names none.
     """
 
-    save_order: ClassVar[Sequence[Part]] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
-    """Parts that `save` is called for, in this order."""
-
-    load_order: ClassVar[Sequence[Part]] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
-    """Parts that `load` is called for, in this order."""
-
-    saves_together: ClassVar[bool] = False
-    """Whether every process must call `save`; otherwise only those that write files do.
-
-    When it is set, save hooks of the user are not shown the weights: what one process takes away the others would miss.
-    """
-
-    saves_behind: ClassVar[bool] = False
-    """Whether `save` may run in another thread while training goes on, where every process must call it.
-
-    Collectives of such a `save` need a process group of their own.
-    """
-
-    save_options: ClassVar[frozenset[str]] = frozenset()
-    """Further arguments that `save` takes for models, by the names under which `save_state` is given them."""
-
-    gives_partial_gradients: ClassVar[bool] = True
-    """Whether parameters hold the gradients of an unfinished accumulation window, for a checkpoint to hold them."""
-
-    gathers_each_parameter: ClassVar[bool] = False
-    """Whether parameters are gathered one by one, so that a precision may give them a narrower form to travel in."""
-
-    syncs_in_own_forward: ClassVar[bool] = False
-    """Whether backward synchronises gradients only after a forward through the module that `setup` made."""
-
     def __init__(self, context: Context, config: Any = None) -> None:
         self.context = context
         self.config = config
+
+    @property
+    def traits(self) -> Traits:
+        """How this backend synchronises and saves, as its manifest declares it."""
+        return Traits() if self.context.manifest is None else self.context.manifest.traits
 
     # ------------------------------------------------------------------ preparing
 
@@ -145,8 +120,8 @@ class Strategy:
             count, index = count * mesh[axis].size(), index * mesh[axis].size() + mesh.get_local_rank(axis)
         return Shards(count, index)
 
-    def part_held(self) -> Hashable:
-        """Which part of the parameters this process has, where their tensors do not say so themselves.
+    def shard_key(self) -> Hashable:
+        """Which shard of the parameters this process has, where their tensors do not say so themselves.
 
         Called by whoever compares replicas: processes with the same answer must hold equal tensors.
         """
@@ -168,15 +143,16 @@ class Strategy:
         """
         return _NOTHING
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
         """Compute gradients.
 
         Called once per micro-batch with the loss divided by the number of micro-batches, unless the manifest owns
-        ACCUMULATION. Gradients must add up to those of the mean loss over all processes' samples.
+        ACCUMULATION. `model` is the one that the loss belongs to, or None where the caller does not know; further
+        arguments go to `Tensor.backward`. Gradients must add up to those of the mean loss over all processes' samples.
         """
         self.context.precision.backward_scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    def before_gradients_are_read(self, optimizer: Optimizer) -> None:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
         """Make an optimizer's gradients complete.
 
         Called before they are unscaled, clipped or stepped with; may be called again for the same step. Afterwards
@@ -224,22 +200,23 @@ class Strategy:
     def collect(self, part: Part, item: Any) -> Any:
         """The state of one object for a checkpoint; its tensors may be the living ones.
 
-        Called on every process before anything is written, in the order of `save_order`.
+        Called on every process before anything is written, in the order of `Traits.save_order`.
         """
         return self.state_dict(item) if part is Part.MODEL else item.state_dict()
 
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         """Write what `collect` returned under the file names of `checkpoint.files`.
 
-        Called in the order of `save_order`, on the processes that write files, or on every one when `saves_together`.
-        The folder exists and is not the checkpoint yet; the caller makes it durable. `index` counts within the part.
+        Called in the order of `Traits.save_order`, on the processes that write files, or on every one with
+        `Traits.collective_save`. The folder exists and is not the checkpoint yet; the caller makes it durable. `index`
+        counts within the part.
         """
         from accel_plugins.checkpoint import parts
 
         parts.write_part(part, state, folder, index, safe_serialization=safe_serialization)
 
     def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        """Read into an object what `save` wrote for it. Called on every process, in the order of `load_order`.
+        """Read into an object what `save` wrote for it. Called on every process, in the order of `Traits.load_order`.
 
         `options` for models go to `Module.load_state_dict`; `map_location` says for all where tensors are read to.
         """

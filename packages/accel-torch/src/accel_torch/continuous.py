@@ -24,7 +24,7 @@ def continuous_saving(parts: Parts) -> Callable[[], None]:
         # The Accelerator keeps the saver; a thread of the saver must not keep the Accelerator.
         owner = weakref.ref(parts)
         strategy = parts._engine.strategy
-        behind = strategy.saves_behind or not strategy.saves_together
+        behind = strategy.traits.supports_async_save or not strategy.traits.collective_save
 
         def save() -> None:
             if (accelerator := owner()) is not None:

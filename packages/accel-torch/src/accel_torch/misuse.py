@@ -102,7 +102,7 @@ class MisuseGuard:
             return
         now = {id(parameter) for model in made for parameter in model.parameters()}
         self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
-        through_own = self._engine.strategy.syncs_in_own_forward and self._several
+        through_own = self._engine.strategy.traits.syncs_in_own_forward and self._several
         for model, own in zip(given, made, strict=True):
             known = _PreparedModel(own, through_own and own is not model)
             self._models.append(known)

@@ -41,7 +41,7 @@ def ending_of(parts: Parts) -> Callable[[], None]:
 def _boundary(parts: Parts, preemption: Preemption) -> Callable[[], None]:
     """What is called between two batches; where partial gradients cannot be saved, windows have to end first."""
     gradient = parts.gradient_state
-    if parts._engine.strategy.gives_partial_gradients:
+    if parts._engine.strategy.traits.can_checkpoint_partial_grads:
         return preemption.between_batches
 
     def between_windows() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_plugins.bundle import Bundle
+from accel_plugins.layers import strategy_model
 from accel_state.errors import UnknownKind
 from accel_state.labels import PREPARED
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ("Registry",)
 
@@ -64,6 +68,10 @@ class Registry:
                     "Add them, or save it by yourself.",
                 )
         self.custom.extend(given)
+
+    def only_model(self) -> Module | None:
+        """The model that its strategy made, where exactly one was prepared."""
+        return strategy_model(self.models[0]) if len(self.models) == 1 else None
 
     def parameter_name(self, tensor: Any) -> str | None:
         """Name of a parameter in the prepared model that has it, or None."""

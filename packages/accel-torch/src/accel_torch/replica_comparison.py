@@ -79,7 +79,7 @@ class ReplicaComparison:
         chosen = tensors[:: -(-len(tensors) // _TENSORS) or 1]
         name_of = self._names() or _nameless
         message = {
-            "holds": digest([self._strategy.part_held(), *(part_of(tensor) for tensor in chosen)]).hex(),
+            "holds": digest([self._strategy.shard_key(), *(part_of(tensor) for tensor in chosen)]).hex(),
             "sums": bit_sums([_sample(tensor) for tensor in chosen]),
             "names": [name_of(tensor) or f"parameter {index}" for index, tensor in enumerate(chosen)],
             "data": self._strategy.shards().index,

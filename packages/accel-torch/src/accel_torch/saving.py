@@ -100,15 +100,15 @@ def _facts(parts: Parts) -> dict[str, Any]:
 
 def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
     strategy = parts._engine.strategy
-    unknown = sorted(options.keys() - strategy.save_options)
+    unknown = sorted(options.keys() - strategy.traits.save_options)
     if unknown:
-        known = ", ".join(sorted(strategy.save_options))
+        known = ", ".join(sorted(strategy.traits.save_options))
         raise SettingError(
             f"save_state() was given {', '.join(unknown)}.",
             f"The backend {parts._engine.manifest.name!r} has no such options for saving models.",
             f"Leave them out; it knows {known}." if known else "Leave them out.",
         )
-    if async_save and strategy.saves_together and not strategy.saves_behind:
+    if async_save and strategy.traits.collective_save and not strategy.traits.supports_async_save:
         raise NotOffered(
             "Cannot save a checkpoint while training goes on (async_save=True).",
             f"The backend {parts._engine.manifest.name!r} saves with collectives that would meet those of training.",
@@ -126,7 +126,7 @@ def _check_window(parts: Parts) -> None:
             "Its micro-batches have weights, whose sum so far no checkpoint holds.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
-    if not parts.gradient_state.sync_gradients and not strategy.gives_partial_gradients:
+    if not parts.gradient_state.sync_gradients and not strategy.traits.can_checkpoint_partial_grads:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
             f"The backend {parts._engine.manifest.name!r} does not give out the gradients gathered so far.",

@@ -87,7 +87,7 @@ class Sentinel:
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         sums = bit_sums(tensors)
-        holds = digest([self._strategy.part_held(), *(part_of(tensor) for tensor in tensors)])
+        holds = digest([self._strategy.shard_key(), *(part_of(tensor) for tensor in tensors)])
         witness = Witness(holds, digest(sums), {"optimizer steps": steps, **self._facts()})
         witnesses: list[Witness] = gather_object([witness])
         self._compare_facts(witnesses, steps)

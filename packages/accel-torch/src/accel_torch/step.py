@@ -36,7 +36,7 @@ class Stepping:
 
 def complete(strategy: Strategy, accumulation: Accumulation, optimizer: Optimizer) -> None:
     """Make an optimizer's gradients those of the whole window on all processes; a repeated call changes nothing."""
-    strategy.before_gradients_are_read(optimizer)
+    strategy.finalize_gradients(optimizer)
     if accumulation.weighting is not None:
         accumulation.weighting.complete(optimizer)
 

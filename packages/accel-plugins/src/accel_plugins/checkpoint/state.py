@@ -34,7 +34,7 @@ from accel_plugins.checkpoint.files import (
     random_states_name,
 )
 from accel_plugins.layers import strategy_model
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import Part, Traits
 from accel_state.current import Process
 from accel_state.errors import AccelError, CheckpointError
 
@@ -75,16 +75,8 @@ class Saver(Protocol):
     """What saving and loading ask of a strategy; see `accel_plugins.strategy.Strategy`."""
 
     @property
-    def save_order(self) -> Sequence[Part]:
-        """Parts to save, in order."""
-
-    @property
-    def load_order(self) -> Sequence[Part]:
-        """Parts to load, in order."""
-
-    @property
-    def saves_together(self) -> bool:
-        """Whether every process must call `save`."""
+    def traits(self) -> Traits:
+        """How it saves."""
 
     def collect(self, part: Part, item: Any) -> Any:
         """State of one object."""
@@ -216,7 +208,7 @@ class CheckpointState:
             options = dict(model_options or {}) if part is Part.MODEL else {}
             for index, state in enumerate(states):
                 strategy.save(part, state, folder, index, safe_serialization=safe_serialization, **options)
-                if written is not None and not strategy.saves_together:
+                if written is not None and not strategy.traits.collective_save:
                     before = _tell_new(folder, before, written)
         for name, tensors in self.gradients.items():
             save_weights_file(tensors, folder / name)
@@ -256,12 +248,13 @@ def capture(
     """
     writes = process.topology.is_local_main if save_on_each_node else process.rank == 0
     collected = {
-        part: [strategy.collect(part, item) for item in contents.for_strategy(part)] for part in strategy.save_order
+        part: [strategy.collect(part, item) for item in contents.for_strategy(part)]
+        for part in strategy.traits.save_order
     }
-    shown: list[Any] = [] if strategy.saves_together else collected.get(Part.MODEL, [])
+    shown: list[Any] = [] if strategy.traits.collective_save else collected.get(Part.MODEL, [])
     for hook in hooks:
         hook(contents.models, shown, str(folder))
-    taken = CheckpointState(collected if writes or strategy.saves_together else {})
+    taken = CheckpointState(collected if writes or strategy.traits.collective_save else {})
     if in_window:
         models = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)
@@ -359,7 +352,7 @@ def load_folder(
     models = list(contents.models)
     for hook in hooks:
         hook(models, str(source))
-    for part in strategy.load_order:
+    for part in strategy.traits.load_order:
         options = dict(model_options or {}) if part is Part.MODEL else {}
         if part is Part.OPTIMIZER:
             options["models"] = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Axis, Manifest
+from accel_plugins.manifest import PROTOCOL, Axis, Manifest, Traits
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -23,6 +23,8 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.ddp.strategy:DDPStrategy",
     present="accel_plugins.ddp.manifest:present",
     axes=frozenset({Axis.REPLICATE, Axis.CONTEXT, Axis.SEQUENCE}),
+    traits=Traits(syncs_in_own_forward=True),
     priority=10,
     tier=1,
+    protocol=PROTOCOL,
 )

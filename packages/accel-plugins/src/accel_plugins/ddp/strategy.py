@@ -25,8 +25,6 @@ __all__ = ("DDPStrategy",)
 class DDPStrategy(Strategy):
     """Every process holds the whole model; backward averages the gradients."""
 
-    syncs_in_own_forward = True
-
     config: DistributedDataParallelKwargs
 
     def check(self, bundle: Bundle) -> None:

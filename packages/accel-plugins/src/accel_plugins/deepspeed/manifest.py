@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Ability, Axis, Duty, Manifest
+from accel_plugins.manifest import PROTOCOL, Ability, Axis, Duty, Manifest, Traits
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
@@ -44,8 +44,14 @@ MANIFEST: Final = Manifest(
             Ability.SEVERAL_MODELS,
         }
     ),
+    traits=Traits(
+        collective_save=True,
+        save_options=frozenset({"client_state", "exclude_frozen_parameters", "save_latest"}),
+        can_checkpoint_partial_grads=False,
+    ),
     parameter="deepspeed_plugin",
     # Below those that divide parameters by torch: axes alone must not choose an engine.
     priority=45,
     tier=1,
+    protocol=PROTOCOL,
 )

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,6 @@ class DeepSpeedStrategy(Strategy):
         context: the context of the run.
         config: the configuration, or several by name; the first one, or the one that was selected, is in use.
     """
-
-    saves_together: ClassVar[bool] = True
-    save_options: ClassVar[frozenset[str]] = saving.SAVE_OPTIONS
-    gives_partial_gradients: ClassVar[bool] = False
 
     def __init__(self, context: Context, config: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
         super().__init__(context, config)
@@ -175,18 +171,19 @@ class DeepSpeedStrategy(Strategy):
 
     # ------------------------------------------------------------------ one step
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        wrapped = self._engine_of(loss)
+    def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
+        wrapped = self._engine_of(loss, model)
         self._forwarded.discard(id(wrapped.engine))
         wrapped.backward(loss, self.context.gradient.sync_gradients, **kwargs)
 
-    def _engine_of(self, loss: Tensor) -> DeepSpeedEngineWrapper:
+    def _engine_of(self, loss: Tensor, model: Module | None) -> DeepSpeedEngineWrapper:
         """The engine whose model the loss comes from.
 
-        It is the one that trains; of several, the one that has been through forward; of several of these, the one whose
-        parameters the loss was computed with.
+        It is the one of the model that the caller knows, or the one that trains; of several, the one that has been
+        through forward; of several of these, the one whose parameters the loss was computed with.
         """
         training = [wrapped for wrapped in self._engines if wrapped.engine.optimizer is not None]
+        training = [wrapped for wrapped in training if wrapped.engine is model] or training
         if len(training) > 1:
             training = [wrapped for wrapped in training if id(wrapped.engine) in self._forwarded]
         if len(training) > 1:

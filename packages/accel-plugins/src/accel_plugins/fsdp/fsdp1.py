@@ -166,7 +166,7 @@ class FSDP1Strategy(ShardedStrategy):
             device_mesh=self._mesh(),
         )
 
-    def part_held(self) -> Hashable:
+    def shard_key(self) -> Hashable:
         # Its parameters are plain tensors that do not know of each other.
         process, shards = self.context.process, part(self.context.mesh, Axis.SHARD)
         if self._strategy_name == "NO_SHARD":

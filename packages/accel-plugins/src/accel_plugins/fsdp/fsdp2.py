@@ -52,7 +52,6 @@ class FSDP2Strategy(ShardedStrategy):
     """Shards each parameter by itself."""
 
     version: ClassVar[int] = 2
-    gathers_each_parameter: ClassVar[bool] = True
 
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
         super().__init__(context, config)

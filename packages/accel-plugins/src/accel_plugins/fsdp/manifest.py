@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Ability, Axis, Manifest, Part
+from accel_plugins.manifest import PROTOCOL, Ability, Axis, Manifest, Part, Traits
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, Setting, int_at_least
@@ -43,10 +43,12 @@ FSDP1: Final = Manifest(
     together=frozenset({Part.MODEL}),
     axes=frozenset({Axis.REPLICATE, Axis.SHARD}),
     lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.LOCAL_PASSES}),
+    traits=Traits(collective_save=True, supports_async_save=True, can_checkpoint_partial_grads=False),
     settings={"fsdp_version": 1},
     parameter="fsdp_plugin",
     priority=50,
     tier=1,
+    protocol=PROTOCOL,
 )
 
 FSDP2: Final = Manifest(
@@ -58,8 +60,15 @@ FSDP2: Final = Manifest(
     together=frozenset({Part.MODEL}),
     axes=frozenset(Axis),
     lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.LOCAL_PASSES}),
+    traits=Traits(
+        collective_save=True,
+        supports_async_save=True,
+        can_checkpoint_partial_grads=False,
+        per_parameter_sharding=True,
+    ),
     settings={"fsdp_version": 2},
     parameter="fsdp_plugin",
     priority=51,
     tier=1,
+    protocol=PROTOCOL,
 )

@@ -36,9 +36,6 @@ class ShardedStrategy(Strategy):
     A version implements `shard`, which makes of a model on its device the one that trains.
     """
 
-    saves_together: ClassVar[bool] = True
-    saves_behind: ClassVar[bool] = True
-    gives_partial_gradients: ClassVar[bool] = False
     version: ClassVar[int]
     config: FullyShardedDataParallelPlugin
 

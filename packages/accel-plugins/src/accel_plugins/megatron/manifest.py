@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Ability, Duty, Manifest, Part
+from accel_plugins.manifest import PROTOCOL, Ability, Duty, Manifest, Part, Traits
 from accel_state.labels import DistributedType
 from accel_state.settings.environ import read_setting
 from accel_state.settings.installed import Requirement
@@ -44,7 +44,9 @@ MANIFEST: Final = Manifest(
             Ability.SEVERAL_MODELS,
         }
     ),
+    traits=Traits(collective_save=True, can_checkpoint_partial_grads=False),
     parameter="megatron_lm_plugin",
     priority=70,
     tier=3,
+    protocol=PROTOCOL,
 )

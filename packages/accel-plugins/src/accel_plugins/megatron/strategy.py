@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,6 @@ class MegatronStrategy(Strategy):
         NotOffered: there is no CUDA device, or the precision is none of Megatron-LM's.
         Conflict: gradients are to be accumulated in another way.
     """
-
-    saves_together: ClassVar[bool] = True
-    gives_partial_gradients: ClassVar[bool] = False
 
     def __init__(self, context: Context, config: MegatronLMPlugin) -> None:
         super().__init__(context, config)
@@ -108,7 +105,7 @@ class MegatronStrategy(Strategy):
     def shards(self) -> Shards:
         return Shards(parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank())
 
-    def part_held(self) -> Hashable:
+    def shard_key(self) -> Hashable:
         return (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
 
     def setup(self, bundle: Bundle) -> Bundle:
@@ -141,7 +138,7 @@ class MegatronStrategy(Strategy):
 
     # ------------------------------------------------------------------ one step
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
         """Nothing: the engine computed gradients when it was called."""
 
     def step(self, optimizer: Any, closure: Any = None) -> bool:

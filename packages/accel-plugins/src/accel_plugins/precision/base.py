@@ -90,11 +90,11 @@ class Precision:
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work; called by `prepare` before anything is touched. Must change nothing."""
 
-    def setup(self, bundle: Bundle, gathers_each_parameter: bool = False) -> None:
+    def setup(self, bundle: Bundle, per_parameter_sharding: bool = False) -> None:
         """Make the models of a bundle compute in this precision.
 
         Called by `prepare`, where the backend's manifest puts it. Replaces items of the bundle's lists; parameters that
-        are replaced keep their names. `gathers_each_parameter` is what the strategy says of itself.
+        are replaced keep their names. `per_parameter_sharding` is what the strategy says of itself.
         """
         bundle.models[:] = [self.prepare(model) for model in bundle.models]
 

@@ -59,10 +59,10 @@ class MSAMP(Float8):
     def engine_entries(self) -> Mapping[str, Any]:
         return {"msamp": {"enabled": True, "opt_level": self._recipe.opt_level}}
 
-    def setup(self, bundle: Bundle, gathers_each_parameter: bool = False) -> None:
+    def setup(self, bundle: Bundle, per_parameter_sharding: bool = False) -> None:
         if bundle.optimizers:
             import msamp
 
             made: Any = msamp.initialize(bundle.models[0], bundle.optimizers[0], opt_level=self._recipe.opt_level)
             bundle.models[0], bundle.optimizers[0] = made
-        super().setup(bundle, gathers_each_parameter)
+        super().setup(bundle, per_parameter_sharding)

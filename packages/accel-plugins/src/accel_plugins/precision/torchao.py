@@ -59,10 +59,10 @@ class TorchAO(Float8):
         self._recipe = recipe or AORecipeKwargs()
         self._config = _config(self._recipe, narrow_gather=False)
 
-    def setup(self, bundle: Bundle, gathers_each_parameter: bool = False) -> None:
-        narrow = gathers_each_parameter and bool(self._recipe.enable_fsdp_float8_all_gather)
+    def setup(self, bundle: Bundle, per_parameter_sharding: bool = False) -> None:
+        narrow = per_parameter_sharding and bool(self._recipe.enable_fsdp_float8_all_gather)
         self._config = _config(self._recipe, narrow)
-        super().setup(bundle, gathers_each_parameter)
+        super().setup(bundle, per_parameter_sharding)
 
     def prepare(self, model: Module) -> Module:
         convert_model_to_fp8_ao(model, self._config, self._recipe.module_filter_func)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Manifest
+from accel_plugins.manifest import PROTOCOL, Manifest
 from accel_state.labels import DistributedType
 
 if TYPE_CHECKING:
@@ -24,4 +24,5 @@ MANIFEST: Final = Manifest(
     label=DistributedType.NO,
     present="accel_plugins.single.manifest:present",
     tier=1,
+    protocol=PROTOCOL,
 )

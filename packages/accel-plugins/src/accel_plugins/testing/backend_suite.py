@@ -22,7 +22,8 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from accel_plugins.manifest import PROTOCOL, Ability, Duty, Manifest
+from accel_plugins.manifest import Ability, Duty, Manifest
+from accel_plugins.resolve import strategy_class
 from accel_plugins.strategy import Strategy
 from accel_plugins.testing import backend_tasks as tasks
 from accel_plugins.testing.reference_loop import Case, Plain, make_model
@@ -121,12 +122,11 @@ class BackendSuite:
 
     def test_the_manifest_fits_this_version_of_the_interface(self) -> None:
         assert isinstance(self.manifest, Manifest)
-        assert self.manifest.protocol == PROTOCOL
+        assert self.manifest.common_protocol is not None
         assert self.manifest.label is None or self.manifest.label in DistributedType
 
     def test_the_strategy_is_one_and_keeps_the_signatures(self) -> None:
-        strategy = _imported(self.manifest.strategy)
-        assert issubclass(strategy, Strategy)
+        strategy = strategy_class(self.manifest)
         for name, value in inspect.getmembers(Strategy, inspect.isfunction):
             if name.startswith("_"):
                 continue
@@ -137,7 +137,7 @@ class BackendSuite:
                 assert list(offered)[: len(asked)] == list(asked), f"{name} takes {list(offered)}, not {list(asked)}"
 
     def test_manifest_and_settings_load_without_torch(self) -> None:
-        modules = {self.target, self.manifest.config, self.manifest.present or "", self.manifest.launcher or ""}
+        modules = {self.target, self.manifest.config, self.manifest.present or ""}
         imports = ", ".join(sorted(target.partition(":")[0] for target in modules if target))
         code = f"import sys; sys.path[:] = {sys.path!r}; import {imports}; sys.exit('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)

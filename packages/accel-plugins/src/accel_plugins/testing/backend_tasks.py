@@ -104,7 +104,7 @@ def several_models(case: Case) -> Answer:
     for number, batch in enumerate(batches(case)):
         chosen: int = number % 2
         inputs, targets = session.slice(batch)
-        session.strategy.backward(loss_of(bundle.models[chosen], inputs, targets))
+        session.strategy.backward(loss_of(bundle.models[chosen], inputs, targets), bundle.models[chosen])
         bundle.optimizers[chosen].step()
         bundle.optimizers[chosen].zero_grad()
     states = [session.strategy.state_dict(model) for model in bundle.models]
@@ -137,7 +137,7 @@ def count_collectives(case: Case) -> Answer:
     inputs, targets = session.slice(next(iter(batches(case))))
 
     def backward() -> None:
-        session.strategy.backward(loss_of(session.model, inputs, targets))
+        session.strategy.backward(loss_of(session.model, inputs, targets), session.made)
 
     def held() -> None:
         with session.strategy.no_sync(session.made):
@@ -346,7 +346,7 @@ def load_from_nothing(case: Case, folder: str) -> list[str]:
     """For each part, the name of the error when it is loaded from an empty folder."""
     session = case.open()
     items = {Part.MODEL: session.made, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: _schedule(session)}
-    return [_error_of(session, part, items[part], Path(folder)) for part in session.strategy.load_order]
+    return [_error_of(session, part, items[part], Path(folder)) for part in session.strategy.traits.load_order]
 
 
 def _error_of(session: Session, part: Part, item: Any, folder: Path) -> str:

@@ -274,13 +274,13 @@ class Session:
 
     def _backward_once(self, inputs: Tensor, targets: Tensor, divisor: int) -> float:
         loss = loss_of(self.model, inputs, targets)
-        self.strategy.backward(loss / divisor)
+        self.strategy.backward(loss / divisor, self.made)
         return loss.item()
 
     def complete_gradients(self) -> None:
         """What has to happen before gradients are clipped or looked at."""
         inner = self.optimizer.optimizer
-        self.strategy.before_gradients_are_read(inner)
+        self.strategy.finalize_gradients(inner)
         if Duty.PRECISION not in self.manifest.owns:
             self.strategy.context.precision.unscale(inner)
 
@@ -298,7 +298,7 @@ class Session:
 
     def step(self) -> bool:
         """Step and forget the gradients; whether the step was made."""
-        self.strategy.before_gradients_are_read(self.optimizer.optimizer)
+        self.strategy.finalize_gradients(self.optimizer.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return not self.optimizer.step_was_skipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_plugins.manifest import Ability, Manifest
+from accel_plugins.manifest import PROTOCOL, Ability, Manifest
 from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
 
@@ -31,4 +31,5 @@ MANIFEST: Final = Manifest(
     lacks=frozenset({Ability.JOIN, Ability.FP16, Ability.LOCAL_PASSES}),
     priority=40,
     tier=3,
+    protocol=PROTOCOL,
 )

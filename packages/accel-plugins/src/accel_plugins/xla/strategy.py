@@ -95,11 +95,11 @@ class XLAStrategy(Strategy):
 
     # ------------------------------------------------------------------ one step
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
+    def backward(self, loss: Tensor, model: Module | None = None, **kwargs: Any) -> None:
+        super().backward(loss, model, **kwargs)
         self._reduced.clear()
 
-    def before_gradients_are_read(self, optimizer: Optimizer) -> None:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._reduced:
             self._reduced.add(id(optimizer))
             if self._mesh is None:
@@ -118,7 +118,7 @@ class XLAStrategy(Strategy):
 
         def compute() -> Any:
             loss = closure()
-            self.before_gradients_are_read(optimizer)
+            self.finalize_gradients(optimizer)
             return loss
 
         return compute

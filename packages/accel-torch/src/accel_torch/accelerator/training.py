@@ -176,7 +176,7 @@ class TrainingPage(Parts):
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             return
         try:
-            self._engine.strategy.backward(self._accumulation.share(loss), **kwargs)
+            self._engine.strategy.backward(self._accumulation.share(loss), self._registry.only_model(), **kwargs)
         except RuntimeError as error:
             explain_backend_error(error)
             raise
