@@ -18,9 +18,8 @@ from accel_plugins.checkpoint import pickled
 from accel_state.current import Process
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 
-__all__ = ("LOAD_OPTIONS", "SAVE_OPTIONS", "load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
+__all__ = ("LOAD_OPTIONS", "load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
 
-SAVE_OPTIONS: Final = frozenset({"client_state", "exclude_frozen_parameters", "save_latest"})
 """Options of DeepSpeed's `save_checkpoint`."""
 
 LOAD_OPTIONS: Final = {
@@ -53,7 +52,7 @@ def save_engine(engine: Any, folder: Path, index: int, options: Mapping[str, Any
         engine: of DeepSpeed.
         folder: of the checkpoint.
         index: of the model.
-        options: of `SAVE_OPTIONS`.
+        options: of the manifest's `save_options`.
     """
     engine.save_checkpoint(str(folder), tag_of(index), **options)
 
