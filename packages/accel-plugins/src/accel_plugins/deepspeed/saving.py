@@ -20,8 +20,6 @@ from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingErr
 
 __all__ = ("LOAD_OPTIONS", "load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
 
-"""Options of DeepSpeed's `save_checkpoint`."""
-
 LOAD_OPTIONS: Final = {
     "strict": "load_module_strict",
     "load_module_strict": "load_module_strict",
