@@ -44,7 +44,7 @@ from accel_cli.launch.report import Failure, read_record
 from accel_cli.main import main as command_line
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.shards import PortableWriter
-from accel_plugins.deepspeed.document import HfDeepSpeedConfig
+from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
 from accel_plugins.fsdp.merge import merge_weights
 from accel_plugins.testing import faults
 from accel_state.errors import AccelError

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
 from accel_torch import Accelerator
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops import set_seed
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.zero_init import gathered
 from accel_plugins.precision.fp8_config import AORecipeKwargs, MSAMPRecipeKwargs
 from accel_state.errors import AccelError

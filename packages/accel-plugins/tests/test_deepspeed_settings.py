@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from accel_plugins.deepspeed import zero_init
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.document import HfDeepSpeedConfig
-from accel_plugins.deepspeed.filling import Fact, contradictions, fill, remaining
+from accel_plugins.deepspeed.ds_config import AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse_auto
 from accel_state.errors import AccelError, Conflict, NotOffered, SettingError
 
 TABLE = {
@@ -28,22 +27,22 @@ TABLE = {
 
 
 def test_a_table_is_asked_by_dotted_keys() -> None:
-    document = HfDeepSpeedConfig(TABLE)
-    assert document.get_value("zero_optimization.offload_param.device") == "cpu"
-    assert document.get_value("zero_optimization.offload_optimizer.device", "none") == "none"
-    assert document.find_config_node("no.such.key") == (None, "key")
-    assert (document.is_zero3(), document.is_zero2(), document.is_offload()) == (True, False, True)
-    assert document.is_true("zero_optimization.stage")
-    assert not document.is_false("zero_optimization.stage")
+    ds_config = HfDeepSpeedConfig(TABLE)
+    assert ds_config.get_value("zero_optimization.offload_param.device") == "cpu"
+    assert ds_config.get_value("zero_optimization.offload_optimizer.device", "none") == "none"
+    assert ds_config.find_config_node("no.such.key") == (None, "key")
+    assert (ds_config.is_zero3(), ds_config.is_zero2(), ds_config.is_offload()) == (True, False, True)
+    assert ds_config.is_true("zero_optimization.stage")
+    assert not ds_config.is_false("zero_optimization.stage")
 
 
 def test_entries_are_removed() -> None:
-    document = HfDeepSpeedConfig(TABLE)
-    document.del_config_sub_tree("zero_optimization.offload_param")
-    document.del_config_sub_tree("zero_optimization.nothing")
-    assert document.get_value("zero_optimization.offload_param") is None
+    ds_config = HfDeepSpeedConfig(TABLE)
+    ds_config.del_config_sub_tree("zero_optimization.offload_param")
+    ds_config.del_config_sub_tree("zero_optimization.nothing")
+    assert ds_config.get_value("zero_optimization.offload_param") is None
     with pytest.raises(SettingError, match="no such entry"):
-        document.del_config_sub_tree("zero_optimization.nothing", must_exist=True)
+        ds_config.del_config_sub_tree("zero_optimization.nothing", must_exist=True)
 
 
 def test_the_table_that_was_given_is_not_changed() -> None:
@@ -109,33 +108,34 @@ def test_any_table_of_json_in_base64_is_read_as_it_is(table: dict[str, Any]) -> 
     assert HfDeepSpeedConfig(text).config == table
 
 
-def test_facts_take_the_place_of_auto() -> None:
-    document = HfDeepSpeedConfig(TABLE)
-    fill(document, [Fact("train_micro_batch_size_per_gpu", 4, "the loader"), Fact("absent", 1, "nobody")])
-    assert document.get_value("train_micro_batch_size_per_gpu") == 4
-    assert document.get_value("absent") is None
-    fill(document, [Fact("deep.er", 1, "need", needed=True)])
-    assert document.get_value("deep.er") == 1
+def test_known_values_replace_auto() -> None:
+    ds_config = HfDeepSpeedConfig(TABLE)
+    known = [AutoValue("train_micro_batch_size_per_gpu", 4, "the loader"), AutoValue("absent", 1, "nobody")]
+    fill_auto(ds_config, known)
+    assert ds_config.get_value("train_micro_batch_size_per_gpu") == 4
+    assert ds_config.get_value("absent") is None
+    fill_auto(ds_config, [AutoValue("deep.er", 1, "need", needed=True)])
+    assert ds_config.get_value("deep.er") == 1
 
 
 def test_all_contradictions_are_named_with_both_sources() -> None:
-    document = HfDeepSpeedConfig({"a": 1, "b": {"c": 2}})
-    facts = [Fact("a", 5, "here"), Fact("b.c", 6, "there"), Fact("a", 7, "a guess", binding=False)]
+    ds_config = HfDeepSpeedConfig({"a": 1, "b": {"c": 2}})
+    known = [AutoValue("a", 5, "here"), AutoValue("b.c", 6, "there"), AutoValue("a", 7, "a guess", binding=False)]
     with pytest.raises(Conflict) as caught:
-        fill(document, facts)
+        fill_auto(ds_config, known)
     assert "a is 1 in the DeepSpeed configuration, and 5 by here" in str(caught.value)
     assert "b.c is 2 in the DeepSpeed configuration, and 6 by there" in str(caught.value)
-    assert document.config == {"a": 1, "b": {"c": 2}}
+    assert ds_config.config == {"a": 1, "b": {"c": 2}}
 
 
 @pytest.mark.parametrize(("one", "other"), [("5e8", 500000000), (2, "2"), (1.0, 1), ("true", True), (False, "False")])
 def test_a_text_and_a_number_that_say_the_same_are_no_contradiction(one: Any, other: Any) -> None:
-    assert contradictions(HfDeepSpeedConfig({"a": one}), [Fact("a", other, "argument")]) == []
+    assert contradictions(HfDeepSpeedConfig({"a": one}), [AutoValue("a", other, "argument")]) == []
 
 
 def test_what_nobody_knows_is_named() -> None:
     with pytest.raises(SettingError, match=r"train_micro_batch_size_per_gpu, zero_optimization\.reduce_bucket_size"):
-        remaining(HfDeepSpeedConfig({**TABLE, "gradient_accumulation_steps": 1}))
+        refuse_auto(HfDeepSpeedConfig({**TABLE, "gradient_accumulation_steps": 1}))
 
 
 def test_settings_make_a_table() -> None:

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-from accel_plugins.deepspeed.document import HfDeepSpeedConfig
-from accel_plugins.deepspeed.filling import AUTO, Fact, contradictions, fill, refuse
+from accel_plugins.deepspeed.ds_config import AUTO, AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse
 from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read_setting
@@ -244,37 +243,37 @@ class DeepSpeedPlugin:
 
     def _complete(self, sources: Mapping[str, str]) -> None:
         """Bring the settings that were given into the table."""
-        document = self.hf_ds_config
-        if not isinstance(document.get_value("zero_optimization"), dict):
+        ds_config = self.hf_ds_config
+        if not isinstance(ds_config.get_value("zero_optimization"), dict):
             raise SettingError(
                 "A DeepSpeed configuration was given.",
                 'It lacks the table "zero_optimization".',
                 'Add "zero_optimization": {"stage": 2}, or the stage you want.',
             )
-        facts = [
-            Fact(_KEYS[name], getattr(self, name), source, needed=True)
+        known = [
+            AutoValue(_KEYS[name], getattr(self, name), source, needed=True)
             for name, source in sources.items()
             if getattr(self, name) != AUTO
         ]
-        facts += [Fact(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
-        fill(document, facts)
-        if document.get_value("gradient_accumulation_steps") is None:
+        known += [AutoValue(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
+        fill_auto(ds_config, known)
+        if ds_config.get_value("gradient_accumulation_steps") is None:
             # What DeepSpeed takes it for.
             self._leaves_steps_open = True
-            document.set_value("gradient_accumulation_steps", 1)
+            ds_config.set_value("gradient_accumulation_steps", 1)
 
     def _read_back(self) -> None:
         """Let the settings show what the table says."""
-        document = self.hf_ds_config
+        ds_config = self.hf_ds_config
         defaults: dict[str, Any] = {name: "none" for name in _KEYS if name.startswith("offload_")}
         defaults |= {"gradient_clipping": AUTO, "zero3_save_16bit_model": False}
         for name, key in _KEYS.items():
-            setattr(self, name, document.get_value(key, defaults.get(name)))
+            setattr(self, name, ds_config.get_value(key, defaults.get(name)))
         for what in ("optimizer", "param"):
             self._check_disk(what)
         if self.zero3_init_flag is None:
-            self.zero3_init_flag = document.is_zero3()
-        if self.zero3_init_flag and not document.is_zero3():
+            self.zero3_init_flag = ds_config.is_zero3()
+        if self.zero3_init_flag and not ds_config.is_zero3():
             warnings.warn(
                 "DeepSpeed divides parameters while a model is built (zero3_init_flag) with ZeRO stage 3 only.",
                 UserWarning,
@@ -345,11 +344,11 @@ class DeepSpeedPlugin:
         """
         if ds_key_long not in kwargs:
             return
-        fact = Fact(ds_key_long, kwargs[ds_key_long], "argument")
+        auto = AutoValue(ds_key_long, kwargs[ds_key_long], "argument")
         if must_match and mismatches is not None:
-            mismatches += contradictions(self.hf_ds_config, [fact])
+            mismatches += contradictions(self.hf_ds_config, [auto])
         if self.is_auto(ds_key_long):
-            self.hf_ds_config.set_value(ds_key_long, fact.value)
+            self.hf_ds_config.set_value(ds_key_long, auto.value)
 
     def deepspeed_config_process(
         self,
@@ -385,12 +384,12 @@ class DeepSpeedPlugin:
         Raises:
             Conflict: the table asks for another one.
         """
-        document = self.hf_ds_config
+        ds_config = self.hf_ds_config
         name = _BESIDE_8_BITS if str(mixed_precision) == "fp8" else str(mixed_precision)
-        if name == "fp16" and document.get_value("fp16") is None:
-            document.set_value("fp16", {"enabled": True, "auto_cast": True})
+        if name == "fp16" and ds_config.get_value("fp16") is None:
+            ds_config.set_value("fp16", {"enabled": True, "auto_cast": True})
         source = f"mixed_precision={str(mixed_precision)!r}"
-        fill(document, [Fact(f"{own}.enabled", name == own, source, needed=True) for own in _IN_16_BITS])
+        fill_auto(ds_config, [AutoValue(f"{own}.enabled", name == own, source, needed=True) for own in _IN_16_BITS])
 
     @property
     def configured_precision(self) -> str | None:

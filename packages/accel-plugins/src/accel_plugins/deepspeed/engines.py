@@ -1,10 +1,10 @@
-"""Starting an engine of DeepSpeed for a model, its optimizer and its scheduler."""
+"""Starting an engine of DeepSpeed: the auto values that models, optimizers and loaders give, and its parts."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import deepspeed
@@ -17,13 +17,11 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch.nn import Module
 
 from accel_ops import recursively_apply
-from accel_plugins.deepspeed.document import OFFLOADING
-from accel_plugins.deepspeed.facts import about_objects
-from accel_plugins.deepspeed.filling import Fact, fill, remaining
-from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
-from accel_plugins.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.ds_config import AUTO, OFFLOADING, AutoValue, fill_auto, refuse_auto
+from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler, map_pytorch_optim_to_deepspeed
 from accel_plugins.precision.msamp import REQUIREMENT
 from accel_plugins.wrapped.unwrap import wrapped_module
+from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
@@ -32,7 +30,18 @@ if TYPE_CHECKING:
     from accel_plugins.deepspeed.ulysses import Ulysses
     from accel_plugins.precision.base import Precision
 
-__all__ = ("Started", "dtype_of", "end", "is_engine", "parameters_behind", "start", "trains_in_fp16")
+__all__ = (
+    "Started",
+    "batch_values",
+    "check_placeholders",
+    "dtype_of",
+    "end",
+    "is_engine",
+    "object_values",
+    "parameters_behind",
+    "start",
+    "trains_in_fp16",
+)
 
 _WARM_UP: Final = "scheduler.params.warmup_num_steps"
 
@@ -89,7 +98,11 @@ def dtype_of(precision: Precision) -> torch.dtype | None:
 
 
 def start(
-    plugin: DeepSpeedPlugin, context: Context, bundle: Bundle, sizes: Iterable[Fact], division: Ulysses | None = None
+    plugin: DeepSpeedPlugin,
+    context: Context,
+    bundle: Bundle,
+    sizes: Iterable[AutoValue],
+    division: Ulysses | None = None,
 ) -> Started:
     """Complete the configuration and make the engine; called on every process.
 
@@ -97,7 +110,7 @@ def start(
         plugin: the configuration; what it left to be found out is put into it.
         context: the context of the run.
         bundle: one model, at most one optimizer, its schedulers, and prepared loaders.
-        sizes: of batches, as `about_batches` knows them.
+        sizes: of batches, as `batch_values` knows them.
         division: of the sequences, where DeepSpeed divides them.
 
     Raises:
@@ -107,14 +120,14 @@ def start(
         Missing: MS-AMP is to compute, and is not installed.
     """
     (model,) = bundle.models
-    document = plugin.hf_ds_config
-    fill(document, sizes)
-    fill(document, about_objects(bundle))
-    if document.get_value(_WARM_UP) == 0:
+    ds_config = plugin.hf_ds_config
+    fill_auto(ds_config, sizes)
+    fill_auto(ds_config, object_values(bundle))
+    if ds_config.get_value(_WARM_UP) == 0:
         # DeepSpeed takes a warm-up of 1 for none, as it took 0 before 0.19.6, which refuses it.
-        document.set_value(_WARM_UP, 1)
+        ds_config.set_value(_WARM_UP, 1)
     if bundle.optimizers:
-        remaining(document)
+        refuse_auto(ds_config)
     plugin.set_moe_leaf_modules(model)
     arguments = {**_optimizer(plugin, bundle), **_scheduler(bundle)}
     table = copy.deepcopy(plugin.deepspeed_config)
@@ -208,3 +221,137 @@ def _cast_inputs(engine: Any, precision: Precision) -> None:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+_PERSISTENT: Final = 10
+_PREFETCHED: Final = 0.9
+
+
+def check_placeholders(plugin: DeepSpeedPlugin, bundle: Bundle) -> None:
+    """Refuse an optimizer or scheduler that the configuration describes already, and one that nobody describes.
+
+    Raises:
+        Conflict: both are given.
+        SettingError: neither is given.
+    """
+    for optimizer in bundle.optimizers:
+        _check_one(plugin, "optimizer", optimizer, isinstance(optimizer, DummyOptim), "DummyOptim")
+    own = any(isinstance(optimizer, DummyOptim) for optimizer in bundle.optimizers)
+    for scheduler in bundle.schedulers:
+        placeholder = isinstance(scheduler, DummyScheduler)
+        if own and not placeholder and not isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
+            raise Conflict(
+                f"prepare() was given {type(scheduler).__name__} and a DummyOptim.",
+                "DeepSpeed makes the optimizer, and this scheduler follows another one.",
+                "Give DummyScheduler(optimizer, lr_scheduler_callable=...), which makes it for DeepSpeed's optimizer.",
+            )
+        if not placeholder or scheduler.lr_scheduler_callable is None:
+            _check_one(plugin, "scheduler", scheduler, placeholder, "DummyScheduler")
+
+
+def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, placeholder: bool, dummy: str) -> None:
+    described = isinstance(plugin.get_value(entry), dict)
+    asked = f"prepare() was given {type(given).__name__}."
+    if described and not placeholder:
+        raise Conflict(
+            asked,
+            f'The DeepSpeed configuration describes the {entry} too (entry "{entry}").',
+            f'Give accel_plugins.deepspeed.{dummy} in its place, or remove the entry "{entry}".',
+        )
+    if placeholder and not described:
+        raise SettingError(
+            asked,
+            f'The DeepSpeed configuration has no entry "{entry}" that describes it.',
+            f'Add "{entry}" to the configuration, or give a real one.',
+        )
+
+
+def batch_values(
+    plugin: DeepSpeedPlugin, bundle: Bundle, shards: int, steps: int, together: int = 1, seen: Iterable[Any] = ()
+) -> list[AutoValue]:
+    """Sizes of batches, from prepared loaders.
+
+    Args:
+        plugin: the configuration.
+        bundle: its loaders know how many samples all processes together take.
+        shards: into how many slices a batch is cut.
+        steps: micro-batches per optimizer step.
+        together: processes that compute one batch, one after the other that of each of them.
+        seen: loaders that were prepared before, for a model that comes without one.
+
+    Raises:
+        SettingError: neither a loader nor the configuration says the size.
+    """
+    micro = plugin.get_value("train_micro_batch_size_per_gpu", AUTO)
+    if micro == AUTO:
+        sizes = _sizes(bundle.loaders, shards) or _sizes(seen, shards)
+        if not sizes and bundle.optimizers:
+            raise SettingError(
+                "DeepSpeed was to start.",
+                "It has to know the size of a batch, and neither a loader with a batch size was given to prepare() nor "
+                "does the configuration say it.",
+                "Prepare the training loader in the same call, or set train_micro_batch_size_per_gpu.",
+            )
+        # A model that is only evaluated takes batches of any size.
+        micro = (min if plugin.is_train_batch_min else max)(sizes or [1])
+    counted = shards // together
+    total = int(micro) * steps * counted
+    return [
+        AutoValue("gradient_accumulation_steps", steps, f"gradient_accumulation_steps={steps}", True),
+        AutoValue("train_micro_batch_size_per_gpu", int(micro), "the loaders given to prepare()", True, False),
+        AutoValue("train_batch_size", total, f"{micro} samples x {steps} micro-batches x {counted} processes"),
+    ]
+
+
+def _sizes(loaders: Iterable[Any], shards: int) -> list[int]:
+    return [size // shards for loader in loaders if (size := getattr(loader, "total_batch_size", None))]
+
+
+def object_values(bundle: Bundle) -> Iterator[AutoValue]:
+    """Learning rates and schedules from placeholders, sizes of ZeRO stage 3 from the model."""
+    yield _suggestion("gradient_clipping", 1.0)
+    yield _suggestion("zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
+    for what in ("optimizer", "param"):
+        yield _suggestion(f"zero_optimization.offload_{what}.device", "none")
+    for model in bundle.models:
+        yield from _model_values(model)
+    for optimizer in bundle.optimizers:
+        if isinstance(optimizer, DummyOptim):
+            yield _suggestion("optimizer.params.lr", optimizer.lr)
+            yield _suggestion("optimizer.params.weight_decay", optimizer.weight_decay)
+    for scheduler in bundle.schedulers:
+        if isinstance(scheduler, DummyScheduler):
+            yield from _schedule_values(scheduler)
+
+
+def _schedule_values(scheduler: DummyScheduler) -> Iterator[AutoValue]:
+    yield _suggestion("scheduler.params.warmup_min_lr", 0)
+    rate = getattr(scheduler.optimizer, "lr", None)
+    if rate is not None:
+        yield _suggestion("scheduler.params.warmup_max_lr", rate)
+    yield _suggestion("scheduler.params.warmup_num_steps", scheduler.warmup_num_steps)
+    if scheduler.total_num_steps is not None:
+        yield _suggestion("scheduler.params.total_num_steps", scheduler.total_num_steps)
+
+
+def _model_values(model: Module) -> Iterator[AutoValue]:
+    hidden = _hidden_size(getattr(model, "config", None))
+    if hidden is None:
+        return
+    yield _suggestion("zero_optimization.reduce_bucket_size", hidden * hidden)
+    yield _suggestion("zero_optimization.stage3_prefetch_bucket_size", int(_PREFETCHED * hidden * hidden))
+    yield _suggestion("zero_optimization.stage3_param_persistence_threshold", _PERSISTENT * hidden)
+
+
+def _suggestion(key: str, value: Any) -> AutoValue:
+    return AutoValue(key, value, "default", binding=False)
+
+
+def _hidden_size(config: Any) -> int | None:
+    """Width of a model's layers, as configurations of transformers tell it."""
+    if config is None:
+        return None
+    size = getattr(config, "hidden_size", None)
+    if size is None and getattr(config, "hidden_sizes", None):
+        size = max(config.hidden_sizes)
+    return _hidden_size(getattr(config, "text_config", None)) if size is None else int(size)

@@ -23,8 +23,8 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_plugins.deepspeed import engines, saving
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.facts import about_batches, check_stand_ins
-from accel_plugins.deepspeed.wrappers import (
+from accel_plugins.deepspeed.engines import batch_values, check_placeholders
+from accel_plugins.deepspeed.objects import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
@@ -126,7 +126,7 @@ class DeepSpeedStrategy(Strategy):
             )
         if bundle.optimizers and self.context.precision.name == "fp16":
             _check_scaling(self._plugin)
-        check_stand_ins(self._plugin, bundle)
+        check_placeholders(self._plugin, bundle)
 
     def place(self, model: Module) -> Module:
         # The engine moves it; one that was built in parts cannot be moved.
@@ -141,7 +141,7 @@ class DeepSpeedStrategy(Strategy):
             return bundle
         gradient, division = self.context.gradient, self._division
         together = 1 if division is None else division.count
-        sizes = about_batches(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
+        sizes = batch_values(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
         made = engines.start(plugin, self.context, bundle, sizes, division)
         made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
         self._engines.append(DeepSpeedEngineWrapper(made.engine))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-from accel_plugins.deepspeed.filling import AUTO
+from accel_plugins.deepspeed.ds_config import AUTO
 from accel_plugins.deepspeed.manifest import REQUIREMENT
 from accel_state.errors import SettingError
 from accel_state.settings.installed import importable, installed_version
@@ -45,21 +45,21 @@ def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
                 "transformers builds models whole: it divides them where the package accelerate is installed."
             )
         return None
-    from accel_plugins.deepspeed.document import HfDeepSpeedConfig
+    from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
 
-    document = HfDeepSpeedConfig(copy.deepcopy(dict(table)))
-    document.del_config_sub_tree("train_batch_size")
+    ds_config = HfDeepSpeedConfig(copy.deepcopy(dict(table)))
+    ds_config.del_config_sub_tree("train_batch_size")
     for key, value in _WHILE_BUILDING.items():
-        if document.get_value(key) == AUTO:
-            document.set_value(key, value)
+        if ds_config.get_value(key) == AUTO:
+            ds_config.set_value(key, value)
     for own in ("fp16", "bf16"):
-        if document.get_value(f"{own}.enabled") == AUTO:
-            document.set_value(f"{own}.enabled", False)
+        if ds_config.get_value(f"{own}.enabled") == AUTO:
+            ds_config.set_value(f"{own}.enabled", False)
     from transformers.integrations import HfDeepSpeedConfig as View
 
-    if document.is_zero3() and not in_parts:
-        document.set_value("zero_optimization.stage", 0)
-    return View(document.config)
+    if ds_config.is_zero3() and not in_parts:
+        ds_config.set_value("zero_optimization.stage", 0)
+    return View(ds_config.config)
 
 
 def take_whole(model: Any, names: Iterable[str]) -> None:

@@ -290,11 +290,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_tracking.registry": "LoggerType",
     },
     "accelerate.utils.deepspeed": {
-        "accel_plugins.deepspeed.document": "HfDeepSpeedConfig",
-        "accel_plugins.deepspeed.optimizers": "map_pytorch_optim_to_deepspeed",
-        "accel_plugins.deepspeed.stand_ins": "DummyOptim DummyScheduler",
-        "accel_plugins.deepspeed.wrappers": """
-            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        "accel_plugins.deepspeed.ds_config": "HfDeepSpeedConfig",
+        "accel_plugins.deepspeed.objects": """
+            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim
+            DummyScheduler map_pytorch_optim_to_deepspeed
         """,
         "accelerate.legacy.deepspeed": "get_active_deepspeed_plugin",
     },

@@ -1,16 +1,30 @@
-"""DeepSpeed's own configuration: a nested table, read from a file or given, and asked by dotted keys."""
+"""DeepSpeed's configuration: a nested table with dotted keys, and the values that replace "auto" in it.
+
+The configuration is read from a file or given. When something becomes known, because the settings are read or because
+models, optimizers and loaders are prepared, `fill_auto` puts it in place of "auto", and refuses what contradicts it.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
-from accel_state.errors import SettingError
+from accel_state.errors import Conflict, SettingError
 from accel_state.untrusted import parse_json, read_limited
 
-__all__ = ("OFFLOADING", "HfDeepSpeedConfig", "read_document")
+__all__ = (
+    "AUTO",
+    "OFFLOADING",
+    "AutoValue",
+    "HfDeepSpeedConfig",
+    "contradictions",
+    "fill_auto",
+    "read_ds_config",
+    "refuse",
+    "refuse_auto",
+)
 
 OFFLOADING: Final = ("cpu", "nvme")
 """Places off the device where states are kept between uses."""
@@ -31,7 +45,7 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-        self.config: dict[str, Any] = read_document(config_file_or_dict)
+        self.config: dict[str, Any] = read_ds_config(config_file_or_dict)
         self.set_stage_and_offload()
 
     def __repr__(self) -> str:
@@ -104,7 +118,7 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def read_document(given: Any) -> dict[str, Any]:
+def read_ds_config(given: Any) -> dict[str, Any]:
     """A configuration as a table of its own.
 
     Args:
@@ -161,3 +175,100 @@ def _parsed(text: str, asked: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise SettingError(asked, f"It holds a {type(table).__name__}.", "Write a table in braces.")
     return table
+
+
+AUTO: Final = "auto"
+
+
+class AutoValue(NamedTuple):
+    """A value that the run knows for one entry.
+
+    Args:
+        key: the dotted key of the entry.
+        value: what is known.
+        source: where it is known from, as users would name it: "DeepSpeedPlugin(zero_stage=2)".
+        needed: add the entry where the configuration has none.
+        binding: the configuration may not say something else; otherwise this is a suggestion.
+    """
+
+    key: str
+    value: Any
+    source: str
+    needed: bool = False
+    binding: bool = True
+
+
+def fill_auto(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) -> None:
+    """Set the entries for which the configuration says "auto", or that it lacks and needs.
+
+    Raises:
+        Conflict: the configuration contradicts a value; all contradictions are named.
+    """
+    known = list(auto_values)
+    refuse(contradictions(ds_config, known))
+    for auto in known:
+        present = ds_config.get_value(auto.key)
+        if present == AUTO or (present is None and auto.needed):
+            ds_config.set_value(auto.key, auto.value)
+    ds_config.set_stage_and_offload()
+
+
+def contradictions(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) -> list[str]:
+    """One line for each value that the configuration contradicts."""
+    return [
+        f"{auto.key} is {present!r} in the DeepSpeed configuration, and {auto.value!r} by {auto.source}"
+        for auto in auto_values
+        if auto.binding
+        and (present := ds_config.get_value(auto.key)) not in (None, AUTO)
+        and not _same(present, auto.value)
+    ]
+
+
+def refuse(lines: list[str]) -> None:
+    """Raise for what `contradictions` found.
+
+    Raises:
+        Conflict: there is anything.
+    """
+    if lines:
+        raise Conflict(
+            "Cannot configure DeepSpeed from two sources.",
+            f"They contradict each other: {'; '.join(lines)}.",
+            'Let both say the same, or write "auto" in the configuration.',
+        )
+
+
+def refuse_auto(ds_config: HfDeepSpeedConfig) -> None:
+    """Refuse a configuration that still says "auto" somewhere.
+
+    Raises:
+        SettingError: it does; all such entries are named.
+    """
+    left = sorted(_auto_keys(ds_config.config))
+    if left:
+        raise SettingError(
+            "DeepSpeed was to start.",
+            f'Nothing here knows what to put in place of "auto" for {", ".join(left)}.',
+            "Write numbers there. Sizes of ZeRO stage 3 follow from model.config.hidden_size, learning rates from a "
+            "DummyOptim, schedules from a DummyScheduler.",
+        )
+
+
+def _auto_keys(table: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _auto_keys(value, f"{before}{name}.")
+        elif value == AUTO:
+            yield before + name
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values say the same, be they numbers or texts of numbers."""
+    if one == other:
+        return True
+    if isinstance(one, bool) or isinstance(other, bool):
+        return str(one).lower() == str(other).lower()
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return False

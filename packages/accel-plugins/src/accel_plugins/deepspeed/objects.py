@@ -1,0 +1,208 @@
+"""The optimizers, schedulers and models of a script: placeholders for those that DeepSpeed makes, and wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from torch.optim import Optimizer
+
+from accel_plugins.manifest import Part
+from accel_plugins.precision.base import Closure
+from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
+from accel_plugins.wrapped.scheduler import AcceleratedScheduler
+from accel_state.errors import NotOffered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_state.gradient import GradientState
+
+__all__ = (
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedSchedulerWrapper",
+    "DummyOptim",
+    "DummyScheduler",
+    "map_pytorch_optim_to_deepspeed",
+)
+
+
+class DummyOptim:
+    """A placeholder for the optimizer that the entry "optimizer" of the DeepSpeed configuration describes.
+
+    Args:
+        params: parameters, or groups of them as torch's optimizers take.
+        lr: learning rate, where the configuration says "auto".
+        weight_decay: weight decay, where the configuration says "auto".
+        kwargs: kept for whoever reads them.
+
+    Example:
+        >>> optimizer = DummyOptim(model.parameters(), lr=3e-4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+
+    stands_for: ClassVar[Part] = Part.OPTIMIZER
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = list(params)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+        self.state: dict[Any, Any] = {}
+        grouped = bool(self.params) and isinstance(self.params[0], dict)
+        self.param_groups: list[dict[str, Any]] = self.params if grouped else [{"params": self.params}]
+
+
+class DummyScheduler:
+    """A placeholder for the scheduler that the entry "scheduler" of the DeepSpeed configuration describes.
+
+    Args:
+        optimizer: the optimizer it follows, or its placeholder.
+        total_num_steps: length of the schedule, where the configuration says "auto".
+        warmup_num_steps: length of its beginning, where the configuration says "auto".
+        lr_scheduler_callable: given the optimizer, makes the scheduler, where the configuration describes none.
+        kwargs: kept for whoever reads them.
+    """
+
+    stands_for: ClassVar[Part] = Part.SCHEDULER
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+class DeepSpeedEngineWrapper:
+    """Backward and, at the end of an accumulation window, everything a step consists of.
+
+    Args:
+        engine: what `deepspeed.initialize` made.
+
+    Attributes:
+        client_state: what was given to `save_state(client_state=...)`, once a checkpoint was loaded.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.client_state: dict[str, Any] = {}
+
+    def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Compute gradients; with `sync_gradients`, reduce and clip them, step, and move the schedule.
+
+        Args:
+            loss: not divided by the number of micro-batches: the engine does that.
+            sync_gradients: whether this is the last micro-batch of its window.
+            kwargs: go to the engine's `backward`.
+        """
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Total norm of the gradients of the last step, before they were clipped; None before the first."""
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) if hasattr(norm, "item") else norm
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """An optimizer that the engine steps during backward; its own `step` and `zero_grad` do nothing.
+
+    Args:
+        optimizer: that of the engine.
+        gradient: says whether gradients are synchronised; the state made last when None.
+    """
+
+    def __init__(self, optimizer: Any, gradient: GradientState | None = None) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None, gradient=gradient)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Nothing but to count: the engine has stepped.
+
+        Raises:
+            NotOffered: a closure was given.
+        """
+        if closure is not None:
+            raise NotOffered(
+                "optimizer.step(closure) was called with DeepSpeed.",
+                "The engine steps during backward, and cannot compute gradients again.",
+                "Call step() without a closure.",
+            )
+        if self.gradient_state.sync_gradients:
+            self._count_step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Nothing: the engine forgets gradients when it has stepped."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because gradients overflowed."""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A scheduler that the engine moves when it steps; its own `step` does nothing.
+
+    Args:
+        scheduler: that of the engine.
+        optimizers: those it follows.
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Optimizer | Iterable[Optimizer], gradient: GradientState | None = None
+    ) -> None:
+        super().__init__(scheduler, optimizers, gradient=gradient, processes=1)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the engine has moved it."""
+
+
+_ON_HOST: Final = {
+    "AdamW": ("DeepSpeedCPUAdam", {"adamw_mode": True}, ("lr", "betas", "eps", "weight_decay", "amsgrad")),
+    "Adam": ("DeepSpeedCPUAdam", {"adamw_mode": False}, ("lr", "betas", "eps", "weight_decay", "amsgrad")),
+    "Adagrad": ("DeepSpeedCPUAdagrad", {}, ("lr", "eps", "weight_decay")),
+    "Lion": ("DeepSpeedCPULion", {}, ("lr", "betas", "weight_decay")),
+}
+"""By class of a torch or bitsandbytes optimizer: DeepSpeed's class, its options, and the options taken over."""
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
+    """The optimizer of DeepSpeed that steps on the host as this one would; it has the same groups of parameters.
+
+    Raises:
+        NotOffered: DeepSpeed has none of this kind.
+
+    Example:
+        >>> type(map_pytorch_optim_to_deepspeed(torch.optim.AdamW(model.parameters()))).__name__
+        'DeepSpeedCPUAdam'
+    """
+    import deepspeed.ops.adagrad
+    import deepspeed.ops.adam
+    import deepspeed.ops.lion
+
+    homes: tuple[Any, ...] = (deepspeed.ops.adam, deepspeed.ops.adagrad, deepspeed.ops.lion)
+    name = type(optimizer).__name__
+    if name.startswith("DeepSpeed"):
+        return optimizer
+    kind = name.removesuffix("8bit").removesuffix("32bit")
+    if kind not in _ON_HOST:
+        raise NotOffered(
+            f"Cannot use {name} while DeepSpeed keeps optimizer states on the host.",
+            f"DeepSpeed steps there with {', '.join(_ON_HOST)} only.",
+            "Use one of them, or set zero_force_ds_cpu_optimizer=false in the DeepSpeed configuration.",
+        )
+    target, options, taken = _ON_HOST[kind]
+    made: Any = next(getattr(home, target) for home in homes if hasattr(home, target))
+    given = {name: optimizer.defaults[name] for name in taken if name in optimizer.defaults}
+    mapped: Optimizer = made(optimizer.param_groups, **given, **options)
+    return mapped
