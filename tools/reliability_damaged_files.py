@@ -45,7 +45,7 @@ from accel_cli.main import main as command_line
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.shards import PortableWriter
 from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
-from accel_plugins.fsdp.merge import merge_weights
+from accel_plugins.fsdp.weights import merge_weights
 from accel_plugins.testing import faults
 from accel_state.errors import AccelError
 from accel_state.testing.fresh import fresh

@@ -2,8 +2,8 @@ from accel_plugins.bundle import Bundle as Bundle
 from accel_plugins.checkpoint.config import ContinuousSavePolicy as ContinuousSavePolicy
 from accel_plugins.checkpoint.config import ProjectConfiguration as ProjectConfiguration
 from accel_plugins.context import Context as Context
+from accel_plugins.ddp.config import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_plugins.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accel_plugins.ddp.hook_types import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_plugins.deepspeed.config import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_plugins.manifest import Ability as Ability

@@ -34,7 +34,7 @@ class MergeWeights:
 
     def run(self, arguments: Namespace) -> int:
         """Merge, and say where the file is; all weights are in memory meanwhile."""
-        from accel_plugins.fsdp.merge import merge_weights
+        from accel_plugins.fsdp.weights import merge_weights
 
         written = merge_weights(
             arguments.checkpoint_directory,

@@ -5,11 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from accel_plugins.ddp.hook_types import DDPCommunicationHookType
 from accel_state.errors import SettingError
 from accel_state.kwargs import KwargsHandler
+from accel_state.labels import BaseEnum
 
-__all__ = ("DDPCommunicationHookType", "DistributedDataParallelKwargs")
+__all__ = (
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+)
+
+
+class DDPCommunicationHookType(BaseEnum):
+    """How gradients travel between processes."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
 
 _OURS: Final = ("comm_hook", "comm_wrapper", "comm_state_option")
 
@@ -62,7 +76,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Make a `DistributedDataParallel` model send its gradients the way these settings say."""
         from accel_plugins.ddp.hooks import register
 
-        register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
+        register(model, self.comm_hook.value, self.comm_wrapper.value, self.comm_state_option)
 
 
 def _hook_type(

@@ -1,21 +1,84 @@
-"""Communication hooks: compressing gradients while they travel between processes."""
+"""Communication hooks: compressing gradients while they travel between processes.
+
+Batched PowerSGD sees a whole bucket of gradients as one square matrix, which travels as two narrow ones. The method is
+Vogels, Karimireddy, Jaggi: "PowerSGD" (NeurIPS 2019), algorithms 1 and 2, with a bucket for a layer. torch has such a
+hook as well; its own assertion about three-dimensional matrices stops it at the first step that compresses.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_plugins.ddp.batched_power_sgd import batched_power_sgd
-from accel_plugins.ddp.hook_types import DDPCommunicationHookType
 from accel_state.errors import SettingError
 
-__all__ = ("register",)
+__all__ = (
+    "batched_power_sgd",
+    "register",
+)
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+def batched_power_sgd(state: PowerSGDState, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with objects
+    """Communication hook: the mean of a bucket over the processes, at rank `state.matrix_approximation_rank`.
+
+    Until step `state.start_powerSGD_iter` buckets travel whole. With error feedback, what compression lost is added to
+    the next step's bucket.
+    """
+    group: Any = state.process_group if state.process_group is not None else dist.group.WORLD
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
+        return allreduce_hook(group, bucket)
+    flat: torch.Tensor = bucket.buffer()
+    index: int = bucket.index()
+    square = _squared(flat)
+    if state.use_error_feedback and index in state.error_dict:
+        square += state.error_dict[index]
+    guess = torch.linalg.qr(_guess(state, index, square)).Q
+    sent = dist.all_reduce(square @ guess, group=group, async_op=True).get_future()
+
+    def finish(future: Any) -> torch.Tensor:
+        left = torch.linalg.qr(future.value()[0]).Q
+        right = square.t() @ left
+        dist.all_reduce(right, group=group)
+        right /= dist.get_world_size(group)
+        mean = left @ right.t()
+        if state.use_error_feedback:
+            state.error_dict[index] = square - mean
+        if state.warm_start:
+            state.q_memory_dict[index] = right
+        state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
+        flat.copy_(mean.view(-1)[: flat.numel()])
+        return flat
+
+    return sent.then(finish)
+
+
+def _squared(flat: torch.Tensor) -> torch.Tensor:
+    """A copy of a vector as the smallest square matrix that holds it, filled up with zeros."""
+    side = math.isqrt(flat.numel() - 1) + 1
+    square = flat.new_zeros(side * side)
+    square[: flat.numel()] = flat
+    return square.view(side, side)
+
+
+def _guess(state: PowerSGDState, index: int, square: torch.Tensor) -> torch.Tensor:
+    """Where to look for the largest directions: where the last step found them, or the same random place everywhere."""
+    if index in state.q_memory_dict:
+        found: torch.Tensor = state.q_memory_dict[index]
+        return found
+    generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
+    columns = min(state.matrix_approximation_rank, square.shape[0])
+    return torch.randn(square.shape[0], columns, generator=generator).to(square)
 
 
 def _under_another_name(hook: Hook) -> Hook:
@@ -31,28 +94,33 @@ def _wrapped_in_bf16(hook: Hook) -> Hook:
     return _under_another_name(default_hooks.bf16_compress_wrapper(hook))
 
 
-_HOOKS: Final[dict[DDPCommunicationHookType, Hook]] = {
-    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-    DDPCommunicationHookType.BF16: _under_another_name(default_hooks.bf16_compress_hook),
-    DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    DDPCommunicationHookType.BATCHED_POWER_SGD: batched_power_sgd,
+_HOOKS: Final[dict[str, Hook]] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": _under_another_name(default_hooks.bf16_compress_hook),
+    "power_sgd": powerSGD_hook.powerSGD_hook,
+    "batched_power_sgd": batched_power_sgd,
 }
 
-_WITH_STATE: Final = frozenset({DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD})
+_WITH_STATE: Final = frozenset({"power_sgd", "batched_power_sgd"})
 
-_WRAPPERS: Final[dict[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
-    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
-    DDPCommunicationHookType.BF16: _wrapped_in_bf16,
+_WRAPPERS: Final[dict[str, Callable[[Hook], Hook]]] = {
+    "fp16": default_hooks.fp16_compress_wrapper,
+    "bf16": _wrapped_in_bf16,
 }
 
 
 def register(
     model: DistributedDataParallel,
-    hook_type: DDPCommunicationHookType,
-    wrapper_type: DDPCommunicationHookType,
+    hook_type: str,
+    wrapper_type: str,
     options: dict[str, Any],
 ) -> None:
     """Register a hook, in its wrapper; without a hook nothing is done.
+
+    Args:
+        model: the wrapped model.
+        hook_type, wrapper_type: values of `DDPCommunicationHookType`.
+        options: arguments of `PowerSGDState`.
 
     Raises:
         SettingError: the options are none that a PowerSGD state takes.

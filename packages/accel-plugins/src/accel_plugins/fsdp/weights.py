@@ -1,16 +1,20 @@
-"""Checkpoints of sharded models and optimizers: in one file, or in one file of shards per process.
+"""Weights and optimizer states of sharded models as files: one file, a folder of shards, or a file per process.
 
-The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes. What a
-backend wrote that does not shard is loaded too.
+The folders of shards are those of `torch.distributed.checkpoint`, which load on another number of processes, and which
+`merge_weights` turns into one file without any process group. Only as many processes in the same order can read the
+files per process. What a backend wrote that does not shard is loaded too.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +29,7 @@ from torch.optim import Optimizer
 
 from accel_bigmodel.load import load_checkpoint_in_model
 from accel_bigmodel.loading import holds_sharded_weights
-from accel_bigmodel.weight_files import load_weights_file
+from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     FSDP_MODEL_NAME,
@@ -39,16 +43,20 @@ from accel_plugins.checkpoint.optimizer_names import by_name, names_parameters, 
 from accel_plugins.checkpoint.shards import PortableWriter, names_in, read_into, read_whole
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
-from accel_state.errors import CheckpointError
+from accel_state import current
+from accel_state.errors import CheckpointError, SettingError
 
 __all__ = (
     "load_model",
     "load_optimizer",
+    "merge_weights",
+    "merged_state",
     "model_state",
     "optimizer_state",
     "put_model",
     "put_optimizer",
-    "write",
+    "read_rank_file",
+    "write_rank_file",
 )
 
 _STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
@@ -172,3 +180,102 @@ def put_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any], *,
 
 def _full_name(part: Part, index: int) -> str:
     return optimizer_name(index) if part is Part.OPTIMIZER else sharded_model_name(index)
+
+
+# ---------------------------------------------------------------------- one file per process
+
+_RANK_STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
+
+
+def write_rank_file(part: Part, state: dict[str, Any], folder: Path, index: int) -> None:
+    """Write the shards of this process: `pytorch_model_fsdp_0_rank1.bin`, `optimizer_0_rank1.bin`, ...
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    pickled.write(state, folder / _rank_file_name(part, index, current.process().rank))
+
+
+def read_rank_file(part: Part, folder: Path, index: int) -> dict[str, Any]:
+    """What `write_rank_file` has written in this process.
+
+    Raises:
+        CheckpointError: another number of processes wrote the files, or that of this process is damaged.
+    """
+    process = current.process()
+    found = len(list(folder.glob(_rank_file_name(part, index, "[0-9]*"))))
+    if found not in (0, process.world_size):
+        raise CheckpointError(
+            f"Cannot read_rank_file {part.value} {index} from {folder}, one file per process.",
+            f"{found} processes wrote it, and there are {process.world_size}.",
+            "Start as many processes, or save with use_dcp=True, which loads on any number.",
+        )
+    state: dict[str, Any] = pickled.read(folder / _rank_file_name(part, index, process.rank))
+    return state
+
+
+def _rank_file_name(part: Part, index: int, rank: int | str) -> str:
+    return f"{_RANK_STEMS[part]}_{index}_rank{rank}.bin"
+
+
+# ---------------------------------------------------------------------- merged into one file
+
+
+def merge_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> Path:
+    """Write the weights of a sharded checkpoint into one file, and return its path.
+
+    Args:
+        checkpoint_dir: a folder of shards such as `pytorch_model_fsdp_0`, or the checkpoint with one such folder.
+        output_path: the folder to write to.
+        safe_serialization: write `model.safetensors`, else `pytorch_model.bin`.
+        remove_checkpoint_dir: remove the folder of shards once the file is written.
+
+    Raises:
+        SettingError: there are no shards, or those of several models.
+        CheckpointError: they are damaged, or the file could not be written; no shards were removed then.
+    """
+    shards = _shards_in(Path(checkpoint_dir))
+    state = merged_state(shards)
+    target = Path(output_path) / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write merged weights to {target}.", f"The system refused: {error}.", "Name another folder."
+        ) from error
+    save_weights_file(state, target)
+    if remove_checkpoint_dir:
+        shutil.rmtree(shards)
+    return target
+
+
+def merged_state(shards: Path) -> dict[str, Tensor]:
+    """Whole weights by name from a folder of shards.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged.
+    """
+    state = read_whole(shards)
+    # All weights stand below one name in the files.
+    root = state.get(Part.MODEL.value)
+    return root if len(state) == 1 and isinstance(root, dict) else state
+
+
+def _shards_in(folder: Path) -> Path:
+    asked = f"Cannot merge the shards in {folder}."
+    if (folder / ".metadata").is_file():
+        return folder
+    inside = sorted(path.parent for path in folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))
+    if len(inside) == 1:
+        return inside[0]
+    if inside:
+        names = ", ".join(path.name for path in inside)
+        raise SettingError(asked, f"It holds several models: {names}.", "Name the folder of one of them.")
+    obstacle = "It holds no shards (no file .metadata)." if folder.is_dir() else "There is no such folder."
+    remedy = f"Name a folder such as {FSDP_MODEL_NAME}_0, which state_dict_type='SHARDED_STATE_DICT' writes."
+    raise SettingError(asked, obstacle, remedy)

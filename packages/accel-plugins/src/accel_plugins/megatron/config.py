@@ -17,10 +17,6 @@ from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, ValueType, choice,
 
 __all__ = (
     "MegatronLMPlugin",
-    "_optimizer_args",
-    "_own_args",
-    "_precision_args",
-    "_take_schedule",
     "schedule_samples",
 )
 

@@ -1,22 +1,19 @@
-"""The strategy on XLA devices: a step is traced and becomes one compiled graph, cut off where the optimizer stepped.
-
-Replicas add up their gradients right before somebody reads them, inside of that graph. With FSDP v2 there are none: one
-process drives all its devices, and the compiler divides what is marked.
-"""
+"""The strategy on XLA devices: a step is traced and becomes one compiled graph, cut off where the optimizer stepped."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xla_model
 import torch_xla.runtime as runtime
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_ops.tree import recursively_apply
@@ -28,11 +25,14 @@ from accel_plugins.strategy import Strategy
 from accel_plugins.xla import spmd
 from accel_plugins.xla.config import XLAPlugin
 from accel_plugins.xla.device_transfer import XLADeviceTransfer
-from accel_plugins.xla.moving import move, move_state
 from accel_state.errors import Conflict, NotOffered, NotReady
 from accel_state.settings.environ import publish
 
-__all__ = ("XLAStrategy",)
+__all__ = (
+    "XLAStrategy",
+    "move",
+    "move_state",
+)
 
 _DOWNCAST: Final = "XLA_DOWNCAST_BF16"
 """What torch_xla reads, once, when a device is used first."""
@@ -241,3 +241,32 @@ def _downcast(context: Context) -> None:
             f"Make the Accelerator first, or set {_DOWNCAST}=1 for the script.",
         )
     publish({_DOWNCAST: "1"})
+
+
+def move(model: Module, device: torch.device) -> Module:
+    """A model on the device, its shared parameters shared as before.
+
+    `Module.to` makes new parameters there, one for each place; the caller rebinds what holds the old ones.
+    """
+    shared = list(_shared(model))
+    moved = model.to(device)
+    for first, *others in shared:
+        parameter = moved.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(moved.get_submodule(owner), attribute, parameter)
+    return moved
+
+
+def _shared(model: Module) -> Iterable[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return (every for every in names.values() if len(every) > 1)
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Bring the state of an optimizer that has stepped to where its parameters are now."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -13,7 +13,7 @@ from torch.nn import Module
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, shards_name
 from accel_plugins.checkpoint.shards import read_into
-from accel_plugins.fsdp import loading, rank_files, weights
+from accel_plugins.fsdp import loading, weights
 from accel_plugins.fsdp.sharded import inner_optimizer
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part
@@ -95,7 +95,7 @@ def load_fsdp_model(
     elif _whole(fsdp_plugin) or use_dcp:
         strategy.load(Part.MODEL, model, folder, model_index)
     else:
-        weights.put_model(model, rank_files.read(Part.MODEL, folder, model_index))
+        weights.put_model(model, weights.read_rank_file(Part.MODEL, folder, model_index))
 
 
 def load_fsdp_optimizer(
@@ -117,7 +117,7 @@ def load_fsdp_optimizer(
     if _whole(fsdp_plugin) or use_dcp:
         strategy.load(Part.OPTIMIZER, optimizer, folder, optimizer_index)
     else:
-        state = rank_files.read(Part.OPTIMIZER, folder, optimizer_index)
+        state = weights.read_rank_file(Part.OPTIMIZER, folder, optimizer_index)
         weights.put_optimizer(model, inner_optimizer(optimizer), state)
 
 
@@ -129,7 +129,7 @@ def _save(accelerator: Any, part: Part, state: dict[str, Any], folder: Folder, i
     if use_dcp or _whole(strategy.config):
         strategy.save(part, state, Path(folder), index)
     else:
-        rank_files.write(part, state, Path(folder), index)
+        weights.write_rank_file(part, state, Path(folder), index)
 
 
 def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp: bool) -> None:
@@ -141,7 +141,7 @@ def _load_adapter(model: Module, folder: Path, index: int, whole: bool, use_dcp:
         saved = {name: own[original] for name, original in names.items()}
         read_into({Part.MODEL.value: saved}, folder / shards_name(FSDP_MODEL_NAME, index))
     else:
-        saved = rank_files.read(Part.MODEL, folder, index)
+        saved = weights.read_rank_file(Part.MODEL, folder, index)
     renamed = {names.get(name, name): value for name, value in saved.items()}
     put = loading.put if whole else weights.put_model
     put(model, renamed, strict=False)

@@ -261,9 +261,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_ops.tree": "TensorInformation",
         "accel_plugins.blocks": "get_module_class_from_name",
         "accel_plugins.checkpoint.config": "ProjectConfiguration",
-        "accel_plugins.ddp.config": "DistributedDataParallelKwargs",
+        "accel_plugins.ddp.config": "DDPCommunicationHookType DistributedDataParallelKwargs",
         "accel_plugins.deepspeed.config": "DeepSpeedPlugin",
-        "accel_plugins.ddp.hook_types": "DDPCommunicationHookType",
         "accel_plugins.fsdp.config": "FullyShardedDataParallelPlugin",
         "accel_plugins.megatron.architecture": """
             MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser parse_bert_config
@@ -307,7 +306,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.fsdp_utils": {
-        "accel_plugins.fsdp.merge": "merge_fsdp_weights=merge_weights",
+        "accel_plugins.fsdp.weights": "merge_fsdp_weights=merge_weights",
         "accelerate.legacy.fsdp": """
             disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
             fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model
