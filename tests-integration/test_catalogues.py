@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalogues import broken_backends
+from catalogues import broken_backends, failures, resume_omissions
 from torch import Tensor
 
 from accel_plugins.bundle import Bundle
@@ -122,3 +122,37 @@ def resumed_weights(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]
 def test_the_originals_resume_exactly(two: Any, tmp_path: Path, name: str) -> None:
     for straight, resumed in two.run(resumed_weights, name, str(tmp_path)):
         torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- omissions of checkpoints
+
+
+def test_twenty_omissions_have_different_names_and_truths() -> None:
+    assert len(resume_omissions.CATALOGUE) == 20
+    assert len({entry.truth for entry in resume_omissions.CATALOGUE.values()}) == 20
+
+
+@pytest.mark.parametrize("omission", resume_omissions.CATALOGUE.values(), ids=resume_omissions.CATALOGUE)
+def test_a_script_with_an_omission_differs_from_its_control_in_the_switch(omission: resume_omissions.Omission) -> None:
+    planted, control = omission.script(omit=True), omission.script(omit=False)
+    compile(planted, omission.name, "exec")
+    assert planted.count("OMIT") >= 2, "the switch is used"
+    changed = [pair for pair in zip(planted.splitlines(), control.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert changed == [("OMIT = True", "OMIT = False")]
+
+
+# ---------------------------------------------------------------- failures of launched runs
+
+
+def test_forty_failures_have_different_names_and_scripts() -> None:
+    assert len(failures.CATALOGUE) == 40
+    assert len({failure.script for failure in failures.CATALOGUE.values()}) == 40
+
+
+@pytest.mark.parametrize("failure", failures.CATALOGUE.values(), ids=failures.CATALOGUE)
+def test_the_truth_about_a_failure_is_consistent(failure: failures.Failure) -> None:
+    compile(failure.script, failure.name, "exec")
+    finishes = failure.action is failures.Action.FINISH
+    assert failure.culprit in ({None} if finishes else {None, 0, 1})
+    assert bool(failure.samples) == (failure.action is failures.Action.STOP_AND_NAME_SAMPLES)
+    assert failure.starts >= (2 if failure.action is failures.Action.RESTART else 1)
