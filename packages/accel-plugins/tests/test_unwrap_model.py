@@ -11,7 +11,7 @@ from accel_plugins import Bundle, Context, Manifest, Strategy, extract_model_fro
 from accel_plugins.layers import strategy_model
 from accel_plugins.precision import choose
 from accel_plugins.transforms.compile import Compile
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state import PartialState, current
 from accel_state.devices.select import family_of

@@ -11,8 +11,8 @@ from typing import Final
 from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings
 from accel_cli.launch.kinds import KindSettings
 from accel_cli.launch.places import MPISettings, SageMakerSettings, TPUSettings
-from accel_plugins.precision.fp8_settings import FP8Settings
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.precision.config import FP8Settings
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,

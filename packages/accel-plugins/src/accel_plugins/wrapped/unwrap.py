@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_plugins.layers import inside, is_compiled_module
-from accel_plugins.precision.autocast import restore_forward
+from accel_plugins.precision.native import restore_forward
 
 __all__ = ("COMPILED_IN_PLACE", "extract_model_from_parallel", "is_compiled_module", "wrapped_module")
 

@@ -36,8 +36,7 @@ from accel_torch.trigger import Trigger
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
-    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
+    from accel_plugins.transforms.config import TorchDynamoPlugin, TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
 
 __all__ = ("Accelerator",)
