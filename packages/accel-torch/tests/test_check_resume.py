@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from accel_state.testing.processes import run_command
-from accel_torch.check_resume.comparison import Notes, compare, controls
-from accel_torch.check_resume.digests import digests_of, samples_of
+from accel_torch.check_resume.comparison import Notes, compare_notes, controls
+from accel_torch.check_resume.digests import digests_of, sample_digests
 
 SCRIPT = str(Path(__file__).with_name("resumed_script.py"))
 
@@ -88,26 +88,26 @@ def straight_run() -> Notes:
 
 def test_runs_with_equal_notes_are_equal() -> None:
     resumed = Notes([[beginning(1, weights="w1"), note(2, weights="w2"), note(3, weights="w3")]])
-    assert compare(straight_run(), resumed, 1) is None
+    assert compare_notes(straight_run(), resumed, 1) is None
 
 
 def test_a_difference_in_the_loaded_state_comes_first() -> None:
     resumed = Notes([[beginning(1, weights="w0"), note(2, weights="other"), note(3, weights="w3")]])
-    found = compare(straight_run(), resumed, 1)
+    found = compare_notes(straight_run(), resumed, 1)
     assert found is not None
     assert (found.loaded, found.step, found.rank, found.what) == (True, 1, 0, "weights: value")
 
 
 def test_samples_are_named_before_the_weights_that_they_change() -> None:
     later = {**note(2, weights="other"), "samples": [[0, 0, ["id 7"]]]}
-    found = compare(straight_run(), Notes([[beginning(1, weights="w1"), later]]), 1)
+    found = compare_notes(straight_run(), Notes([[beginning(1, weights="w1"), later]]), 1)
     assert found is not None
     assert str(found) == "differs first after step 2 on rank 0: samples (1 of 1 are others)"
 
 
 def test_a_run_that_ends_early_differs() -> None:
     resumed = Notes([[beginning(1, weights="w1"), note(2, weights="w2")]])
-    found = compare(straight_run(), resumed, 1)
+    found = compare_notes(straight_run(), resumed, 1)
     assert found is not None
     assert (found.step, found.what) == (3, "the run")
 
@@ -120,8 +120,8 @@ def test_another_number_of_processes_is_compared_by_full_state_and_global_order(
         [loaded, {**note(2), "samples": [[0, 0, ["id 2"]]]}],
         [loaded, {**note(2), "samples": [[0, 0, ["id 3"]]]}],
     ]
-    assert compare(straight_run(), Notes(halves), 1) is None
-    found = compare(straight_run(), Notes([[loaded, *steps], [loaded, *other]]), 1)
+    assert compare_notes(straight_run(), Notes(halves), 1) is None
+    found = compare_notes(straight_run(), Notes([[loaded, *steps], [loaded, *other]]), 1)
     assert found is not None
     assert found.what == "samples"
 
@@ -149,8 +149,8 @@ def test_digests_tell_values_types_and_shapes_apart() -> None:
 
 def test_a_sample_has_the_same_digest_in_every_batch() -> None:
     inputs, targets = torch.arange(12.0).reshape(6, 2), torch.arange(6)
-    whole = samples_of({"inputs": inputs, "targets": targets, "scale": torch.ones(1)})
-    assert whole == samples_of({"inputs": inputs[:2], "targets": targets[:2], "scale": torch.ones(1)}) + samples_of(
-        {"inputs": inputs[2:], "targets": targets[2:], "scale": torch.ones(1)}
-    )
+    whole = sample_digests({"inputs": inputs, "targets": targets, "scale": torch.ones(1)})
+    assert whole == sample_digests(
+        {"inputs": inputs[:2], "targets": targets[:2], "scale": torch.ones(1)}
+    ) + sample_digests({"inputs": inputs[2:], "targets": targets[2:], "scale": torch.ones(1)})
     assert len(set(whole)) == 6

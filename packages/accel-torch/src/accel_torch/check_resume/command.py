@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from accel_state.errors import SettingError
-from accel_torch.check_resume.comparison import LOSS_TOLERANCE, Notes, compare, controls, unsaved_variables
+from accel_torch.check_resume.comparison import LOSS_TOLERANCE, Notes, compare_notes, controls, unsaved_variables
 from accel_torch.check_resume.task import Task
 
 __all__ = ("COMMAND", "CheckResume")
@@ -154,7 +154,7 @@ class _Check:
             # A backend may refuse another number of processes, and says so.
             verdict = "differs" if processes == self._arguments.processes[0] else "not verified"
             return Outcome(at, processes, verdict, f"the resumed run failed: {failure}")
-        finding = compare(expected, notes, at)
+        finding = compare_notes(expected, notes, at)
         if finding is None:
             return self._equal(expected, notes, at, processes)
         if not finding.loaded and not finding.what.startswith("the variable"):

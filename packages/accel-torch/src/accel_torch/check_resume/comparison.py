@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ("Finding", "Notes", "compare", "controls")
+__all__ = ("Difference", "Notes", "compare_notes", "controls")
 
 LOSS_TOLERANCE: Final = 1e-4
 """Relative difference of losses of other numbers of processes: they add the same float32 terms in other orders."""
@@ -18,7 +18,7 @@ _ORDER: Final = ("loader", "generator", "loss", "gradient", "scheduler", "optimi
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """A difference between two runs.
 
     Args:
@@ -75,7 +75,7 @@ class Notes:
         return min((max(self.steps(rank), default=0) for rank in range(len(self.ranks))), default=0)
 
 
-def compare(straight: Notes, resumed: Notes, at: int) -> Finding | None:
+def compare_notes(straight: Notes, resumed: Notes, at: int) -> Difference | None:
     """The first difference of a resumed run from the straight one; None where all is equal.
 
     Args:
@@ -90,7 +90,7 @@ def compare(straight: Notes, resumed: Notes, at: int) -> Finding | None:
     return next(findings, None)
 
 
-def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Finding]:
+def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Difference]:
     ranks = range(len(straight.ranks))
     for rank in ranks:
         loaded, saved = resumed.beginning(rank), straight.steps(rank)[at]
@@ -101,7 +101,7 @@ def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Finding]:
         for rank in ranks:
             one, other = straight.steps(rank)[step], resumed.steps(rank).get(step)
             if other is None:
-                yield Finding(step, rank, "the run", "it ended before this step")
+                yield Difference(step, rank, "the run", "it ended before this step")
                 return
             yield from _samples(_ids(one), _ids(other), step, rank)
             yield from _pieces(_with_losses(one), _with_losses(other), step, rank)
@@ -111,7 +111,7 @@ def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Finding]:
 
 def _variables(
     straight: Mapping[int, Any], resumed: Mapping[int, Any], step: int, rank: int, kept: bool = True
-) -> Iterator[Finding]:
+) -> Iterator[Difference]:
     """Variables of the script that differ though all that was prepared is equal.
 
     Args:
@@ -125,7 +125,7 @@ def _variables(
     for name in sorted(ours.keys() & theirs.keys()):
         (one, keeps), (other, _) = ours[name], theirs[name]
         if one != other and keeps is kept:
-            yield Finding(step, rank, f"the variable {name}", "no checkpoint holds it; register_for_checkpointing()")
+            yield Difference(step, rank, f"the variable {name}", "no checkpoint holds it; register_for_checkpointing()")
 
 
 def unsaved_variables(straight: Notes, resumed: Notes) -> list[str]:
@@ -137,7 +137,7 @@ def unsaved_variables(straight: Notes, resumed: Notes) -> list[str]:
     return [finding.what.removeprefix("the variable ") for finding in found]
 
 
-def _other_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Finding]:
+def _other_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Difference]:
     loaded, saved = resumed.beginning(), straight.steps()[at]
     yield from _pieces(saved["full"], loaded["full"] if loaded else {}, at, None, loaded=True)
     after = [step for step in straight.steps() if step > at]
@@ -149,7 +149,7 @@ def _other_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Finding]:
         if one[0] != other[0]:
             break
         if one != other:
-            yield Finding(at, None, "samples", f"at position {position} of the global order after the checkpoint")
+            yield Difference(at, None, "samples", f"at position {position} of the global order after the checkpoint")
             return
     yield from _losses(straight, resumed, at)
 
@@ -165,14 +165,14 @@ def _global_order(ranks: Sequence[Mapping[int, Any]], steps: Iterable[int]) -> l
     return found
 
 
-def _losses(straight: Notes, resumed: Notes, at: int) -> Iterator[Finding]:
+def _losses(straight: Notes, resumed: Notes, at: int) -> Iterator[Difference]:
     """Compare mean losses of steps that had the same number of samples."""
     for step in range(at + 1, min(straight.last_step, resumed.last_step) + 1):
         one, other = (_mean_loss(notes, step) for notes in (straight, resumed))
         if one is None or other is None or one[1] != other[1]:
             continue
         if abs(one[0] - other[0]) > LOSS_TOLERANCE * max(abs(one[0]), abs(other[0])):
-            yield Finding(step, None, "loss", f"{one[0]:.8g} and {other[0]:.8g}, more than {LOSS_TOLERANCE:g} apart")
+            yield Difference(step, None, "loss", f"{one[0]:.8g} and {other[0]:.8g}, more than {LOSS_TOLERANCE:g} apart")
 
 
 def _mean_loss(notes: Notes, step: int) -> tuple[float, int] | None:
@@ -195,12 +195,12 @@ def _ids(note: Mapping[str, Any]) -> list[Any]:
     return [[number, ids] for number, _, ids in note["samples"]]
 
 
-def _samples(one: list[Any], other: list[Any], step: int, rank: int) -> Iterator[Finding]:
+def _samples(one: list[Any], other: list[Any], step: int, rank: int) -> Iterator[Difference]:
     if one == other:
         return
     ours, theirs = ({sample for _, ids in side for sample in ids} for side in (one, other))
     detail = "the same ones in another order" if ours == theirs else f"{len(ours - theirs)} of {len(ours)} are others"
-    yield Finding(step, rank, "samples", detail)
+    yield Difference(step, rank, "samples", detail)
 
 
 def _pieces(
@@ -209,7 +209,7 @@ def _pieces(
     step: int,
     rank: int | None,
     loaded: bool = False,
-) -> Iterator[Finding]:
+) -> Iterator[Difference]:
     for group in sorted(expected, key=_place):
         ours, theirs = expected[group], found.get(group, {})
         if ours == theirs:
@@ -218,7 +218,7 @@ def _pieces(
         readable = group.startswith(("loader", "loss"))
         detail = f"{ours.get(path)} and {theirs.get(path)}" if readable else ""
         missing = "is missing" if path not in theirs else ""
-        yield Finding(step, rank, f"{group}: {path}", detail or missing, loaded)
+        yield Difference(step, rank, f"{group}: {path}", detail or missing, loaded)
 
 
 def _place(group: str) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from accel_plugins.manifest import Duty
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
 
-__all__ = ("Pieces", "digests_of", "pieces_of", "samples_of", "variables_of")
+__all__ = ("Pieces", "digests_of", "sample_digests", "state_pieces", "variables_of")
 
 Pieces = dict[str, dict[str, str]]
 """Digests by group and path."""
@@ -32,7 +32,7 @@ _MOST_ITEMS: Final = 1000
 _DEPTH: Final = 4
 
 
-def pieces_of(parts: Parts, full: bool) -> Pieces:
+def state_pieces(parts: Parts, full: bool) -> Pieces:
     """Digests of everything that a checkpoint of an Accelerator holds, except the positions of loaders.
 
     Called on every process.
@@ -119,7 +119,7 @@ def _chunks(value: Any, full: bool) -> Iterator[bytes]:
 # ---------------------------------------------------------------- samples
 
 
-def samples_of(batch: Any) -> list[str]:
+def sample_digests(batch: Any) -> list[str]:
     """A digest of each sample of a batch: of its row in all arrays whose first dimension is that of the first one."""
     arrays = [leaf for _, leaf in _leaves(batch, "") if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim]
     if not arrays:

@@ -19,21 +19,21 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_state.hang_report.rank_status import PROGRESS
-from accel_torch.check_resume.digests import Pieces, digests_of, pieces_of, samples_of, variables_of
+from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
 from accel_torch.observers import RUN_OBSERVERS
 
 if TYPE_CHECKING:
     from accel_torch.accelerator import Accelerator
 
-__all__ = ("Recorder", "StopRun", "main")
+__all__ = ("RunRecorder", "StopRun", "main")
 
 
 class StopRun(BaseException):
     """Ends a script after its last step; no handler of exceptions in the script should catch it."""
 
 
-class Recorder:
+class RunRecorder:
     """Notes what one process of a run computes.
 
     Args:
@@ -107,12 +107,12 @@ class Recorder:
             accelerator.load_state(self.task.checkpoint, waive=allowed)
         note = {"step": self.step, "loaded": self.task.resumes, "pieces": _state_of(accelerator)}
         if self.task.resumes:
-            note |= {"fresh": self._fresh, "full": pieces_of(accelerator, full=True)}
+            note |= {"fresh": self._fresh, "full": state_pieces(accelerator, full=True)}
         self._write(note)
 
     def batch_given(self, number: int, epoch: int, batch: Any) -> None:
         """Note the samples of a batch."""
-        self._samples.append((number, epoch, samples_of(batch)))
+        self._samples.append((number, epoch, sample_digests(batch)))
 
     # ------------------------------------------------------------------ notes
 
@@ -139,7 +139,7 @@ class Recorder:
         pieces = {**_state_of(accelerator), "gradients": self._gradients}
         note: dict[str, Any] = {"step": step, "pieces": pieces, "samples": self._samples, "losses": self._losses}
         if saves:
-            note["full"] = pieces_of(accelerator, full=True)
+            note["full"] = state_pieces(accelerator, full=True)
         last = step >= self.task.last_step
         if last:
             known = [accelerator, *registry.custom, *registry.loaders, *registry.schedulers, *registry.optimizers]
@@ -163,7 +163,7 @@ class Recorder:
 
 def _state_of(accelerator: Accelerator) -> Pieces:
     """Digests of what this process would put into a checkpoint, and the positions of its loaders."""
-    pieces = pieces_of(accelerator, full=False)
+    pieces = state_pieces(accelerator, full=False)
     for index, loader in enumerate(accelerator._registry.loaders):
         if hasattr(loader, "progress"):
             pieces[f"loader {index}"] = {"position": f"epoch {loader.progress.epoch}, batch {loader.progress.steps}"}
@@ -173,7 +173,7 @@ def _state_of(accelerator: Accelerator) -> Pieces:
 class _Observer:
     """Forwards what a loader does; see `accel_data.loader.LoaderObserver`."""
 
-    def __init__(self, recorder: Recorder, accelerator: Accelerator, number: int, progress: Any) -> None:
+    def __init__(self, recorder: RunRecorder, accelerator: Accelerator, number: int, progress: Any) -> None:
         self._recorder, self._accelerator = recorder, weakref.ref(accelerator)
         self._number, self._progress = number, progress
 
@@ -190,7 +190,7 @@ def main(arguments: list[str]) -> None:
     """Run the script of the arguments under the task of the first one."""
     task = Task.read(arguments[0])
     script = str(Path(arguments[1]).resolve())
-    recorder = Recorder(task, script)
+    recorder = RunRecorder(task, script)
     RUN_OBSERVERS.append(recorder)
     sys.argv = [arguments[1], *arguments[2:], *task.resume_arguments]
     sys.path[0] = str(Path(script).parent)
