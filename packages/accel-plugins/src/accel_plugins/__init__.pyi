@@ -6,6 +6,8 @@ from accel_plugins.ddp.config import DDPCommunicationHookType as DDPCommunicatio
 from accel_plugins.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel_plugins.layers import extract_model_from_parallel as extract_model_from_parallel
+from accel_plugins.layers import is_compiled_module as is_compiled_module
 from accel_plugins.manifest import Ability as Ability
 from accel_plugins.manifest import Axis as Axis
 from accel_plugins.manifest import Duty as Duty
@@ -30,5 +32,3 @@ from accel_plugins.transforms.config import TorchDynamoPlugin as TorchDynamoPlug
 from accel_plugins.transforms.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler as AcceleratedScheduler
-from accel_plugins.wrapped.unwrap import extract_model_from_parallel as extract_model_from_parallel
-from accel_plugins.wrapped.unwrap import is_compiled_module as is_compiled_module

@@ -18,7 +18,6 @@ from torch.nn import Module
 from accel_ops import recursively_apply
 from accel_plugins.deepspeed.ds_config import AUTO, OFFLOADING, AutoValue, fill_auto, refuse_auto
 from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler, map_pytorch_optim_to_deepspeed
-from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
@@ -61,12 +60,6 @@ class Started(NamedTuple):
 def is_engine(model: object) -> bool:
     """Whether an object is an engine of DeepSpeed."""
     return isinstance(model, DeepSpeedEngine)
-
-
-@wrapped_module.register(DeepSpeedEngine)
-def _inside(engine: Any) -> Module | None:
-    inner: Module = engine.module
-    return inner
 
 
 def parameters_behind(loss: torch.Tensor) -> set[int]:

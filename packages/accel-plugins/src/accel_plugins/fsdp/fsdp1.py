@@ -24,7 +24,6 @@ from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
-from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.schema import given_value, member_name, plain_value
 
@@ -33,12 +32,6 @@ __all__ = ("FSDP1Strategy",)
 _HYBRID: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _MEMBERS: Final = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
 _WRONG_ON_CPU: Final = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-
-
-@wrapped_module.register(FullyShardedDataParallel)
-def _inside_sharded(model: Any) -> Module | None:
-    inner: Module = model.module
-    return inner
 
 
 class FSDP1Strategy(ShardedStrategy):

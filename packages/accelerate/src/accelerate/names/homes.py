@@ -413,7 +413,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             compile_regions compile_regions_deepspeed=compile_regions_in_place
             compile_regions_fsdp2=compile_regions_in_place has_compiled_regions
         """,
-        "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
+        "accel_plugins.layers": "extract_model_from_parallel is_compiled_module",
         "accel_bigmodel.sizes": "convert_bytes",
         "accelerate.legacy.environment": "check_os_kernel",
         "accel_state.network": "get_free_port is_port_in_use",
