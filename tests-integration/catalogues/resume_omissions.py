@@ -91,7 +91,7 @@ def main():
     losses = {{}}
     while count.steps < args.steps:
 {epoch}
-        for batch in loader:
+        for batch in batches:
 {step}
             losses[count.steps] = loss.item()
             count.steps += 1
@@ -153,7 +153,7 @@ class Omission:
     prepare: str = _PREPARE
     more_prepare: str = ""
     after_load: str = ""
-    epoch: str = ""
+    epoch: str = "batches = loader"
     step: str = _STEP
     position: str = "True"
 
@@ -303,8 +303,13 @@ class Shuffled(torch.utils.data.Sampler):
 sampler = Shuffled(len(data))
 loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
 """,
-        epoch="sampler.epoch = epochs if OMIT else count.steps // len(loader)\nepochs += 1\n",
         after_load="epochs = 0\n",
+        epoch="""
+sampler.epoch = epochs if OMIT else count.steps // len(loader)
+epochs += 1
+batches = accelerator.skip_first_batches(loader, count.steps % len(loader))
+""",
+        position="False",
     ),
     Omission(
         "position_in_the_loader",
