@@ -484,6 +484,12 @@ def engines_xla(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", contract, "tests-integration/engines/xla", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(default=False)
+def slurm(session: nox.Session) -> None:
+    """Train on a Slurm cluster of three nodes on this machine; needs root and Debian's packages of Slurm."""
+    run(session, "python", "-m", "pytest", "-m", "slow", "tests-integration/slurm", *session.posargs)
+
+
 @nox.session(name="engines-megatron", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
 def engines_megatron(session: nox.Session) -> None:
     """Train with Megatron-LM's released code on the processor, and compare its signatures with our calls."""

@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_cli.launch.arguments import CARRIED
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import add_launch_arguments, launch_classes
-from accel_cli.launch.plan import LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.request import read_request
 from accel_cli.parser import Parser
+from accel_cli.testing import make_plan
 from accel_state.errors import AccelError
 from accel_state.settings.schema import settings_of
 
@@ -32,8 +33,8 @@ def attempt(words, environ):
     try:
         parsed = parser.parse_args(words)
         request = read_request(parsed, environ)
-        machine = Machine("python", 8, lambda: 2, environ, lambda: "Hydra")
-        return make_plan(request.settings, Script("script", "job.py"), machine, CARRIED, request.backend)
+        machine = Machine("python", 8, lambda: 2, environ)
+        return make_plan(LaunchRequest(request.settings, Script("script", "job.py"), machine, CARRIED, request.backend))
     except AccelError as error:
         return error
 
@@ -43,6 +44,11 @@ def understood_or_refused(answer, given=True):
     understood = isinstance(answer, LaunchPlan)
     assert understood or (given and answer.failure and answer.remedy)
     return understood
+
+
+@pytest.fixture(autouse=True)
+def no_mpirun(monkeypatch):
+    monkeypatch.setattr("accel_cli.launch.mpi.find_mpi", lambda: "Hydra")
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.launch.backends import backend_settings
+from accel_cli.launch.launcher import LaunchRequest, Machine, Script
 from accel_cli.launch.options import carried_classes
-from accel_cli.launch.plan import Machine, Script, make_plan
 from accel_cli.launch.request import request_of
+from accel_cli.testing import make_plan
 from accel_state.settings.schema import BOOLEAN, SWITCH, plain_value, settings_of
 
 CANDIDATES = ("3", "true", "false", "text")
@@ -67,7 +68,9 @@ def arrived(cls, words, home, monkeypatch):
     """What the process makes of what a launch hands over, by setting."""
     request = request_of(words, {"HF_HOME": str(home)})
     machine = Machine("python", 8, lambda: 1, {})
-    plan = make_plan(request.settings, Script("script", "job.py"), machine, carried_classes(), request.backend)
+    plan = make_plan(
+        LaunchRequest(request.settings, Script("script", "job.py"), machine, carried_classes(), request.backend)
+    )
     with monkeypatch.context() as patch:
         for variable, value in plan.environment.items():
             patch.setenv(variable, value)

@@ -9,7 +9,8 @@ import pytest
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
-from accel_cli.launch.plan import Machine, Script, make_plan
+from accel_cli.launch.launcher import LaunchRequest, Machine, Script
+from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
 from accel_state.settings.environ import Given
@@ -26,7 +27,7 @@ def settings(file=None, **flags):
 
 def plan(devices=1, file=None, **flags):
     machine = Machine("python", 8, lambda: devices, {})
-    return make_plan(settings(file, **flags), Script("script", "job.py"), machine, CARRIED)
+    return make_plan(LaunchRequest(settings(file, **flags), Script("script", "job.py"), machine, CARRIED))
 
 
 @pytest.mark.parametrize("name", {*DistributedType.list(), *SageMakerDistributedType.list()})
@@ -123,7 +124,7 @@ def test_flags_and_a_file_reach_the_script_alike(accel, script, tmp_path):
     job = script(
         """
         import json, os
-        from accel_plugins.transforms.config import TorchDynamoPlugin
+        from accel_plugins.transforms.compile_config import TorchDynamoPlugin
         from accel_state.run_state import parallelism_config_from_environment
         mesh, dynamo = parallelism_config_from_environment(), TorchDynamoPlugin()
         print(json.dumps([mesh.tp_size, mesh.dp_shard_size, dynamo.to_dict(), os.environ["FSDP_VERSION"]]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
-from accel_cli.engines.deepspeed import LAUNCHERS
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
-from accel_cli.launch.plan import RUNNER, Machine, Script, make_plan
+from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
+from accel_cli.launch.launcher_settings import DEEPSPEED_LAUNCHERS
+from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
@@ -20,8 +21,8 @@ def plan(**flags):
     names = {name if name in KNOWN else f"deepspeed_config.{name}": value for name, value in flags.items()}
     given = {name: Given(value, KNOWN[name].flag) for name, value in names.items()}
     settings = resolve_settings(LAUNCH_CLASSES, {**given, "use_deepspeed": Given(True, "--use_deepspeed")}, {}, {})
-    machine = Machine("python", 8, lambda: 1, {}, lambda: "Open MPI")
-    return make_plan(settings, Script("script", "job.py", ("--lr", "1")), machine, CARRIED)
+    machine = Machine("python", 8, lambda: 1, {})
+    return make_plan(LaunchRequest(settings, Script("script", "job.py", ("--lr", "1")), machine, CARRIED))
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def hosts(tmp_path):
 MPI = ["mpich", "mvapich", "openmpi"]
 
 
-@pytest.mark.parametrize("launcher", sorted(set(LAUNCHERS) - {"standard", "nossh"}))
+@pytest.mark.parametrize("launcher", sorted(set(DEEPSPEED_LAUNCHERS) - {"standard", "nossh"}))
 def test_machines_that_deepspeed_reaches(hosts, launcher):
     made = plan(
         num_machines=2,
@@ -84,7 +85,7 @@ def test_machines_that_start_their_processes_themselves(hosts):
     )
 
 
-@pytest.mark.parametrize("launcher", sorted(set(LAUNCHERS) - {"standard"}))
+@pytest.mark.parametrize("launcher", sorted(set(DEEPSPEED_LAUNCHERS) - {"standard"}))
 def test_every_multinode_launcher_needs_a_hostfile(launcher):
     with pytest.raises(SettingError, match="No hostfile"):
         plan(num_machines=2, deepspeed_multinode_launcher=launcher, main_process_ip="10.0.0.1")

@@ -11,12 +11,13 @@ import pytest
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch import tpu_runner
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
-from accel_cli.launch.deepspeed import environment_lines
 from accel_cli.launch.hostfile import Host, read_hostfile
-from accel_cli.launch.mpi import find_mpi
-from accel_cli.launch.plan import RUNNER, Machine, Script, make_plan
+from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
+from accel_cli.launch.local import environment_lines
+from accel_cli.launch.mpi import Mpi, find_mpi
 from accel_cli.launch.sagemaker import describe_job, hyperparameters
 from accel_cli.launch.tpu import RUNNER_OF_TPU
+from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
@@ -36,8 +37,8 @@ def plan(script=JOB, mpi="Open MPI", **flags):
     flags = {
         next(name for name in KNOWN if name in (short, f"{_table(short)}.{short}")): v for short, v in flags.items()
     }
-    machine = Machine("python", 8, lambda: 1, {}, lambda: mpi)
-    return make_plan(settings(**flags), script, machine, CARRIED)
+    request = LaunchRequest(settings(**flags), script, Machine("python", 8, lambda: 1, {}), CARRIED)
+    return Mpi(lambda: mpi).plan(request) if "mpirun_config.mpirun_hostfile" in flags else make_plan(request)
 
 
 def _table(name):
@@ -64,7 +65,7 @@ def test_deepspeed_over_pdsh(hosts):
         "--master_port=29500",
         *PROGRAM,
     )
-    assert (made.runner, made.environment_file, made.processes) == ("deepspeed", "DS_ENV_FILE", 1)
+    assert (made.launcher, made.environment_file, made.processes) == ("deepspeed", "DS_ENV_FILE", 1)
     assert made.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
 
 
@@ -88,9 +89,9 @@ def test_deepspeed_with_a_choice_of_machines(hosts, filters, words):
 
 
 def test_deepspeed_on_one_machine_and_machine_by_machine_is_started_as_anything_else():
-    assert plan(use_deepspeed=True, num_processes=2).runner == "spawner"
+    assert plan(use_deepspeed=True, num_processes=2).launcher == "local"
     by_machine = {"num_machines": 2, "main_process_ip": "h", "deepspeed_multinode_launcher": "standard"}
-    assert plan(use_deepspeed=True, num_processes=2, **by_machine).runner == "torchrun"
+    assert plan(use_deepspeed=True, num_processes=2, **by_machine).launcher == "torchrun"
 
 
 def test_what_deepspeeds_launcher_is_refused(hosts):

@@ -7,9 +7,10 @@ import pytest
 from accel_cli.config.resolved import resolve_settings
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.backends import backend_for, check_backend
+from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.nested import WRITTEN, without_outer
-from accel_cli.launch.plan import RUNNER, LaunchPlan, Machine, Script, make_plan
 from accel_cli.launch.torchrun import AGENT
+from accel_cli.testing import make_plan
 from accel_state.devices.specs import SPECS
 from accel_state.errors import Conflict, Missing, SettingError
 from accel_state.network import loopback_variables
@@ -26,7 +27,9 @@ def plan(devices=1, processors=8, environ=None, backend=None, script=JOB, **valu
     flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
     environ = environ or {}
     machine = Machine("python", processors, lambda: devices, environ)
-    made = make_plan(resolve_settings(LAUNCH_CLASSES, flags, environ, {}), script, machine, CARRIED, backend)
+    made = make_plan(
+        LaunchRequest(resolve_settings(LAUNCH_CLASSES, flags, environ, {}), script, machine, CARRIED, backend)
+    )
     assert set(made.environment[WRITTEN].split(",")) >= {n for n, v in made.environment.items() if n != WRITTEN} - set(
         environ
     )
@@ -37,16 +40,16 @@ def variables(made):
     return {name: value for name, value in made.environment.items() if name not in (WRITTEN, ORIGINS)}
 
 
-def test_plan_of_one_process_is_the_spawner_without_a_port():
+def test_plan_of_one_process_is_local_without_a_port():
     made = plan()
-    assert (made.runner, made.processes, made.port) == ("spawner", 1, None)
+    assert (made.launcher, made.processes, made.port) == ("local", 1, None)
     assert made.argv == ("python", RUNNER, "script", "job.py", "--lr", "1e-3")
     assert variables(made) == ALWAYS
 
 
 def test_several_processes_share_the_processors():
     made = plan(num_processes=2, cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, debug=True)
-    assert (made.runner, made.processes, made.address) == ("spawner", 2, "127.0.0.1")
+    assert (made.launcher, made.processes, made.address) == ("local", 2, "127.0.0.1")
     assert variables(made) == {
         **ALWAYS,
         **SPECS["cpu"].sharing,
@@ -90,7 +93,7 @@ def test_number_of_processes(values, expected):
 def test_devices_are_counted_only_when_needed():
     machine = Machine("python", 1, lambda: pytest.fail("torch was asked"), {})
     settings = resolve_settings(LAUNCH_CLASSES, {"num_processes": Given(2, "--num_processes")}, {}, {})
-    assert make_plan(settings, JOB, machine, CARRIED).processes == 2
+    assert make_plan(LaunchRequest(settings, JOB, machine, CARRIED)).processes == 2
 
 
 def test_chosen_devices_are_shown_to_every_vendors_driver():
@@ -123,7 +126,7 @@ def test_modules_and_programs(script, argv):
 
 def test_restarts_go_through_torchrun():
     made = plan(num_processes=2, max_restarts=3, grace_period=5.0)
-    assert (made.runner, made.processes) == ("torchrun", 2)
+    assert (made.launcher, made.processes) == ("torchrun", 2)
     assert made.argv == (
         "python",
         AGENT,
@@ -180,7 +183,7 @@ def test_rendezvous_by_a_store():
 
 @pytest.mark.parametrize("values", [{"launcher": "torchrun"}, {"log_dir": "x"}, {"role": "trainer"}, {"tee": "1"}])
 def test_what_asks_for_torchrun(values):
-    assert plan(num_processes=2, **values).runner == "torchrun"
+    assert plan(num_processes=2, **values).launcher == "torchrun"
 
 
 def test_torchrun_on_a_given_port():
@@ -206,8 +209,8 @@ def test_a_backend_that_follows_from_a_config_file_is_passed_on():
         ),
         ({"num_machines": 2, "main_process_ip": "h", "num_processes": 1}, Conflict, ["num_processes=1"]),
         ({"cpu": True, "gpu_ids": "0"}, Conflict, ["cpu=True", "gpu_ids=0"]),
-        ({"launcher": "spawner", "max_restarts": 1}, Conflict, ["launcher=spawner", "max_restarts=1"]),
-        ({"launcher": "spawner", "num_machines": 2, "main_process_ip": "h"}, Conflict, ["num_machines=2"]),
+        ({"launcher": "local", "max_restarts": 1}, Conflict, ["launcher=local", "max_restarts=1"]),
+        ({"launcher": "local", "num_machines": 2, "main_process_ip": "h"}, Conflict, ["num_machines=2"]),
         ({"prefix_output": True, "max_restarts": 1}, Conflict, ["prefix_output=True", "max_restarts=1"]),
         ({"prefix_output": True, "launcher": "torchrun"}, Conflict, ["prefix_output=True", "launcher=torchrun"]),
     ],

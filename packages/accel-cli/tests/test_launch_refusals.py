@@ -38,7 +38,7 @@ def refused(finished):
             "the ranks go from 0 to 1",
         ),
         (["--num_machines", "2", "job.py"], "Give --main_process_ip"),
-        (["--launcher", "spawner", "--max_restarts", "2", "job.py"], "max_restarts=2 (--max_restarts)"),
+        (["--launcher", "local", "--max_restarts", "2", "job.py"], "max_restarts=2 (--max_restarts)"),
         (["-m", "no_such_module.train"], "There is no module 'no_such_module'."),
         (["-m", "job.py"], "Leave out -m, or write job."),
         (["-m", "./job.py"], "The name is not that of a module."),

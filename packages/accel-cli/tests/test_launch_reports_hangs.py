@@ -31,7 +31,7 @@ def launched(launcher, *more):
     return (*words, "--hang_report_after", "6", *more)
 
 
-@pytest.mark.parametrize("launcher", ["spawner", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_collective_that_is_waited_for_too_long_is_reported_and_ends_the_run(accel, script, launcher):
     job = script(WAITS.format(other=LOOPS))
     finished = accel(*launched(launcher, "--hang_timeout", "9"), job)
@@ -57,7 +57,7 @@ def reported(background, timeout=80.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["spawner", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_tells_where_the_processes_are(start, script, launcher, number):
     background = start(*launched(launcher), script(WAITS.format(other=LOOPS)))
@@ -87,7 +87,7 @@ BACKWARD = """
 
 @pytest.mark.slow
 def test_a_backward_that_waits_for_another_process_is_reported_and_ends_the_run(accel, script):
-    finished = accel(*launched("spawner", "--hang_timeout", "25"), script(BACKWARD))
+    finished = accel(*launched("local", "--hang_timeout", "25"), script(BACKWARD))
     assert finished.returncode == 1
     assert "rank 0 is in backward() at job.py:12, before any collective" in finished.stderr
     assert "rank 1 is at job.py:11, before any collective" in finished.stderr

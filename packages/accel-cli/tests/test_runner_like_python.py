@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from accel_cli.launch.plan import RUNNER
+from accel_cli.launch.launcher import RUNNER
 
 FACTS = """
 import json, os, pickle, sys

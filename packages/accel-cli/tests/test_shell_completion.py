@@ -59,7 +59,7 @@ def test_options_of_the_command_on_the_line(press_tab):
 
 def test_choices_of_an_option(press_tab):
     assert press_tab("accel launch --mixed_precision b") == ["bf16"]
-    assert press_tab("accel launch --launcher ") == ["auto", "spawner", "torchrun"]
+    assert press_tab("accel launch --launcher ") == ["auto", "local", "torchrun"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -1,4 +1,4 @@
-"""The spawner: what processes are told, how a run ends, and that nothing is left behind."""
+"""The local launcher: what processes are told, how a run ends, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_an_error_counts_although_its_process_does_not_leave(accel, script):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_spawner_forwards_signals_to_all_processes(start, script, gone, count, number):
+def test_local_launcher_forwards_signals_to_all_processes(start, script, gone, count, number):
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("whoever runs the tests ignores this signal already, as nohup does")
     background = start("launch", "--num_processes", count, script(READY_THEN_WAIT))
@@ -367,13 +367,13 @@ def test_a_launch_inside_a_launch(accel, script):
 
 
 def test_an_interpreter_that_cannot_be_started_is_a_typed_error(tmp_path):
-    from accel_cli.launch.plan import LaunchPlan
-    from accel_cli.launch.run import run
+    from accel_cli.launch.launcher import LaunchPlan
+    from accel_cli.launch.local import Local
     from accel_state.errors import LaunchError
 
-    plan = LaunchPlan({}, (str(tmp_path / "none"), "x"), "spawner", processes=2)
+    plan = LaunchPlan({}, (str(tmp_path / "none"), "x"), "local", processes=2, starts_ranks=True)
     with pytest.raises(LaunchError) as caught:
-        run(plan, {})
+        Local().run(plan)
     assert "process 0 of 2" in caught.value.failure
 
 

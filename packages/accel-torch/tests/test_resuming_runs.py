@@ -119,7 +119,7 @@ def ask_to_end(folder: Path, program: list[str], number: signal.Signals) -> tupl
 
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [("spawner", signal.SIGTERM), ("torchrun", signal.SIGTERM), ("torchrun", signal.SIGUSR1)],
+    [("local", signal.SIGTERM), ("torchrun", signal.SIGTERM), ("torchrun", signal.SIGUSR1)],
 )
 def test_the_launcher_passes_the_signal_and_the_answer_on(
     tmp_path: Path, launcher: str, number: signal.Signals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
@@ -14,21 +14,7 @@ if TYPE_CHECKING:
     from accel_torch.sentinel import Sentinel
     from accel_torch.straggler import StragglerReport
 
-__all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
-
-
-class RunObserver(Protocol):
-    """What follows every Accelerator of a process, for commands that run scripts as they are."""
-
-    def begins(self, accelerator: Any) -> None:
-        """Called with each new Accelerator, before it prepares anything."""
-
-    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
-        """Called with each loader that `prepare` made, before it is read."""
-
-
-RUN_OBSERVERS: Final[list[RunObserver]] = []
-"""Those of this process."""
+__all__ = ("guarding", "reporting", "watching")
 
 
 def reporting(options: Options) -> StragglerReport | None:

@@ -127,7 +127,7 @@ def _looking(hangs: HangWatch) -> Iterator[None]:
     torch handles signals by itself. The interpreter also writes their numbers to a socket, so that the
     report shows the processes as they were before torch ends them.
     """
-    from accel_cli.launch.signals import ENDING
+    from accel_cli.launch.local import ENDING
 
     reader, writer = socketpair()
     writer.setblocking(False)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from accel_cli.engines.deepspeed import DeepSpeedLaunchSettings
 from accel_cli.launch.kinds import KindSettings
-from accel_cli.launch.places import MPISettings, SageMakerSettings, TPUSettings
-from accel_plugins.precision.config import FP8Settings
-from accel_plugins.transforms.config import TorchDynamoPlugin
+from accel_cli.launch.launcher_settings import (
+    DeepSpeedLaunchSettings,
+    MPISettings,
+    SageMakerSettings,
+    SlurmSettings,
+    TPUSettings,
+)
+from accel_plugins.precision.fp8_settings import FP8Settings
+from accel_plugins.transforms.compile_config import TorchDynamoPlugin
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,
@@ -157,10 +162,10 @@ class SupervisionSettings:
 
     launcher: str = setting(
         "auto",
-        type=choice("auto", "spawner", "torchrun"),
         flag="--launcher",
         key="launcher",
-        help="Who starts the processes: our own spawner (on one machine), torch.distributed.run, or whichever fits.",
+        help="What starts the processes: local, torchrun, slurm, mpi, deepspeed, tpu, sagemaker, a launcher of another "
+        "package, or the one that fits.",
         group=_SUPERVISION,
     )
     grace_period: float = setting(
@@ -287,8 +292,9 @@ LAUNCH_CLASSES: Final = (
     DeepSpeedLaunchSettings,
     MPISettings,
     SageMakerSettings,
+    SlurmSettings,
 )
-"""Every settings class that `accel launch` knows, apart from those of backends."""
+"""Every settings class of this package that `accel launch` knows."""
 
 ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings, TorchDynamoPlugin)
 """Those whose questions the wizard asks everybody; those of a backend are asked when it is chosen."""

@@ -60,7 +60,7 @@ def check_launch(resolved: ResolvedSettings) -> None:
 
 
 def check_own_launcher(resolved: ResolvedSettings) -> None:
-    """Refuse what neither the spawner nor torch.distributed.run can do.
+    """Refuse what neither the local launcher nor torch.distributed.run can do.
 
     Raises:
         SettingError: several machines without the address of the main machine.
@@ -137,8 +137,8 @@ def _check_devices(resolved: ResolvedSettings) -> None:
 
 def _check_launcher(resolved: ResolvedSettings) -> None:
     launcher, reason = resolved["launcher"], asks_for_torchrun(resolved)
-    if launcher.value == "spawner" and reason is not None:
-        obstacle = "The spawner starts processes on one machine and does not restart them."
+    if launcher.value == "local" and reason is not None:
+        obstacle = "The local launcher starts processes on one machine and does not restart them."
         raise contradiction(launcher, reason, obstacle, "Give --launcher torchrun, or leave it out.")
     prefix = resolved["prefix_output"]
     runs_torchrun = launcher.value == "torchrun" or reason is not None

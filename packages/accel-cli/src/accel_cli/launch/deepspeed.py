@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.engines.deepspeed import LAUNCHERS, DeepSpeedLaunchSettings
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.launcher_settings import DEEPSPEED_LAUNCHERS, DeepSpeedLaunchSettings
+from accel_cli.launch.local import Supervisor, one_process
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
 
-__all__ = ("ENVIRONMENT_FILE", "check_deepspeed", "deepspeed_argv", "environment_lines", "own_launcher")
+__all__ = ("ENVIRONMENT_FILE", "DeepSpeed", "check_deepspeed", "deepspeed_argv")
 
 ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
 """Variable that names the file with the variables which DeepSpeed's launcher hands to the machines."""
 
-_BY_MACHINE: Final = "standard"
 _WITHOUT_SSH: Final = "nossh"
 _BY_MPI: Final = ("openmpi", "mvapich", "mpich")
 """Ways in which DeepSpeed takes every slot of the hostfile, and no choice of them."""
-_PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 
-def own_launcher(resolved: ResolvedSettings) -> bool:
-    """Whether DeepSpeed's launcher starts the processes, and not this one on each machine."""
-    settings = resolved.instance(DeepSpeedLaunchSettings)
-    chosen = settings.deepspeed_multinode_launcher
-    if chosen is None:
-        return settings.deepspeed_hostfile is not None
-    return chosen != _BY_MACHINE and resolved["num_machines"].value > 1
+class DeepSpeed(Supervisor):
+    """Lets DeepSpeed's own launcher reach the machines; see `Launcher`."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """One `deepspeed` for all machines."""
+        check_deepspeed(request.settings)
+        total, machines = request.settings["num_processes"].value, request.settings["num_machines"].value
+        processes = None if total is None else max(total // machines, 1)
+        argv = deepspeed_argv(request.settings, processes, request.program)
+        return one_process(request, argv, "deepspeed", processes or 1)._replace(environment_file=ENVIRONMENT_FILE)
 
 
 def check_deepspeed(resolved: ResolvedSettings) -> None:
@@ -50,7 +51,7 @@ def check_deepspeed(resolved: ResolvedSettings) -> None:
             "One names the devices to use, the other those to leave out.",
             "Remove one of the two.",
         )
-    chosen = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
+    chosen = settings.deepspeed_multinode_launcher or DEEPSPEED_LAUNCHERS[0]
     if settings.deepspeed_hostfile is None:
         raise SettingError(
             f"Cannot launch with deepspeed_multinode_launcher={chosen}.",
@@ -132,7 +133,7 @@ def deepspeed_argv(resolved: ResolvedSettings, processes: int | None, program: S
     """
     machines = resolved.instance(MachineSettings)
     settings = resolved.instance(DeepSpeedLaunchSettings)
-    launcher = settings.deepspeed_multinode_launcher or LAUNCHERS[0]
+    launcher = settings.deepspeed_multinode_launcher or DEEPSPEED_LAUNCHERS[0]
     counts: tuple[str, ...] = (f"--num_nodes={machines.num_machines}",) if resolved["num_machines"].given else ()
     counts += (f"--num_gpus={processes}",) if processes is not None else ()
     return (
@@ -159,10 +160,3 @@ def _chosen(settings: DeepSpeedLaunchSettings) -> tuple[str, ...]:
     if settings.deepspeed_inclusion_filter:
         return (f"--include={settings.deepspeed_inclusion_filter}",)
     return ()
-
-
-def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
-    """Lines of the file with variables; one that a shell would take apart is left out."""
-    for name, value in sorted(environment.items()):
-        if _PLAIN.fullmatch(name) and _PLAIN.fullmatch(value):
-            yield f"{name}={value}{os.linesep}"

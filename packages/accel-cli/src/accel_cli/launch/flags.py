@@ -30,7 +30,9 @@ __all__ = (
     "settings_by_flag",
 )
 
-_SHORT: Final = {"--tee": ("-t",)}
+_ALSO: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_rank": ("--node_rank",)}
+"""Further names of flags: those of torchrun."""
+
 _PREFIX: Final = "setting:"
 
 
@@ -52,7 +54,7 @@ def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
     rows: dict[str, list[tuple[str, str]]] = {}
     for flag, known in settings_by_flag(classes).items():
         value = "" if is_switch(known) else f" {_metavar(known)}"
-        names = ", ".join((*_SHORT.get(flag, ()), flag))
+        names = ", ".join((*_ALSO.get(flag, ()), flag))
         rows.setdefault(known.group or "General", []).append((names + value, _meaning(known)))
     return rows
 
@@ -105,7 +107,8 @@ def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
 
 
 def _names(known: Setting) -> tuple[str, ...]:
-    return (*spelled(str(known.flag)), *_SHORT.get(str(known.flag), ()))
+    names = (str(known.flag), *_ALSO.get(str(known.flag), ()))
+    return tuple(spelling for name in names for spelling in spelled(name))
 
 
 def _metavar(known: Setting) -> str:

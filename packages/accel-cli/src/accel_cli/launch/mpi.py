@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import subprocess as subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from shutil import which
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.hostfile import Host, read_hostfile
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.local import Supervisor, one_process
 from accel_state.errors import Conflict, NotFound, SettingError
 from accel_state.network import DEFAULT_PORT
 
-__all__ = ("find_mpi", "mpi_argv", "mpi_hosts", "placement")
+__all__ = ("Mpi", "find_mpi", "mpi_argv", "mpi_hosts", "placement")
 
 _ASKED: Final = "Cannot start processes with MPI."
 _OPEN: Final = "Open MPI"
 _PATIENCE: Final = 20.0
+
+
+class Mpi(Supervisor):
+    """Lets mpirun start the processes on the machines of a hostfile; see `Launcher`.
+
+    Args:
+        family: returns the family of the installed mpirun.
+    """
+
+    def __init__(self, family: Callable[[], str] | None = None) -> None:
+        super().__init__()
+        self._family = family or find_mpi
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """One mpirun for all machines."""
+        settings = request.settings
+        hosts = mpi_hosts(settings)
+        total = settings["num_processes"].value
+        processes = hosts[0].slots or 1 if total is None else max(total // len(hosts), 1)
+        program = (request.machine.python, *request.program)
+        argv = mpi_argv(settings, processes, request.environment(processes), program, self._family())
+        return one_process(request, argv, "mpi", processes)._replace(world_size=processes * len(hosts))
 
 
 def find_mpi() -> str:
@@ -43,10 +67,12 @@ def mpi_hosts(resolved: ResolvedSettings) -> tuple[Host, ...]:
     """The machines of the run.
 
     Raises:
-        SettingError: the hostfile cannot be used.
+        SettingError: no hostfile was given, or it cannot be used.
         Conflict: it names fewer machines than `num_machines`.
     """
     file, machines = resolved["mpirun_config.mpirun_hostfile"], resolved["num_machines"]
+    if not file.value:
+        raise SettingError(_ASKED, "No hostfile names the machines.", "Give --mpirun_hostfile.")
     hosts = read_hostfile(file.value, file.origin)
     if machines.given and machines.value > len(hosts):
         raise Conflict(

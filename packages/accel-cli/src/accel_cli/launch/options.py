@@ -1,4 +1,4 @@
-"""Every option of a launch: those of this package and those that the settings of backends bring."""
+"""Every option of a launch: those of this package, of launchers and of backends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from accel_cli.command import spelled
 from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.backends import backend_settings
-from accel_cli.launch.flags import add_settings
+from accel_cli.launch.flags import add_settings, destination, is_switch, settings_by_flag
+from accel_cli.launch.launchers import launcher_settings
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    from argparse import ArgumentParser, Namespace
 
-__all__ = ("add_launch_arguments", "carried_classes", "launch_classes")
+__all__ = ("add_launch_arguments", "carried_classes", "launch_classes", "launch_options")
 
 
 def launch_classes() -> tuple[type, ...]:
-    """Settings classes of the launcher and of the installed backends."""
-    return (*LAUNCH_CLASSES, *backend_settings())
+    """Settings classes of `accel launch`, of the installed launchers and of the installed backends."""
+    return tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings(), *backend_settings())))
 
 
 def carried_classes() -> tuple[type, ...]:
@@ -33,3 +34,18 @@ def add_launch_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument(*spelled("--no_python"), action="store_true")
     parser.add_argument("script", nargs="...")
+
+
+def launch_options(arguments: Namespace) -> tuple[str, ...]:
+    """The options of a parsed command line of `accel launch`, in their full spelling, without the script."""
+    words = [f"--config_file={arguments.config_file}"] if arguments.config_file is not None else []
+    for flag, known in settings_by_flag(launch_classes()).items():
+        given = getattr(arguments, destination(flag), None)
+        if given is None:
+            continue
+        if is_switch(known):
+            words.append(flag if given == "true" else f"--no_{flag.removeprefix('--')}")
+        else:
+            words += [f"{flag}={text}" for text in (given if isinstance(given, list) else [given])]
+    switches = {"--quiet": arguments.quiet, "--module": arguments.module, "--no_python": arguments.no_python}
+    return (*words, *(switch for switch, given in switches.items() if given))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli.config.file import ConfigFile, read_config
 from accel_cli.config.location import default_path
@@ -13,11 +13,14 @@ from accel_cli.launch.backends import backend_for, check_backend, failures
 from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment
 from accel_cli.launch.flags import flag_values
 from accel_cli.launch.kinds import idle, kind_of
+from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
 from accel_cli.launch.nested import without_outer
 from accel_cli.launch.options import add_launch_arguments, launch_classes
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+_PROG: Final = "accel launch"
 
 __all__ = ("Request", "notes", "read_request", "request_of")
 
@@ -31,6 +34,7 @@ class Request(NamedTuple):
         config: the config file that was read, or None.
         by_default: whether that file is the user's own one, read by default.
         backend: the backend that follows from the kind of run, or None where the processes choose it.
+        launcher: what starts the processes, and why.
         cluster: what a batch system says about the machines.
         arguments: the parsed command line.
     """
@@ -40,6 +44,7 @@ class Request(NamedTuple):
     config: ConfigFile | None
     by_default: bool
     backend: str | None
+    launcher: Choice
     cluster: ClusterEnvironment
     arguments: Namespace
 
@@ -48,7 +53,8 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     """The settings that follow from a parsed command line, the variables and the config file.
 
     Raises:
-        SettingError: a value is not of its setting's kind, or the config file cannot be used.
+        SettingError: a value is not of its setting's kind, the config file cannot be used, or nobody offers
+            the launcher.
         Missing: the config file is for a kind of run that nothing installed offers.
     """
     own = without_outer(environ)
@@ -62,7 +68,10 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
         check_backend(backend.value, backend.origin)
     wanted = asked is not None and not asked[0].by_device and backend.value is None
     implied = backend_for(asked[0].label, asked[1].origin) if asked is not None and wanted else None
-    return Request(settings, own, config, arguments.config_file is None, implied, cluster, arguments)
+    # The drop-in does in an allocation what the original does: it starts processes on this machine.
+    allocation = own if getattr(arguments, "prog", "") == _PROG else {}
+    launcher = choose_launcher(settings, allocation)
+    return Request(settings, own, config, arguments.config_file is None, implied, launcher, cluster, arguments)
 
 
 def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: str | None = None) -> Request:
@@ -75,7 +84,7 @@ def request_of(words: Sequence[str], environ: Mapping[str, str], config_file: st
 
     from accel_cli.parser import Parser
 
-    parsed = Namespace(config_file=None)
+    parsed = Namespace(config_file=None, prog=_PROG)
     if words:
         parser = Parser("accel launch")
         add_launch_arguments(parser)
@@ -107,6 +116,9 @@ def notes(request: Request) -> Iterator[str]:
     for name, effect, user in idle(request.settings):
         value = effect.setting.type.format(effect.value)
         yield f"{name}={value} ({effect.origin}) has no effect without {user}."
+    for name, effect, launcher in idle_settings(request.settings, request.launcher.manifest):
+        value = effect.setting.type.format(effect.value)
+        yield f"{name}={value} ({effect.origin}) has no effect without --launcher {launcher}."
     for entry in request.config.unread if request.config is not None else ():
         where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
         yield f"{entry.key}={entry.value} ({where}) has no effect: nothing that is installed reads it."

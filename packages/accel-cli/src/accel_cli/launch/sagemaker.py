@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.places import SageMakerSettings
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, common_environment
+from accel_cli.launch.launcher_settings import SageMakerSettings
 from accel_state.errors import NotOffered, SettingError
 from accel_state.labels import SageMakerDistributedType
 from accel_state.settings.installed import Requirement
 
-__all__ = ("REQUIREMENT", "SageMakerJob", "describe_job", "hand_in")
+__all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hand_in")
 
 REQUIREMENT: Final = Requirement("sagemaker", versions="<3", extra="accel-cli[sagemaker]")
 
@@ -37,6 +38,29 @@ class SageMakerJob:
     estimator: Mapping[str, Any]
     inputs: Mapping[str, str] | None
     variables: Mapping[str, str]
+
+
+class SageMaker:
+    """Submits a training job; see `Launcher`. `stop` has no effect: the job belongs to SageMaker once it is there."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """The job, as `details`."""
+        environment = common_environment(request.settings, request.carried)
+        script = request.script
+        job = describe_job(request.settings, script.target, script.arguments, environment, request.additional)
+        return LaunchPlan(environment, (), "sagemaker", details=job)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Submit the job, and stay until it has ended.
+
+        Raises:
+            Missing: the SDK is not installed.
+        """
+        hand_in(plan.details)
+        return 0
+
+    def stop(self) -> None:
+        """Nothing."""
 
 
 def describe_job(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from accel_cli.launch.parts import Script
+from accel_cli.launch.launcher import Script
 from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:

@@ -8,16 +8,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.arguments import MachineSettings, TorchrunSettings
-from accel_state.network import DEFAULT_PORT
+from accel_cli.launch.arguments import MachineSettings, SupervisionSettings, TorchrunSettings
+from accel_cli.launch.check import check_own_launcher
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.local import Supervisor, local_processes, one_process
+from accel_state.network import DEFAULT_PORT, loopback_variables
 
-__all__ = ("AGENT", "OWN_STORES", "torchrun_argv", "torchrun_environment")
+__all__ = ("AGENT", "OWN_STORES", "Torchrun", "torchrun_argv", "torchrun_environment")
 
 AGENT: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent.py")
 """The module that calls torch.distributed.run in a process of its own."""
 
 OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable of torch's agent: whether the processes of each attempt serve a store of their own."""
+
+
+class Torchrun(Supervisor):
+    """Lets torch.distributed.run start the processes; see `Launcher`."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """One agent of torch, which starts the processes of this machine."""
+        settings, environ = request.settings, request.machine.environ
+        check_own_launcher(settings)
+        local, machines = local_processes(request), settings["num_machines"].value
+        argv = (request.machine.python, *torchrun_argv(settings, local, request.program))
+        agent = torchrun_environment(settings, environ)
+        agent.update(settings.variables(SupervisionSettings))
+        inside = loopback_variables(environ) if machines == 1 else {}
+        plan = one_process(request, argv, "torchrun", local)
+        environment = request.environment(local, **agent, **inside)
+        # The agent of a machine reads what an outer launch says of its place; each process gets its own.
+        return plan._replace(
+            environment=environment, processes=local, world_size=local * machines, replaces=True, removed=()
+        )
 
 
 def torchrun_argv(resolved: ResolvedSettings, processes: int, program: Sequence[str]) -> tuple[str, ...]:

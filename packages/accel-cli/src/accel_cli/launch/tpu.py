@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.places import TPUSettings
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.launcher_settings import TPUSettings
+from accel_cli.launch.local import Supervisor, one_process
 from accel_state.errors import NotOffered, SettingError
 
-__all__ = ("RUNNER_OF_TPU", "pod_argv", "tpu_argv", "tpu_variables")
+__all__ = ("RUNNER_OF_TPU", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")
 
 RUNNER_OF_TPU: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tpu_runner.py")
 """The module that lets torch_xla start a script's function."""
@@ -18,6 +20,24 @@ RUNNER_OF_TPU: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), 
 _POD_LAUNCHER: Final = "torch_xla.distributed.xla_dist"
 _IN_POD: Final = "ACCELERATE_IN_TPU_POD"
 _BFLOAT16: Final = "bf16"
+
+
+_OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_python",)}
+"""Options of `accel launch` on the machines of a pod, by the way in which a target is run."""
+
+
+class Tpu(Supervisor):
+    """Lets torch_xla start the processes of a TPU or of a pod; see `Launcher`."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """One process, in which torch_xla starts the others."""
+        how, target, arguments = request.script
+        if request.settings["tpu_use_cluster"].value:
+            argv = pod_argv(request.settings, (*_OF_POD[how], target, *arguments))
+        else:
+            argv = tpu_argv(request.settings, how, target, arguments)
+        plan = one_process(request, (request.machine.python, *argv), "tpu", 1)
+        return plan._replace(environment={**plan.environment, **tpu_variables(request.settings)})
 
 
 def tpu_variables(resolved: ResolvedSettings) -> dict[str, str]:

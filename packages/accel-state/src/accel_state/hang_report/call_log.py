@@ -101,13 +101,12 @@ class CallLog:
         self.number = 0
         self.fingerprint = 0
 
-    def enter(self, operation: str) -> tuple[CodeType, int]:
-        """Begin a call; returns the code of the user, and the line in it, that called."""
+    def enter(self, operation: str) -> None:
+        """Begin a call."""
         code, line = caller()
         self.fingerprint = 0
         self.number += 1
         self._active[id(self)] = (self.number, operation, code, line, time.monotonic(), self)
-        return code, line
 
     def leave(self) -> None:
         """End the call that `enter` began."""

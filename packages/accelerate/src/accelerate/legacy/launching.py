@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from accel_cli.commands.launch import this_machine
 from accel_cli.launch.arguments import MachineSettings
-from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv, own_launcher
+from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv
 from accel_cli.launch.flags import flag_values
+from accel_cli.launch.launcher import LaunchRequest, Script, common_environment
+from accel_cli.launch.launchers import own_launcher
 from accel_cli.launch.mpi import find_mpi, placement
 from accel_cli.launch.options import carried_classes
-from accel_cli.launch.parts import Script
-from accel_cli.launch.plan import Launch, common_environment
 from accel_cli.launch.request import read_request
 from accel_cli.launch.sagemaker import describe_job
 from accel_cli.launch.script import how_to_run
@@ -77,12 +77,12 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
     launch = _launch(args)
     how, target, arguments = launch.script
     command = [*(launch.machine.python if word == "python" else word for word in _OF_PYTHON[how]), target, *arguments]
-    hosts = launch.resolved["mpirun_config.mpirun_hostfile"].value
+    hosts = launch.settings["mpirun_config.mpirun_hostfile"].value
     if hosts:
         processes, machines = _sizes(launch)
         place = placement(find_mpi(), hosts, max(processes // machines, 1))
         command = ["mpirun", *place, "-n", str(processes), *command]
-    own = launch.resolved.instance(MachineSettings)
+    own = launch.settings.instance(MachineSettings)
     store = {"MASTER_ADDR": own.main_process_ip, "MASTER_PORT": own.main_process_port}
     return command, {
         **launch.machine.environ,
@@ -95,7 +95,7 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     """Variables of a launch of several processes; arguments of torch.distributed.run are set in `args`."""
     launch = _launch(args)
     processes, machines = _sizes(launch)
-    own = launch.resolved.instance(MachineSettings)
+    own = launch.settings.instance(MachineSettings)
     args.nproc_per_node = str(processes // machines)
     if machines > 1:
         args.nnodes, args.node_rank = str(machines), own.machine_rank
@@ -114,13 +114,13 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[s
     """
     path = {"PYTHONPATH": env_var_path_add("PYTHONPATH", os.getcwd())}
     launch = _launch(args)
-    if not own_launcher(launch.resolved):
+    if own_launcher(launch.settings) is None:
         return None, {**prepare_multi_gpu_env(args), **path}
-    check_deepspeed(launch.resolved)
+    check_deepspeed(launch.settings)
     processes, machines = _sizes(launch)
     each = processes // machines
     how, target, arguments = launch.script
-    command = deepspeed_argv(launch.resolved, each, (*_OF_DEEPSPEED[how], target, *arguments))
+    command = deepspeed_argv(launch.settings, each, (*_OF_DEEPSPEED[how], target, *arguments))
     return list(command), {**launch.machine.environ, **launch.environment(each), **path}
 
 
@@ -176,18 +176,18 @@ def check_place() -> None:
     PartialState()
 
 
-def _launch(args: Namespace) -> Launch:
+def _launch(args: Namespace) -> LaunchRequest:
     own = own_arguments(args)
     request = read_request(own, os.environ)
     target, *arguments = own.script or [""]
     script = Script(how_to_run(own.module, own.no_python), target, tuple(arguments))
-    return Launch(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
+    return LaunchRequest(request.settings, script, this_machine(request.environ), carried_classes(), request.backend)
 
 
-def _sizes(launch: Launch) -> tuple[int, int]:
+def _sizes(launch: LaunchRequest) -> tuple[int, int]:
     """Processes in total, and machines."""
-    processes = launch.resolved["num_processes"].value
-    return launch.machine.devices() if processes is None else processes, launch.resolved["num_machines"].value
+    processes = launch.settings["num_processes"].value
+    return launch.machine.devices() if processes is None else processes, launch.settings["num_machines"].value
 
 
 def _extended(args: Namespace, current_env: dict[str, str], *prefixes: str) -> dict[str, str]:

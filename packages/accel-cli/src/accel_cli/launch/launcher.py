@@ -1,0 +1,310 @@
+"""The interface of launchers: what starts the processes of a run, the request it reads, and the plan it makes.
+
+The entry-point group `accel.launchers` leads to objects of `LauncherManifest`. A manifest is data that is read without
+torch and without the launcher; the class that it names is imported when `accel launch` uses it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol
+
+from accel_cli.config.resolved import ResolvedSettings
+from accel_cli.launch.arguments import MachineSettings
+from accel_cli.launch.devices import usual_variables, visible
+from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables
+from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
+from accel_state.devices.specs import SPECS
+from accel_state.errors import NotFound, PluginError
+from accel_state.settings.environ import ORIGINS, origins_text
+from accel_state.settings.installed import Requirement
+
+__all__ = (
+    "GROUP",
+    "RUNNER",
+    "CalledFor",
+    "LaunchPlan",
+    "LaunchRequest",
+    "Launcher",
+    "LauncherManifest",
+    "Machine",
+    "Program",
+    "Script",
+    "common_environment",
+)
+
+GROUP: Final = "accel.launchers"
+
+RUNNER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runner.py")
+"""The module that every process starts with and that runs the script."""
+
+# torch's C++ side prints every frame of an error of the store; the traceback says the same in one line.
+_USUAL: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
+
+CalledFor = Callable[[ResolvedSettings, Mapping[str, str]], "str | None"]
+"""Reads the settings and the variables of a launch, and returns what calls for a launcher, such as
+"num_machines=2 (--num_machines)", or None."""
+
+
+class Program(NamedTuple):
+    """A program that a launcher starts.
+
+    Args:
+        name: its name on the path, such as "srun".
+        remedy: the sentence that tells how to get it.
+    """
+
+    name: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class LauncherManifest:
+    """The declaration of one launcher.
+
+    Args:
+        name: what `--launcher` calls it.
+        launcher: "module:class" of the `Launcher`, whose constructor takes no argument.
+        help: one line that says what it does.
+        settings: "module:class" of its settings class, which never imports torch; empty without one.
+        called_for: returns what in the settings or the environment calls for this launcher where `--launcher` names
+            none; None if only `--launcher` selects it.
+        priority: of several launchers that are called for, the one with the highest is taken.
+        requires: packages that must be installed.
+        programs: programs that must be on the path.
+        elsewhere: whether the processes run in another installation of Python, so that nothing of this one is checked.
+
+    Raises:
+        PluginError: a name or target is malformed.
+    """
+
+    name: str
+    launcher: str
+    help: str = ""
+    settings: str = ""
+    called_for: CalledFor | None = None
+    priority: int = 0
+    requires: tuple[Requirement, ...] = ()
+    programs: tuple[Program, ...] = ()
+    elsewhere: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name.replace("-", "_").isidentifier() or self.name == "auto":
+            raise PluginError(
+                f"Cannot use a launcher of the name {self.name!r}.",
+                'A name has letters, digits, "-" and "_", starts with a letter, and is not "auto".',
+                "Rename it in its LauncherManifest.",
+            )
+        for field, target in (("launcher", self.launcher), ("settings", self.settings)):
+            module, colon, name = target.partition(":")
+            if (target or field == "launcher") and not (colon and module and name):
+                raise PluginError(
+                    f"Cannot use the launcher {self.name!r}.",
+                    f"{field}={target!r} in its LauncherManifest does not lead to an object.",
+                    'Write it as "package.module:Name".',
+                )
+
+    def check_needs(self) -> None:
+        """Refuse to use the launcher where something it needs is absent.
+
+        Raises:
+            Missing: a package is not installed, or has another version.
+            NotFound: a program is not on the path.
+        """
+        asked = f"Cannot start processes with the launcher {self.name!r}."
+        for requirement in self.requires:
+            requirement.demand(asked)
+        for program in self.programs:
+            from shutil import which
+
+            if which(program.name) is None:
+                raise NotFound(asked, f"`{program.name}` is not on the path.", program.remedy)
+
+
+class Script(NamedTuple):
+    """What every process runs.
+
+    Args:
+        how: "script" for a path, "module" for the name of a module, "program" for something that is not Python.
+        target: the path or name.
+        arguments: what is passed on, untouched.
+    """
+
+    how: str
+    target: str
+    arguments: tuple[str, ...] = ()
+
+
+class Machine(NamedTuple):
+    """What a plan has to know about the machine of `accel launch`.
+
+    Args:
+        python: path of the interpreter.
+        processors: CPUs that the processes share.
+        devices: returns the number of devices, for settings without a number of processes.
+        environ: variables of the launcher itself, those of an outer launch left out.
+    """
+
+    python: str
+    processors: int
+    devices: Callable[[], int]
+    environ: Mapping[str, str]
+
+
+class LaunchRequest(NamedTuple):
+    """What a launcher plans from.
+
+    Args:
+        settings: every setting of the launch, by name, with its origin.
+        script: what to run.
+        machine: the machine of `accel launch`.
+        carried: settings classes that the processes read back from their environment.
+        backend: the backend that follows from the kind of run, or None.
+        options: options of `accel launch` that repeat this launch elsewhere, without the script.
+        quiet: report nothing but the traceback of the process that failed first.
+        additional: what the config file has below `additional_args`.
+    """
+
+    settings: ResolvedSettings
+    script: Script
+    machine: Machine
+    carried: tuple[type, ...]
+    backend: str | None = None
+    options: tuple[str, ...] = ()
+    quiet: bool = False
+    additional: Mapping[str, Any] = _NONE
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What each process runs, after its interpreter."""
+        return (RUNNER, self.script.how, self.script.target, *self.script.arguments)
+
+    def environment(self, processes: int, **more: str) -> dict[str, str]:
+        """Variables of the processes, of which `processes` run on each machine, and `more` of them."""
+        environment = common_environment(self.settings, self.carried)
+        if self.backend is not None and not self.settings["backend"].given:
+            environment[str(self.settings["backend"].setting.variable)] = self.backend
+        environment.update(self._of_machine(environment, processes))
+        environment.update(more)
+        origins = self._origins(environment)
+        if origins:
+            environment[ORIGINS] = origins_text(origins)
+        environment[WRITTEN] = written(environment, self.machine.environ)
+        return environment
+
+    def _origins(self, environment: Mapping[str, str]) -> dict[tuple[str, str], str]:
+        """What the user gave, by the variable that was derived from it and its text."""
+        origins = kind_origins(self.settings)
+        found = kind_of(self.settings)
+        if found is not None:
+            origins.setdefault(str(self.settings["backend"].setting.variable), found[1].origin)
+        for settings_class in self.carried:
+            origins.update(self.settings.origins(settings_class))
+        return {
+            (name, environment[name]): origin
+            for name, origin in origins.items()
+            if name in environment and origin != f"${name}"
+        }
+
+    def _of_machine(self, environment: Mapping[str, str], processes: int) -> dict[str, str]:
+        """Variables by which several processes share a machine."""
+        machines = self.settings.instance(MachineSettings)
+        own: dict[str, str] = {}
+        if machines.gpu_ids is not None:
+            own.update(visible(machines.gpu_ids))
+        if machines.num_cpu_threads_per_process is not None:
+            own["OMP_NUM_THREADS"] = str(machines.num_cpu_threads_per_process)
+        elif processes > 1:
+            own["OMP_NUM_THREADS"] = str(max(self.machine.processors // processes, 1))
+        shared = SPECS["cpu"].sharing if self.settings["cpu"].value and processes > 1 else {}
+        usual = {**_USUAL, **usual_variables(), **shared}
+        environ = self.machine.environ
+        free = {name: environ.get(name, value) for name, value in usual.items() if name not in environment}
+        return {**free, **own}
+
+
+def common_environment(settings: ResolvedSettings, carried: tuple[type, ...]) -> dict[str, str]:
+    """Variables that carry the settings to the processes, wherever these run."""
+    environment: dict[str, str] = {}
+    for settings_class in carried:
+        environment.update(settings.variables(settings_class))
+    return {**environment, **kind_variables(settings)}
+
+
+class LaunchPlan(NamedTuple):
+    """What a launcher is going to start.
+
+    Args:
+        environment: variables that every process gets in addition to the launcher's own.
+        argv: command line of each process; without `starts_ranks`, of the one process that starts them.
+        launcher: name of the launcher that made the plan.
+        processes: number of processes of the run that this launch starts on this machine; 1 where it does not know.
+        world_size: number of processes of the run; None where the launcher does not know.
+        starts_ranks: whether `argv` starts one process of the run, or a program that starts them.
+        replaces: whether `argv` may take the place of the process of `accel launch`.
+        address: host that serves the store.
+        port: port of the store; None for a free one.
+        port_origin: who gave the port.
+        removed: variables of the launcher that the processes may not see.
+        inherited: variables of the launcher.
+        grace_period: seconds between asking processes to end and killing them.
+        prefix_output: whether each line that a process prints begins with its rank.
+        environment_file: variable for the path of a file with the environment, or empty.
+        hang_report_after: seconds in a collective after which the launcher prints where the processes are, or 0.
+        hang_timeout: seconds in a collective after which it ends the run, or None.
+        quiet: report nothing but the traceback of the process that failed first.
+        details: what only the launcher that made the plan reads.
+    """
+
+    environment: Mapping[str, str]
+    argv: tuple[str, ...]
+    launcher: str
+    processes: int = 1
+    world_size: int | None = None
+    starts_ranks: bool = False
+    replaces: bool = False
+    address: str = "127.0.0.1"
+    port: int | None = None
+    port_origin: str = ""
+    removed: tuple[str, ...] = PLACE_VARIABLES
+    inherited: Mapping[str, str] = _NONE
+    grace_period: float = 30.0
+    prefix_output: bool = False
+    environment_file: str = ""
+    hang_report_after: float = 0.0
+    hang_timeout: float | None = None
+    quiet: bool = False
+    details: Any = None
+
+
+class Launcher(Protocol):
+    """What starts the processes of a run.
+
+    `accel launch` makes one object for each launch, and calls `plan` and then `run`, both in its main thread.
+    """
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """What `run` would start. Nothing is started, no port is chosen and no file is written here.
+
+        Raises:
+            SettingError: a setting cannot be used; `Conflict` when two contradict each other.
+            NotOffered: the launcher does not take what is to run.
+        """
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Start what the plan says and return the exit code of the run, when the last process has ended.
+
+        That is the code of the process that failed first, or 128 plus the number of the signal that killed it. SIGINT,
+        SIGTERM, SIGHUP and SIGQUIT end the run; no process is left when this returns.
+
+        Raises:
+            LaunchError: the processes could not be started.
+        """
+
+    def stop(self) -> None:
+        """End the run as SIGTERM does; called from another thread, also before `run`."""

@@ -1,0 +1,558 @@
+"""The local launcher, and the supervision of what any launcher starts on this machine.
+
+It forwards signals, ends the other processes when one fails (SIGTERM, a grace period, SIGKILL), and returns the exit
+code of the one that failed first. Should it be killed itself, the system kills the processes (Linux; see `runner`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any, Final
+
+from accel_cli.launch.arguments import MachineSettings, SupervisionSettings
+from accel_cli.launch.check import check_own_launcher
+from accel_cli.launch.hangs import HangWatch
+from accel_cli.launch.kinds import check_devices_of_kind, kind_of
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.ports import Port
+from accel_cli.launch.report import Failure, first_failure, read_record, report, shell_code
+from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_state.errors import LaunchError
+from accel_state.exit_codes import RESUME
+from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
+from accel_state.run_status.find import PREFIX
+
+__all__ = (
+    "ENDING",
+    "FORWARDED",
+    "Inbox",
+    "Local",
+    "Relay",
+    "Supervisor",
+    "environment_lines",
+    "local_processes",
+    "one_process",
+)
+
+# How often error files are looked for when nothing else happens.
+_TICK: Final = 1.0
+
+# A killed process that is still there after so long hangs inside the system, in a driver or a network file system.
+_LAST_PATIENCE: Final = 10.0
+
+# How long the rest of the output is waited for when a process has left its output to one that lives on.
+_OUTPUT_PATIENCE: Final = 2.0
+
+
+class Supervisor:
+    """Runs what a plan says on this machine; a launcher that starts processes here subclasses it and plans.
+
+    Variables of the place of each rank are set where the plan's `argv` is the command of one (`starts_ranks`).
+    """
+
+    def __init__(self) -> None:
+        self._inbox: Inbox | None = None
+        self._stopped = False
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Start the processes, wait for them, and return the exit code of the run; see `Launcher`.
+
+        Raises:
+            SettingError: the port is in use.
+            LaunchError: a process could not be started.
+        """
+        base = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
+        base.update(plan.environment)
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        try:
+            if plan.environment_file:
+                base[plan.environment_file] = _environment_file(folder, plan.environment)
+            if plan.processes == 1 or not plan.starts_ranks:
+                return self._supervise(_Processes(plan, base, folder), {})
+            with Port(plan.port, plan.port_origin) as port:
+                store = {"MASTER_ADDR": plan.address, "MASTER_PORT": str(port.number), SECRET_VARIABLE: new_secret()}
+                return self._supervise(_Processes(plan, base, folder), store)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _supervise(self, processes: _Processes, store: Mapping[str, str]) -> int:
+        with Inbox() as inbox:
+            self._inbox = inbox
+            if self._stopped:
+                self.stop()
+            code = processes.run(store, inbox)
+        self._inbox = None
+        return code
+
+    def stop(self) -> None:
+        """End the run as SIGTERM does."""
+        self._stopped = True
+        if self._inbox is not None:
+            self._inbox.post(signal.SIGTERM)
+
+
+class Local(Supervisor):
+    """Starts the processes of a run on this machine; see `Launcher`."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """One process, or one for each device, on this machine."""
+        settings = request.settings
+        check_own_launcher(settings)
+        machines = settings.instance(MachineSettings)
+        supervision = settings.instance(SupervisionSettings)
+        local = local_processes(request)
+        inside = loopback_variables(request.machine.environ) if local > 1 else {}
+        return LaunchPlan(
+            request.environment(local, **inside),
+            (request.machine.python, *request.program),
+            "local",
+            processes=local,
+            world_size=local,
+            starts_ranks=True,
+            address=machines.main_process_ip or "127.0.0.1",
+            port=machines.main_process_port or None,
+            port_origin=settings["main_process_port"].origin,
+            inherited=request.machine.environ,
+            grace_period=supervision.grace_period,
+            prefix_output=supervision.prefix_output,
+            hang_report_after=supervision.hang_report_after,
+            hang_timeout=supervision.hang_timeout,
+            quiet=request.quiet,
+        )
+
+
+def one_process(request: LaunchRequest, argv: tuple[str, ...], launcher: str, processes: int) -> LaunchPlan:
+    """The plan for a program that starts the processes by itself, `processes` of them on each machine."""
+    return LaunchPlan(
+        request.environment(processes),
+        argv,
+        launcher,
+        inherited=request.machine.environ,
+        grace_period=request.settings["grace_period"].value,
+        quiet=request.quiet,
+    )
+
+
+def local_processes(request: LaunchRequest) -> int:
+    """Processes to start on this machine.
+
+    Raises:
+        SettingError: the kind of run is for several devices, and the machine has one.
+    """
+    settings = request.settings
+    machines, found = settings.instance(MachineSettings), kind_of(settings)
+    if machines.num_processes is not None:
+        return machines.num_processes // machines.num_machines
+    if settings["cpu"].value or (found is not None and found[0].alone):
+        return 1
+    if machines.gpu_ids not in (None, "all"):
+        return len([part for part in str(machines.gpu_ids).split(",") if part.strip()])
+    count = request.machine.devices()
+    check_devices_of_kind(settings, count * machines.num_machines)
+    return count
+
+
+_PLAIN: Final = re.compile(r"[^;\n<> \t]+")
+
+
+def _environment_file(folder: str, environment: Mapping[str, str]) -> str:
+    path = os.path.join(folder, "environment")
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(environment_lines(environment))
+    return path
+
+
+def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
+    """Lines of the file with variables; one that a shell would take apart is left out."""
+    for name, value in sorted(environment.items()):
+        if _PLAIN.fullmatch(name) and _PLAIN.fullmatch(value):
+            yield f"{name}={value}{os.linesep}"
+
+
+@dataclass
+class _Process:
+    """One started process."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    error_file: str
+    grouped: bool
+    relay: Relay | None = None
+    told_to_end: bool = False
+    recorded: Failure | None = field(default=None)
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Signal the process, and with it what it has started when it leads a group of its own."""
+        try:
+            if self.grouped:
+                os.killpg(self.popen.pid, number)
+            elif self.alive:
+                self.popen.send_signal(number)
+        except (ProcessLookupError, PermissionError):
+            # Nobody is left in the group.
+            pass
+
+    def failure(self) -> Failure | None:
+        """How it failed, or None while it has not."""
+        code = self.popen.poll()
+        if code == 0:
+            return None
+        record = read_record(self.error_file)
+        if code is None and not _ends_by_error(record, self.popen.pid):
+            return None
+        return Failure(self.rank, code, record, stopped=self.told_to_end)
+
+
+def _ends_by_error(record: Mapping[str, object] | None, pid: int) -> bool:
+    """Whether an error file says that the script is over, though its process may still be leaving."""
+    extra = (record or {}).get("extraInfo")
+    return isinstance(extra, dict) and extra.get("pid") == pid
+
+
+class _Processes:
+    """The processes of one plan, from their start to their end."""
+
+    def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
+        self._plan = plan
+        self._count = plan.processes if plan.starts_ranks else 1
+        self._environment = environment
+        self._folder = folder
+        self._quiet = plan.quiet
+        self._processes: list[_Process] = []
+        self._deadline: float | None = None
+        self._signalled: int | None = None
+        self._first: Failure | None = None
+        self._hung = False
+        # Another starter has processes of its own, maybe on several machines.
+        known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
+        self._watch_hangs = HangWatch(folder, plan.hang_report_after, plan.hang_timeout, *known)
+
+    def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
+        """Start the processes and stay until the last has ended."""
+        try:
+            for rank in range(self._count):
+                self._processes.append(self._start(rank, store))
+            self._watch(inbox)
+        finally:
+            self._kill()
+        self._finish_output()
+        return self._result()
+
+    def _start(self, rank: int, store: Mapping[str, str]) -> _Process:
+        plan = self._plan
+        error_file = os.path.join(self._folder, f"{rank}.json")
+        place = {"TORCHELASTIC_ERROR_FILE": error_file, **self._watch_hangs.variables, **store}
+        if plan.starts_ranks:
+            place[PARENT_VARIABLE] = str(os.getpid())
+        if self._count > 1:
+            size = str(self._count)
+            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            place["GROUP_RANK"] = "0"
+        pipe = subprocess.PIPE if plan.prefix_output else None
+        # A process alone keeps the terminal, for debuggers; several get groups of their own, to be ended as a whole.
+        grouped = os.name == "posix" and self._count > 1
+        try:
+            popen = subprocess.Popen(
+                plan.argv,
+                env={**self._environment, **place},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=grouped,
+            )
+        except OSError as error:
+            asked = f"Cannot start process {rank} of {self._count}: {' '.join(plan.argv[:3])}."
+            raise LaunchError(asked, f"The system refused: {error}.", "Check the interpreter and limits.") from None
+        relay = Relay(popen, f"[rank {rank}] ") if plan.prefix_output else None
+        return _Process(rank, popen, error_file, grouped, relay)
+
+    def _watch(self, inbox: Inbox) -> None:
+        """Stay until no process is left."""
+        while any(process.alive for process in self._processes):
+            timeout = _TICK if self._deadline is None else min(_TICK, max(self._deadline - time.monotonic(), 0.0))
+            for number in inbox.wait(timeout):
+                self._forward(number)
+            if self._first is None and self._signalled is None and not self._hung:
+                self._notice_failure()
+                self._notice_hang()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._kill()
+                self._deadline = None
+
+    def _forward(self, number: int) -> None:
+        if number not in ENDING:
+            self._signal_all(number)
+            return
+        if self._signalled is not None:
+            # Asked a second time: no more patience.
+            self._kill()
+            return
+        if self._first is None:
+            self._watch_hangs.look()
+            self._watch_hangs.tell()
+        self._signalled = number
+        self._deadline = time.monotonic() + self._plan.grace_period
+        if self._first is None and not self._reaches_processes_itself(number):
+            self._signal_all(number)
+
+    def _reaches_processes_itself(self, number: int) -> bool:
+        """Whether the terminal sent an interrupt to the process as well, which shares the launcher's group."""
+        if number != signal.SIGINT or self._count > 1:
+            return False
+        try:
+            return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+        except (OSError, ValueError, AttributeError):
+            return False
+
+    def _signal_all(self, number: int) -> None:
+        for process in self._processes:
+            if process.alive:
+                process.signal(number)
+
+    def _notice_failure(self) -> None:
+        """Once a process has failed, ask the others to end."""
+        failures = self._failures()
+        if not failures:
+            return
+        self._first = first_failure(failures)
+        self._deadline = time.monotonic() + self._plan.grace_period
+        failed = {failure.rank for failure in failures}
+        for process in self._processes:
+            # One that is leaving because of an error may finish what it does at its end.
+            if process.rank not in failed and process.alive:
+                process.told_to_end = True
+                process.signal(signal.SIGTERM)
+
+    def _notice_hang(self) -> None:
+        """Report processes that wait in a collective for long, and ask all to end when that is too long."""
+        if self._first is None and self._watch_hangs.look():
+            self._hung = True
+            self._deadline = time.monotonic() + self._plan.grace_period
+            for process in self._processes:
+                process.told_to_end = process.alive
+            self._signal_all(signal.SIGTERM)
+
+    def _codes_of_ended(self) -> dict[int, int]:
+        codes = {process.rank: process.popen.poll() for process in self._processes}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _failures(self) -> list[Failure]:
+        found = (process.failure() for process in self._processes)
+        return [failure for failure in found if failure is not None]
+
+    def _kill(self) -> None:
+        """End for good whatever is left of a run that did not end by itself."""
+        ended_well = all(process.popen.poll() == 0 for process in self._processes)
+        if ended_well and self._signalled is None:
+            return
+        for process in self._processes:
+            process.told_to_end = process.told_to_end or process.alive
+            process.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        for process in self._processes:
+            try:
+                process.popen.wait(_LAST_PATIENCE)
+            except subprocess.TimeoutExpired:
+                print(f"accel launch: process {process.popen.pid} hangs in the system.", file=sys.stderr)
+
+    def _finish_output(self) -> None:
+        deadline = time.monotonic() + _OUTPUT_PATIENCE
+        for process in self._processes:
+            if process.relay is not None:
+                process.relay.finish(max(deadline - time.monotonic(), 0.0))
+
+    def _result(self) -> int:
+        failures = self._failures()
+        if self._hung:
+            print(self._watch_hangs.ended, file=sys.stderr, flush=True)
+            return 1
+        if not failures:
+            return 0
+        if self._signalled is not None and self._first is None:
+            return self._ended_by_signal(failures, self._signalled)
+        rank = self._first.rank if self._first is not None else first_failure(failures).rank
+        first = next(failure for failure in failures if failure.rank == rank)
+        report(failures, self._count, first, self._quiet)
+        return first.exit_code
+
+    def _ended_by_signal(self, failures: list[Failure], number: int) -> int:
+        """The launcher was asked to end: a process's own exit code counts, death by the signal is the signal's."""
+        own = [failure for failure in failures if failure.code is not None and failure.code > 0]
+        if not self._quiet:
+            print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
+        if own:
+            told = [failure for failure in own if failure.record is not None or failure.code == RESUME]
+            if told:
+                report(told, self._count, quiet=self._quiet)
+            return own[0].exit_code
+        return shell_code(-number)
+
+
+def _existing(*names: str) -> tuple[int, ...]:
+    return tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+
+
+ENDING: Final = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+"""Signals that ask the run to end."""
+
+FORWARDED: Final = (*ENDING, *_existing("SIGUSR1", "SIGUSR2"))
+"""Signals that the launcher passes on to the processes."""
+
+_CHILD_ENDED: Final = _existing("SIGCHLD")
+
+# Where no signal tells that a process ended, the launcher has to look.
+_LONGEST_WAIT: Final = float("inf") if _CHILD_ENDED else 0.1
+
+
+class Inbox:
+    """Collects signals while it is entered; a signal that was ignored (`nohup`) stays ignored."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._before: dict[int, Any] = {}
+        self._wakeup = -1
+
+    def __enter__(self) -> Inbox:
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*FORWARDED, *_CHILD_ENDED):
+            if number in _CHILD_ENDED or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, _already_in_the_inbox)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._reader.close()
+        self._writer.close()
+
+    def post(self, number: int) -> None:
+        """Put a signal in, from any thread; once it was left, nothing happens."""
+        try:
+            self._writer.send(bytes([number]))
+        except (OSError, ValueError):
+            # The run has ended.
+            return
+
+    def wait(self, timeout: float) -> list[int]:
+        """Signals to forward that came since the last call; returns early when one comes or a process ends."""
+        if not select.select([self._reader], [], [], min(timeout, _LONGEST_WAIT))[0]:
+            return []
+        try:
+            numbers = self._reader.recv(4096)
+        except BlockingIOError:
+            return []
+        return [number for number in numbers if number in FORWARDED]
+
+
+def _already_in_the_inbox(number: int, frame: object) -> None:
+    """Do nothing: the interpreter writes the number into the inbox of a signal that has a handler."""
+
+
+_CHUNK: Final = 65536
+_LONGEST: Final = 65536
+"""Bytes of a line that are kept until it ends; a longer one is passed on in parts of about this length."""
+
+_LINE_ENDS: Final = (b"\n", b"\r")
+
+
+class Relay:
+    """Copies the output and the errors of a process line by line; a progress bar's `\\r` ends a line as well.
+
+    A line of more than 64 KiB comes out as several: those after the first begin with `[rank 0]+` where the prefix is
+    `[rank 0] `, so that lines of other processes come between and nothing is kept in memory.
+
+    Args:
+        process: started with pipes.
+        prefix: what each line begins with; its last character is the one that a continuation replaces.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], prefix: str) -> None:
+        self._prefix = prefix.encode()
+        pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        self._threads = [
+            threading.Thread(target=self._copy, args=(source, target.buffer), daemon=True)
+            for source, target in pairs
+            if source is not None
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, deadline_seconds: float) -> None:
+        """Wait for the rest of the output, at most so long for each stream."""
+        for thread in self._threads:
+            thread.join(deadline_seconds)
+
+    def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
+        lines = _Lines(self._prefix)
+        try:
+            while chunk := source.read1(_CHUNK):  # type: ignore[attr-defined]
+                _write(target, lines.take(chunk))
+            _write(target, lines.rest())
+        except (OSError, ValueError):
+            # The reader of the launcher's own output has gone.
+            source.close()
+
+
+class _Lines:
+    """The lines of one stream: those that have ended, with prefixes, and the start of the next one."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._first = self._prefix = prefix
+        self._further = prefix[:-1] + b"+"
+        self._start = bytearray()
+        self._after_return = False
+
+    def take(self, chunk: bytes) -> bytes:
+        """What can be written once a chunk has come."""
+        ended: list[bytes] = []
+        for piece in chunk.splitlines(keepends=True):
+            if piece == b"\n" and self._after_return and not self._start:
+                # The second half of a line end whose first half was written with its line.
+                ended.append(piece)
+                self._after_return = False
+                continue
+            self._start += piece
+            self._after_return = piece.endswith(b"\r")
+            if piece.endswith(_LINE_ENDS):
+                ended.append(self._line())
+                self._prefix = self._first
+            elif len(self._start) >= _LONGEST:
+                ended.append(self._line() + b"\n")
+                self._prefix = self._further
+        return b"".join(ended)
+
+    def rest(self) -> bytes:
+        """A last line that nothing ended."""
+        return self._line() + b"\n" if self._start else b""
+
+    def _line(self) -> bytes:
+        line = self._prefix + self._start
+        self._start.clear()
+        return line
+
+
+def _write(target: IO[bytes], lines: bytes) -> None:
+    if lines:
+        target.write(lines)
+        target.flush()

@@ -1,0 +1,471 @@
+"""The launcher of Slurm: a step in an allocation, or a job that is submitted from outside.
+
+Inside an allocation `srun` starts one task on each node, which is `accel launch` again and starts the processes of its
+node, or one task for each process. Outside, `sbatch` submits a script whose only command is this launch.
+
+A run whose processes saved and ended early (exit code 75) is queued again: Slurm then starts the script another time,
+and the processes resume.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Final, NamedTuple
+
+from accel_cli.config.resolved import ResolvedSettings
+from accel_cli.launch.check import shown
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.launch.launcher_settings import SlurmSettings
+from accel_cli.launch.local import ENDING, Inbox, Local
+from accel_cli.launch.report import shell_code
+from accel_cli.launch.torchrun import Torchrun
+from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
+from accel_state.exit_codes import RESUME
+from accel_state.topology import in_batch_script
+
+__all__ = ("TASK", "Slurm", "Step", "Submission", "batch_script", "step_argv")
+
+TASK: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "slurm_task.py")
+"""The module that sets the variables of a rank in a task that is one process."""
+
+_ASKED: Final = "Cannot launch with Slurm."
+_TICK: Final = 1.0
+_KILL_PATIENCE: Final = 40.0
+"""Seconds for which Slurm may take to end a step that was killed; its own KillWait is 30 by default."""
+
+_HERE_ALONE: Final = ("--launcher", "--max_restarts", "--prefix_output", "--machine_rank", "--wait")
+"""Options that the launcher of the allocation follows, and that the launchers of its nodes do not get."""
+
+_FIRST_CAUSE: Final = re.compile(rb"srun: error: [^:\n]+: tasks? [\d,-]+: (.+)")
+_EXIT_CODE: Final = re.compile(r"Exited with exit code (\d+)")
+
+_ENDED: Final = frozenset(
+    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+)
+
+
+class Step(NamedTuple):
+    """How a step of an allocation is looked after.
+
+    Args:
+        job: number of the job.
+        name: name of the step, by which it is found.
+        requeue: whether the job is queued again when its processes saved and ended early.
+        restarts: how often the step is started again after it failed.
+    """
+
+    job: str
+    name: str
+    requeue: bool
+    restarts: int
+
+
+class Submission(NamedTuple):
+    """A job to submit.
+
+    Args:
+        script: the batch script.
+        wait: whether to stay until the job has ended.
+    """
+
+    script: str
+    wait: bool
+
+
+class Slurm:
+    """Starts processes through Slurm; see `Launcher`."""
+
+    def __init__(self) -> None:
+        self._inbox: Inbox | None = None
+        self._stopped = False
+        self._here: Local | Torchrun | None = None
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """In a step, the processes of this node; in an allocation, a step; outside, a job.
+
+        Raises:
+            Conflict: the allocation has fewer nodes than the settings.
+            SettingError: the number of processes on each node is needed and unknown.
+        """
+        environ = request.machine.environ
+        if "SLURM_JOB_ID" not in environ:
+            return self._submission(request)
+        if not in_batch_script(environ):
+            self._here = Torchrun() if request.settings["num_machines"].value > 1 else Local()
+            return self._here.plan(request)
+        return self._step(request)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Run the step, or submit the job and wait for it if the plan says so; see `Launcher`.
+
+        Raises:
+            LaunchError: Slurm refused it.
+        """
+        if self._here is not None:
+            return self._here.run(plan)
+        with Inbox() as inbox:
+            self._inbox = inbox
+            if self._stopped:
+                self.stop()
+            code = _submit(plan, inbox) if isinstance(plan.details, Submission) else _run_step(plan, inbox)
+        self._inbox = None
+        return code
+
+    def stop(self) -> None:
+        """End the run as SIGTERM does."""
+        self._stopped = True
+        if self._here is not None:
+            self._here.stop()
+        if self._inbox is not None:
+            self._inbox.post(signal.SIGTERM)
+
+    def _step(self, request: LaunchRequest) -> LaunchPlan:
+        settings, environ = request.settings, request.machine.environ
+        own = settings.instance(SlurmSettings)
+        nodes = _nodes(settings, environ)
+        step = Step(
+            environ["SLURM_JOB_ID"],
+            f"accel-{os.getpid()}",
+            own.slurm_requeue and environ.get("ENVIRONMENT") == "BATCH",
+            settings["max_restarts"].value,
+        )
+        each = _processes(settings, nodes, environ)
+        environment = request.environment(each or 1) if own.slurm_tasks == "process" else {}
+        return LaunchPlan(
+            environment,
+            step_argv(request, nodes, each, step.name),
+            "slurm",
+            world_size=None if each is None else each * nodes,
+            inherited=environ,
+            grace_period=settings["grace_period"].value,
+            quiet=request.quiet,
+            details=step,
+        )
+
+    def _submission(self, request: LaunchRequest) -> LaunchPlan:
+        settings = request.settings
+        script = batch_script(request)
+        each = _processes(settings, settings["num_machines"].value, {})
+        return LaunchPlan(
+            {},
+            ("sbatch", "--parsable"),
+            "slurm",
+            world_size=None if each is None else each * settings["num_machines"].value,
+            inherited=request.machine.environ,
+            quiet=request.quiet,
+            details=Submission(script, settings.instance(SlurmSettings).slurm_wait),
+        )
+
+
+def step_argv(request: LaunchRequest, nodes: int, each: int | None, name: str) -> tuple[str, ...]:
+    """Command line of `srun` for one step.
+
+    Args:
+        request: the launch.
+        nodes: nodes of the step.
+        each: processes on each node, or None for one on each device.
+        name: name of the step.
+
+    Raises:
+        SettingError: a task is a process, and their number is unknown.
+    """
+    settings, environ = request.settings, request.machine.environ
+    by_node = settings["slurm_tasks"].value == "node"
+    if not by_node and each is None:
+        raise SettingError(
+            f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
+            "Neither the launch nor the allocation says how many processes a node has.",
+            "Give --num_processes, the number over all nodes.",
+        )
+    tasks = 1 if by_node else int(each or 1)
+    cpus = environ.get("SLURM_CPUS_PER_TASK", "")
+    return (
+        "srun",
+        f"--job-name={name}",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes * tasks}",
+        f"--ntasks-per-node={tasks}",
+        # The processes of a node share all of its processors.
+        *(("--cpu-bind=none",) if by_node else ()),
+        *((f"--cpus-per-task={cpus}",) if cpus else ()),
+        *(("--label",) if settings["prefix_output"].value else ()),
+        "--kill-on-bad-exit=1",
+        request.machine.python,
+        *(_launch_words(request, "--launcher=slurm") if by_node else (TASK, *request.program[1:])),
+    )
+
+
+def batch_script(request: LaunchRequest) -> str:
+    """The script of a job that runs this launch.
+
+    Raises:
+        SettingError: a task is a process, and their number is unknown.
+    """
+    settings = request.settings
+    own, nodes = settings.instance(SlurmSettings), settings["num_machines"].value
+    each = _processes(settings, nodes, {})
+    if own.slurm_tasks == "process" and each is None:
+        raise SettingError(
+            f"Cannot start one task for each process ({shown(settings['slurm_tasks'])}).",
+            "The launch does not say how many processes it has.",
+            "Give --num_processes, the number over all nodes.",
+        )
+    options = {
+        "job-name": own.slurm_name or os.path.basename(request.script.target),
+        "nodes": nodes,
+        "ntasks-per-node": 1 if own.slurm_tasks == "node" else each,
+        "time": own.slurm_time,
+        "partition": own.slurm_partition,
+        "account": own.slurm_account,
+        "qos": own.slurm_qos,
+        "gpus-per-node": own.slurm_gpus_per_node,
+        "cpus-per-task": own.slurm_cpus_per_task,
+        "output": own.slurm_output,
+        # What ran before the job was queued again stays.
+        "open-mode": "append",
+        "signal": f"B:USR1@{own.slurm_signal}" if own.slurm_signal else None,
+    }
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    lines.append("--requeue" if own.slurm_requeue else "--no-requeue")
+    lines += [shlex.quote(option) for option in own.slurm_options]
+    command = shlex.join((request.machine.python, *_launch_words(request, "--launcher=slurm", keep_all=True)))
+    return "\n".join(("#!/bin/bash", *(f"#SBATCH {line}" for line in lines), f"exec {command}", ""))
+
+
+def _launch_words(request: LaunchRequest, launcher: str, keep_all: bool = False) -> tuple[str, ...]:
+    """Arguments of the interpreter that repeat this launch."""
+    dropped = ("--launcher", "--wait") if keep_all else _HERE_ALONE
+    options = [word for word in request.options if word.partition("=")[0].replace("--no_", "--") not in dropped]
+    script = request.script
+    return ("-m", "accel_cli.main", "launch", launcher, *options, script.target, *script.arguments)
+
+
+def _nodes(settings: ResolvedSettings, environ: Mapping[str, str]) -> int:
+    """Nodes of the step: those of the launch where it says so, else all of the allocation."""
+    text = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    there = int(text) if text.isdecimal() else 1
+    machines = settings["num_machines"]
+    if not machines.given:
+        return there
+    if machines.value > there:
+        raise Conflict(
+            f"Cannot combine {shown(machines)} and the allocation of job {environ['SLURM_JOB_ID']}.",
+            f"The allocation has {there} node(s).",
+            f"Allocate {machines.value} nodes, or correct --num_machines.",
+        )
+    return int(machines.value)
+
+
+def _processes(settings: ResolvedSettings, nodes: int, environ: Mapping[str, str]) -> int | None:
+    """Processes on each node, or None for one on each device."""
+    total = settings["num_processes"]
+    if total.value is None:
+        tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
+        return int(tasks) if settings["slurm_tasks"].value == "process" and tasks.isdecimal() else None
+    if total.value % nodes:
+        raise Conflict(
+            f"Cannot start {shown(total)} on {nodes} nodes.",
+            "Every node starts the same number of processes, so the total has to be a multiple.",
+            f"Give a multiple of {nodes} as --num_processes.",
+        )
+    return int(total.value // nodes)
+
+
+def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
+    """Run the step, again when it failed and may be restarted, and queue the job again when it saved."""
+    step: Step = plan.details
+    for restart in range(step.restarts + 1):
+        running = _Running(plan, step)
+        code = running.wait(inbox)
+        if code == RESUME and step.requeue and not running.stopped_for_good:
+            _requeue(step.job)
+        if code in (0, RESUME) or running.signalled or restart == step.restarts:
+            break
+        if not plan.quiet:
+            _tell(f"The step failed with exit code {code}; it starts again ({restart + 1} of {step.restarts}).")
+    return code
+
+
+class _Running:
+    """One step from its start to its end."""
+
+    def __init__(self, plan: LaunchPlan, step: Step) -> None:
+        self._plan, self._step = plan, step
+        environment = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
+        try:
+            self._srun = subprocess.Popen(
+                plan.argv, env={**environment, **plan.environment}, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise _absent("srun", error) from None
+        self._cause: int | None = None
+        self._errors = threading.Thread(target=self._copy_errors, args=(self._srun.stderr,), daemon=True)
+        self._errors.start()
+        self.signalled: int | None = None
+        """The first signal that ended the step."""
+        self.stopped_for_good = False
+        """Whether the step was ended without patience."""
+
+    def wait(self, inbox: Inbox) -> int:
+        """Pass signals on until the step has ended, and return its exit code."""
+        deadline = float("inf")
+        try:
+            while self._srun.poll() is None:
+                for number in inbox.wait(min(_TICK, max(deadline - time.monotonic(), 0.0))):
+                    if number not in ENDING:
+                        self._srun.send_signal(number)
+                    elif self.signalled is None:
+                        # srun kills its step at a signal; scancel lets the processes save.
+                        self.signalled, deadline = number, time.monotonic() + self._plan.grace_period
+                        self._signal("TERM")
+                    else:
+                        deadline = time.monotonic()
+                if time.monotonic() >= deadline:
+                    self.stopped_for_good, deadline = True, time.monotonic() + _KILL_PATIENCE
+                    self._signal("KILL")
+        finally:
+            if self._srun.poll() is None:
+                self._signal("KILL")
+                self._srun.terminate()
+            self._srun.wait()
+            self._errors.join(_TICK)
+        code = shell_code(self._srun.returncode)
+        if code and self._cause is not None:
+            code = self._cause
+        if self.signalled is not None and code not in (0, RESUME):
+            return shell_code(-self.signalled)
+        return code
+
+    def _signal(self, name: str) -> None:
+        """Signal the tasks of the step, which is found by its name."""
+        listed = _ask("squeue", "--steps", "--noheader", f"--jobs={self._step.job}", "--format=%i %j")
+        for line in listed.splitlines():
+            number, _, called = line.strip().partition(" ")
+            if called.strip() == self._step.name:
+                _ask("scancel", f"--signal={name}", number)
+                return
+        # The step has not begun, or has ended.
+        self._srun.terminate()
+
+    def _copy_errors(self, source: IO[bytes]) -> None:
+        """Pass the errors on, and find the task that ended first: srun itself returns the highest of all codes."""
+        for line in source:
+            if self._cause is None:
+                found = _FIRST_CAUSE.match(line)
+                self._cause = _code_of(found[1].decode(errors="replace").strip()) if found is not None else None
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+
+
+def _code_of(said: str) -> int | None:
+    """The exit code that srun tells of in words."""
+    found = _EXIT_CODE.match(said)
+    if found is not None:
+        return int(found[1])
+    known = {signal.strsignal(number): number for number in signal.valid_signals()}
+    number = known.get(said.removesuffix(" (core dumped)"))
+    return None if number is None else shell_code(-number)
+
+
+def _requeue(job: str) -> None:
+    """Queue the job of this script again; Slurm ends the script when it does."""
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        # A cluster may do it by itself (RequeueExit), or pre-empt the job already.
+        _tell(f"Slurm does not queue job {job} again: {done.stderr.strip()}")
+
+
+def _submit(plan: LaunchPlan, inbox: Inbox) -> int:
+    """Submit the job; the exit code of the job where it is waited for, else 0."""
+    submission: Submission = plan.details
+    try:
+        done = subprocess.run(
+            plan.argv, input=submission.script, capture_output=True, text=True, env=dict(plan.inherited)
+        )
+    except OSError as error:
+        raise _absent("sbatch", error) from None
+    if done.returncode:
+        raise LaunchError(
+            "Cannot submit the job to Slurm.",
+            f"sbatch answered: {done.stderr.strip() or f'exit code {done.returncode}'}",
+            "Correct the options, such as --slurm_partition and --slurm_time; `sinfo` lists the partitions.",
+        )
+    job = done.stdout.strip().partition(";")[0]
+    if not submission.wait:
+        output = _job(job).get("StdOut", "")
+        _tell(f"Slurm has job {job}; its output goes to {output}. `squeue --job {job}` shows it.")
+        return 0
+    return _follow(job, inbox, plan.quiet)
+
+
+def _follow(job: str, inbox: Inbox, quiet: bool) -> int:
+    """Print the output of a job until the job has ended; a signal that ends this launcher cancels the job."""
+    state, read, signalled = "", 0, 0
+    while True:
+        signals = [number for number in inbox.wait(_TICK) if number in ENDING]
+        if signals and not signalled:
+            signalled = signals[0]
+            _ask("scancel", job)
+            _tell(f"Slurm job {job} was cancelled by {signal.Signals(signalled).name}.")
+        found = _job(job)
+        read = _print_from(found.get("StdOut", ""), read)
+        if found.get("JobState") != state and not quiet:
+            state = found.get("JobState", "UNKNOWN")
+            _tell(f"Slurm job {job} is {state}.")
+        if found.get("JobState", "UNKNOWN") not in _ENDED and found:
+            continue
+        _print_from(found.get("StdOut", ""), read)
+        if signalled:
+            return shell_code(-signalled)
+        code, _, number = found.get("ExitCode", "1:0").partition(":")
+        if int(code) or int(number):
+            return int(code) or shell_code(-int(number))
+        return 0 if state == "COMPLETED" else 1
+
+
+def _print_from(path: str, read: int) -> int:
+    """Print what a file has after its first `read` bytes; the number of bytes that were read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(read)
+            text = file.read()
+    except OSError:
+        # The job has not begun.
+        return read
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
+    return read + len(text)
+
+
+def _job(job: str) -> dict[str, str]:
+    """What Slurm knows of a job; empty when it knows nothing any more."""
+    words = shlex.split(_ask("scontrol", "--oneliner", "show", "job", job).replace("'", ""))
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _ask(*words: str) -> str:
+    done: Sequence[str] = words
+    try:
+        return subprocess.run(done, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    except OSError as error:
+        raise _absent(words[0], error) from None
+
+
+def _absent(program: str, error: OSError) -> NotFound:
+    return NotFound(
+        _ASKED,
+        f"`{program}` cannot be started: {error.strerror or error}.",
+        "Log in to a node of a Slurm cluster, or leave out --launcher slurm.",
+    )
+
+
+def _tell(text: str) -> None:
+    print(f"accel launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""The launchers of this package pass the suite, as far as what they start is installed here."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import ClassVar
+
+import pytest
+
+from accel_cli.launch.launcher import LauncherManifest
+from accel_cli.testing import LauncherSuite
+from accel_state.errors import PluginError
+from accel_state.testing.processes import run_command
+
+
+class TestLocal(LauncherSuite):
+    launcher = "local"
+
+
+@pytest.mark.slow
+class TestTorchrun(LauncherSuite):
+    launcher = "torchrun"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+class TestMpi(LauncherSuite):
+    launcher = "mpi"
+    environ: ClassVar = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        (tmp_path / "hosts").write_text("localhost slots=2\n", encoding="utf-8")
+        return tmp_path
+
+    options = ("--cpu", "--num_processes=2", "--mpirun_hostfile=hosts")
+
+
+RECORDER = """
+    from dataclasses import replace
+    from accel_cli.launch.launcher import LauncherManifest, LaunchPlan
+    from accel_state.settings.schema import setting, settings_class
+
+    @settings_class
+    class RecorderSettings:
+        recorder_pool: str = setting("usual", flag="--recorder_pool", key="recorder_pool", help="Pool of machines.")
+
+    class Recorder:
+        def plan(self, request):
+            return LaunchPlan({}, request.program, "recorder", details=request.settings["recorder_pool"].value)
+
+        def run(self, plan):
+            print("recorded", plan.details, plan.argv[-1])
+            return 3
+
+        def stop(self):
+            pass
+
+    def called_for(settings, environ):
+        return "recorder_pool" if settings["recorder_pool"].given else None
+
+    MANIFEST = LauncherManifest(
+        "recorder", "recorder:Recorder", "record", "recorder:RecorderSettings", called_for, priority=100
+    )
+    LOCAL = replace(MANIFEST, name="local")
+"""
+
+
+@pytest.fixture
+def recorder(tmp_path, script, monkeypatch):
+    """A package with a launcher, also one that calls itself local, and one that cannot be loaded."""
+    script(RECORDER, "recorder.py")
+    folder = tmp_path / "recorder-1.0.dist-info"
+    folder.mkdir()
+    lines = ["[accel.launchers]", "recorder = recorder:MANIFEST", "local = recorder:LOCAL", "broken = recorder:NONE"]
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_a_launcher_of_another_package_is_named_or_called_for(accel, script, recorder):
+    job = script("pass")
+    named = accel("launch", "--launcher", "recorder", job, env=recorder)
+    assert (named.returncode, named.stdout) == (3, f"recorded usual {job}\n"), named.stderr
+    called = accel("launch", "--recorder_pool", "large", job, env=recorder)
+    assert (called.returncode, called.stdout) == (3, f"recorded large {job}\n"), called.stderr
+    assert accel("launch", "--launcher", "local", job, env=recorder).returncode == 0
+
+
+def test_a_launcher_that_cannot_be_loaded_or_is_unknown_is_a_typed_error(accel, script, recorder):
+    job = script("pass")
+    broken = accel("launch", "--launcher", "broken", job, env=recorder)
+    assert (broken.returncode, "could not be loaded" in broken.stderr) == (2, True)
+    unknown = accel("launch", "--launcher", "recordr", job, env=recorder)
+    assert (unknown.returncode, "Did you mean 'recorder'?" in unknown.stderr) == (2, True)
+    assert accel("launch", job, env=recorder).returncode == 0
+
+
+@pytest.mark.parametrize(("name", "target"), [("auto", "a:B"), ("two words", "a:B"), ("good", "nowhere")])
+def test_a_manifest_that_is_malformed_is_refused(name, target):
+    with pytest.raises(PluginError):
+        LauncherManifest(name, target)
+
+
+@pytest.mark.parametrize("preflight", [False, True])
+def test_no_module_of_the_doctor_is_loaded_without_preflight(script, preflight):
+    job, switch = script("pass"), ["--preflight"] if preflight else []
+    program = "import sys; from accel_cli.main import main; assert main(sys.argv[1:]) == 0\n"
+    program += "print(sum(name.startswith('accel_cli.doctor') for name in sys.modules))"
+    done = run_command([sys.executable, "-c", program, "launch", *switch, str(job)])
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 0) == preflight

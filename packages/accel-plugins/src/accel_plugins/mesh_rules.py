@@ -1,0 +1,206 @@
+"""Which axes of the mesh go together: one table, which is checked when a run is assembled and printed in the docs.
+
+A combination that is not in the table is refused, with the reason where one is known. Which of the combinations a
+backend takes follows from the axes its manifest declares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from accel_plugins.manifest import Axis, Duty, Manifest
+from accel_state.errors import Conflict
+
+if TYPE_CHECKING:
+    from accel_state.mesh import ParallelismConfig
+
+__all__ = (
+    "DIVIDING",
+    "EXCLUSIONS",
+    "PERMITTED",
+    "Combination",
+    "Exclusion",
+    "active_axes",
+    "as_markdown",
+    "check",
+    "check_precision",
+    "named",
+    "takes",
+)
+
+DIVIDING: Final = frozenset({Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE})
+"""Axes over which a sharding backend divides parameters."""
+
+
+class Combination(NamedTuple):
+    """Axes that go together.
+
+    Args:
+        axes: those with more than one process.
+        meaning: what the processes do then.
+    """
+
+    axes: frozenset[Axis]
+    meaning: str
+
+
+class Exclusion(NamedTuple):
+    """Axes that do not go together, and why."""
+
+    axes: frozenset[Axis]
+    reason: str
+    remedy: str
+
+
+def _of(*axes: Axis) -> frozenset[Axis]:
+    return frozenset(axes)
+
+
+PERMITTED: Final = (
+    Combination(_of(), "the backend decides"),
+    Combination(_of(Axis.REPLICATE), "copies of the model"),
+    Combination(_of(Axis.SHARD), "parameters divided"),
+    Combination(_of(Axis.REPLICATE, Axis.SHARD), "copies of groups that divide the parameters (HSDP)"),
+    Combination(_of(Axis.TENSOR), "tensors of a layer divided"),
+    Combination(_of(Axis.SHARD, Axis.TENSOR), "tensors of a layer divided, and what is left of each parameter again"),
+    Combination(_of(Axis.REPLICATE, Axis.SHARD, Axis.TENSOR), "the same, in copies"),
+    Combination(_of(Axis.CONTEXT), "the sequence divided; a sharding backend divides parameters over the same axis"),
+    Combination(_of(Axis.REPLICATE, Axis.CONTEXT), "copies of the model whose sequence is divided"),
+    Combination(_of(Axis.SHARD, Axis.CONTEXT), "parameters divided over both axes, the sequence over one"),
+    Combination(_of(Axis.SEQUENCE), "the sequence divided, and heads in attention"),
+    Combination(_of(Axis.REPLICATE, Axis.SEQUENCE), "copies of the model whose sequence is divided"),
+    Combination(_of(Axis.SHARD, Axis.SEQUENCE), "parameters divided over both axes, the sequence over one"),
+)
+"""Every combination that trains; each is tested to give the losses of a single process."""
+
+EXCLUSIONS: Final = (
+    Exclusion(
+        _of(Axis.CONTEXT, Axis.SEQUENCE),
+        "Both divide the sequence.",
+        "Set one of cp_size and sp_size to 1.",
+    ),
+    Exclusion(
+        _of(Axis.SEQUENCE, Axis.TENSOR),
+        "Both divide the heads of attention.",
+        "Set one of sp_size and tp_size to 1.",
+    ),
+    Exclusion(
+        _of(Axis.CONTEXT, Axis.TENSOR),
+        "Attention over a divided sequence takes plain tensors, and tensor parallelism hands it divided ones.",
+        "Set one of cp_size and tp_size to 1.",
+    ),
+    Exclusion(
+        _of(Axis.REPLICATE, Axis.TENSOR),
+        "Copies are kept alike by DistributedDataParallel, which does not take divided tensors.",
+        "Set dp_shard_size in place of dp_replicate_size, or both above 1.",
+    ),
+    Exclusion(
+        _of(Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT),
+        "Copies of groups that divide both parameters and the sequence are not tested.",
+        "Set dp_replicate_size=1, or dp_shard_size=1: parameters are divided over the axis of the sequence too.",
+    ),
+    Exclusion(
+        _of(Axis.REPLICATE, Axis.SHARD, Axis.SEQUENCE),
+        "Copies of groups that divide both parameters and the sequence are not tested.",
+        "Set dp_replicate_size=1, or dp_shard_size=1: parameters are divided over the axis of the sequence too.",
+    ),
+)
+"""Why a combination outside of the table does not work; messages have the first that applies."""
+
+
+def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
+    """The axes with more than one process."""
+    return frozenset(Axis(name) for name in parallelism_config.active_mesh_dims)
+
+
+def check(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
+    """Refuse axes that a backend does not support.
+
+    Called when a run is assembled, before anything is prepared.
+
+    Raises:
+        Conflict: the combination is not in the table, or the backend does not take it.
+    """
+    axes = active_axes(parallelism_config)
+    asked = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
+    if axes not in {combination.axes for combination in PERMITTED}:
+        exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
+        obstacle = "The combination is in no test." if exclusion is None else exclusion.reason
+        remedy = "`accel_plugins.mesh_rules.PERMITTED` lists what goes together."
+        raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
+    _check_backend(asked, axes, manifest)
+    _check_engine(asked, parallelism_config, manifest)
+
+
+def check_precision(name: str, excludes: frozenset[Axis], parallelism_config: ParallelismConfig) -> None:
+    """Refuse a precision that does not go with an axis.
+
+    Args:
+        name: of the precision.
+        excludes: axes that it does not go with.
+        parallelism_config: the axes of the run.
+
+    Raises:
+        Conflict: they do not go together.
+    """
+    foreign = excludes & active_axes(parallelism_config)
+    if foreign:
+        raise Conflict(
+            f"Cannot use mixed_precision={name!r} with {named(active_axes(parallelism_config))}.",
+            f"Its layers do not go with {named(foreign)}.",
+            "Use mixed_precision='bf16', or set the size of that axis to 1.",
+        )
+
+
+def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> None:
+    foreign = axes - manifest.axes
+    if foreign:
+        sharding = Axis.SHARD in foreign
+        raise Conflict(
+            asked,
+            f"That backend takes {named(manifest.axes)}, and not {named(foreign)}.",
+            "Give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
+            if sharding
+            else "Choose another backend, or set the size of that axis to 1.",
+        )
+    if axes and not _suits_sharding(axes, manifest):
+        raise Conflict(
+            asked,
+            "That backend divides parameters, and no axis says over how many processes.",
+            "Set dp_shard_size above 1, or use the backend 'ddp'.",
+        )
+
+
+def _suits_sharding(axes: frozenset[Axis], manifest: Manifest) -> bool:
+    return Axis.SHARD not in manifest.axes or bool(axes & (DIVIDING | {Axis.TENSOR}))
+
+
+def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: Manifest) -> None:
+    if parallelism_config.sp_by_engine and Duty.SEQUENCE not in manifest.owns:
+        raise Conflict(
+            asked,
+            f"sp_backend={parallelism_config.sp_backend!r} leaves the sequence to an engine, and this backend is none.",
+            "Set sp_backend='torch' (PARALLELISM_CONFIG_SP_BACKEND=torch), or give deepspeed_plugin.",
+        )
+
+
+def named(axes: frozenset[Axis]) -> str:
+    """Axes as users write them: "dp_shard x tp"."""
+    return " x ".join(axis.value for axis in Axis if axis in axes) or "no axis"
+
+
+def takes(manifest: Manifest, axes: frozenset[Axis]) -> bool:
+    """Whether a backend takes axes together."""
+    permitted = any(combination.axes == axes for combination in PERMITTED)
+    return permitted and axes <= manifest.axes and (not axes or _suits_sharding(axes, manifest))
+
+
+def as_markdown(manifests: tuple[Manifest, ...]) -> str:
+    """The table as a Markdown document fragment, with a column for the backends that take each combination."""
+    lines = ["| axes | what the processes do | backends |", "|---|---|---|"]
+    for combination in PERMITTED:
+        backends = ", ".join(manifest.name for manifest in manifests if takes(manifest, combination.axes))
+        lines.append(f"| {named(combination.axes)} | {combination.meaning} | {backends} |")
+    lines += ["", "| axes that exclude each other | why | what to do |", "|---|---|---|"]
+    lines += [f"| {named(one.axes)} | {one.reason} | {one.remedy} |" for one in EXCLUSIONS]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,123 @@
+"""Settings of `torch.compile`; plain data, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from accel_plugins.transforms import DYNAMO_VARIABLE
+from accel_state.errors import SettingError
+from accel_state.kwargs import KwargsHandler
+from accel_state.labels import DynamoBackend
+from accel_state.settings.environ import read_setting
+from accel_state.settings.schema import SWITCH, choice, setting, settings_of
+
+__all__ = ("TorchDynamoPlugin",)
+
+_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_DEFAULTS: Final = {
+    "backend": "NO",
+    "mode": "default",
+    "fullgraph": False,
+    "dynamic": None,
+    "use_regional_compilation": False,
+}
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled. What is None comes from the environment, else it is torch's default.
+
+    Args:
+        backend: a member of `DynamoBackend` or its name; NO compiles nothing.
+        mode: as in `torch.compile`.
+        fullgraph: as in `torch.compile`.
+        dynamic: as in `torch.compile`.
+        options: as in `torch.compile`.
+        disable: as in `torch.compile`.
+        use_regional_compilation: compile the blocks that a model repeats, once for all of them, which takes less time.
+
+    Raises:
+        SettingError: there is no such backend or mode.
+    """
+
+    backend: DynamoBackend = setting(  # noqa: RUF009 - a field, as the others; its type is an enum
+        None,
+        type=choice(*map(str, DynamoBackend), fold=str.upper),
+        variable=DYNAMO_VARIABLE,
+        flag="--dynamo_backend",
+        key="dynamo_config.dynamo_backend",
+        question="Which dynamo backend would you like to use?",
+        help="Compile models with this backend of torch.compile.",
+        group="Resources",
+    )
+    mode: str = setting(
+        None,
+        type=choice(*_MODES),
+        variable="ACCELERATE_DYNAMO_MODE",
+        flag="--dynamo_mode",
+        key="dynamo_config.dynamo_mode",
+        question="Which mode of torch.compile would you like to use?",
+        help="What torch.compile optimises for.",
+        group="Resources",
+    )
+    fullgraph: bool = setting(
+        None,
+        type=SWITCH,
+        variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        flag="--dynamo_use_fullgraph",
+        key="dynamo_config.dynamo_use_fullgraph",
+        question="Should a model that does not compile as one graph be refused?",
+        help="Refuse models that do not compile as one graph.",
+        group="Resources",
+    )
+    dynamic: bool = setting(
+        None,
+        type=SWITCH,
+        variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        flag="--dynamo_use_dynamic",
+        key="dynamo_config.dynamo_use_dynamic",
+        question="Should models be compiled for sizes that change?",
+        help="Compile for sizes that change.",
+        group="Resources",
+    )
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool = setting(
+        None,
+        type=SWITCH,
+        variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        flag="--dynamo_use_regional_compilation",
+        key="dynamo_config.dynamo_use_regional_compilation",
+        question="Should the blocks that a model repeats be compiled instead of the whole model?",
+        help="Compile the blocks that a model repeats instead of the whole model.",
+        group="Resources",
+    )
+
+    def __post_init__(self) -> None:
+        known = settings_of(type(self))
+        for name, default in _DEFAULTS.items():
+            given = getattr(self, name)
+            if given is None:
+                found = read_setting(known[name])
+                setattr(self, name, default if found is None else found.value)
+            elif isinstance(given, str):
+                setattr(self, name, known[name].parse(str(given), "argument"))
+        self.backend = DynamoBackend(self.backend)
+        if self.options is not None and self.mode != "default":
+            raise SettingError(
+                f"Cannot use TorchDynamoPlugin(mode={self.mode!r}, options=...).",
+                "torch.compile takes one of the two.",
+                "Leave one of them out.",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name; the backend as torch spells it."""
+        return {**super().to_dict(), "backend": self.backend.value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `torch.compile` that differ from its defaults."""
+        own = {**_DEFAULTS, "backend": "no", "options": None, "disable": False}
+        given = {name: value for name, value in self.to_dict().items() if value != own[name]}
+        given.pop("use_regional_compilation", None)
+        return given
