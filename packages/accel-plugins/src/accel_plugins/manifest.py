@@ -78,6 +78,12 @@ class Ability(str, Enum):
     AVERAGE = "average"
     STATE_DICT = "state_dict"
     EXACT_RESUME = "exact_resume"
+    SYNCHRONOUS = "synchronous"
+    """Every optimizer step leaves the same weights on all processes, those of one process with the global batch.
+
+    Strategies of local steps, such as local SGD and DiLoCo, lack it: their processes differ between two averages.
+    """
+
     SEVERAL_MODELS = "several_models"
     FP16 = "fp16"
     LOCAL_PASSES = "local_passes"
@@ -105,6 +111,8 @@ class Traits:
         per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in fewer bits.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
+        elastic: the number of processes may change between two steps, after which `Strategy.shards` gives another
+            answer; of other strategies it stays the same during a run.
     """
 
     save_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)
@@ -115,6 +123,7 @@ class Traits:
     can_checkpoint_partial_grads: bool = True
     per_parameter_sharding: bool = False
     syncs_in_own_forward: bool = False
+    elastic: bool = False
 
 
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}

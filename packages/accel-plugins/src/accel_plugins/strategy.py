@@ -110,7 +110,8 @@ class Strategy:
         """The slice of each batch that is this process's.
 
         Called by `prepare` and by whoever counts samples. Processes that must see the same samples, those of one tensor
-        axis for example, give the same index. Constant during a run.
+        axis for example, give the same index. Constant during a run; with `Traits.elastic` it may change between two
+        optimizer steps.
         """
         mesh = self.context.mesh
         if mesh is None:
@@ -178,6 +179,21 @@ class Strategy:
         """
         return self.context.precision.step(optimizer, closure)
 
+    def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
+        """Do what belongs after an optimizer step, such as averaging parameters every few steps.
+
+        Called after each step that was made, not after one that was skipped. `model` is the one whose parameters the
+        user's optimizer holds, or None where they are those of several or of none.
+        """
+
+    def global_weights(self, model: Module) -> AbstractContextManager[None]:
+        """A context in which a model has the weights of the whole run, to be evaluated or saved for others.
+
+        Called around `save_model`, and by users around an evaluation; on every process. What trains has its own weights
+        again afterwards. By default these are the same.
+        """
+        return _NOTHING
+
     def average_parameters(self, model: Module) -> None:
         """Give every process the mean of all processes' parameters. Called by LocalSGD every few steps."""
 
@@ -235,6 +251,25 @@ class Strategy:
         """Put weights under the names of the user's model into a prepared one. Called on every process."""
         self.unwrap(model).load_state_dict(weights, strict=strict)
 
+    def extra_state(self) -> Mapping[str, Any]:
+        """What a resumed run needs beside models, optimizers and schedulers: this process's own state, by name.
+
+        Called on every process when a checkpoint is saved. All processes give the same names; values are tensors,
+        numbers, texts, and lists and dicts of these.
+        """
+        return {}
+
+    @property
+    def keeps_extra_state(self) -> bool:
+        """Whether this strategy has an `extra_state` of its own."""
+        return type(self).extra_state is not Strategy.extra_state
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `extra_state` gave on this process.
+
+        Called on every process after models, optimizers and schedulers are loaded, unless the state was empty.
+        """
+
     def writes_weights(self) -> bool:
         """Whether `state_dict` gives this process complete weights to write."""
         return True
@@ -262,7 +297,11 @@ class Strategy:
         """
 
     def close(self) -> None:
-        """Give back what the strategy opened. Called once, when the run ends; nothing is called afterwards."""
+        """Give back what the strategy opened.
+
+        Called once: by `end_training` of the last Accelerator of the run, or else when the run or the process ends.
+        Nothing is trained afterwards. Models may still be read, by `unwrap`, `state_dict` and `save`.
+        """
 
 
 def _complete(tensor: Tensor) -> Tensor:

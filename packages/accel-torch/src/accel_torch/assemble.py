@@ -6,7 +6,10 @@ with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import atexit
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
@@ -30,18 +33,40 @@ if TYPE_CHECKING:
 __all__ = ("Engine", "assemble")
 
 
-class Engine(NamedTuple):
+@dataclass(eq=False)
+class Engine:
     """What does the work of a run; the strategy of `accel_state.current.Run`.
 
     Args:
         manifest: what the backend declares about itself.
         strategy: the backend at work.
         precision: how forward, backward and steps are computed.
+
+    Attributes:
+        closed: whether the strategy gave back what it opened.
     """
 
     manifest: Manifest
     strategy: Strategy
     precision: Precision
+    closed: bool = field(default=False, init=False)
+    _training: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, init=False)
+
+    def join(self, accelerator: object) -> None:
+        """Note an Accelerator that trains with the strategy."""
+        self._training.add(accelerator)
+
+    def leave(self, accelerator: object) -> None:
+        """Note that an Accelerator ended its training; the last one closes the strategy."""
+        self._training.discard(accelerator)
+        if not self._training:
+            self.close()
+
+    def close(self) -> None:
+        """Let the strategy give back what it opened; a repeated call does nothing."""
+        if not self.closed:
+            self.closed = True
+            self.strategy.close()
 
     def owns(self, duty: Duty) -> bool:
         """Whether the backend does a job by itself."""
@@ -72,11 +97,36 @@ def assemble(options: Options, report: StragglerReport | None = None) -> tuple[A
     check_given(given)
     run = current.run_or_none()
     if run is not None and isinstance(run.strategy, Engine):
+        if run.strategy.closed:
+            run = run._replace(strategy=_reopened(run.strategy))
+            current.set_run(run)
         return AcceleratorState(), _gradient(options, run.strategy), run.strategy
     gradient = GradientState.of(options.accumulation)
     run = _run(options, current.process(), gradient, {**given, **options.plugins})
     current.set_run(run)
     return AcceleratorState(), gradient, run.strategy
+
+
+def _opened(engine: Engine) -> Engine:
+    """The engine, whose strategy is closed when the run or the process ends, where nobody closed it before."""
+    current.on_run_end(engine.close)
+    known = weakref.ref(engine)
+
+    def close_at_exit() -> None:
+        engine = known()
+        if engine is not None:
+            engine.close()
+
+    atexit.register(close_at_exit)
+    current.on_run_end(lambda: atexit.unregister(close_at_exit))
+    return engine
+
+
+def _reopened(engine: Engine) -> Engine:
+    """A new strategy for a run that goes on after all its Accelerators ended their training."""
+    old = engine.strategy
+    strategy = resolve.build(engine.manifest, old.config, old.context)
+    return _opened(Engine(engine.manifest, strategy, engine.precision))
 
 
 def _gradient(options: Options, engine: Engine) -> GradientState:
@@ -113,9 +163,9 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
         check_precision(precision.name, precision.excludes, parallelism_config)
     mesh = None if parallelism_config is None else parallelism_config.get_device_mesh(process.device.type)
     strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, parallelism_config))
-    current.on_run_end(strategy.close)
+    engine = _opened(Engine(manifest, strategy, precision))
     if manifest.parameter:
         given[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type
     given = {name: value for name, value in given.items() if value is not None}
-    return Run(precision.name, label, Engine(manifest, strategy, precision), given, mesh, parallelism_config)
+    return Run(precision.name, label, engine, given, mesh, parallelism_config)

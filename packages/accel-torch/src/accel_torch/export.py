@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_bigmodel.align import has_offloaded_params
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
-from accel_bigmodel.weight_files import save_weights
+from accel_bigmodel.weight_files import load_weights, save_weights
 from accel_plugins.layers import strategy_model
+from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from accel_torch.parts import Parts
 
-__all__ = ("save_model", "state_dict")
+__all__ = ("put_weights", "save_model", "state_dict")
 
 
 def state_dict(parts: Parts, model: Module, unwrap: bool = True) -> dict[str, Any]:
@@ -37,9 +40,30 @@ def save_model(
     Raises:
         CheckpointError: a weight has no data, or the disk refuses.
     """
-    weights = state_dict(parts, model)
+    strategy = parts._engine.strategy
     project, topology = parts._options.project, parts.state._process.topology
     writes = topology.is_local_main if project.save_on_each_node else topology.rank == 0
-    if writes and parts._engine.strategy.writes_weights():
-        folder = os.path.expanduser(os.fspath(save_directory))
-        save_weights(weights, folder, max_shard_size, safe_serialization, fsync=project.fsync)
+    with strategy.global_weights(strategy_model(model)):
+        weights = state_dict(parts, model)
+        if writes and strategy.writes_weights():
+            folder = os.path.expanduser(os.fspath(save_directory))
+            save_weights(weights, folder, max_shard_size, safe_serialization, fsync=project.fsync)
+
+
+def put_weights(
+    parts: Parts, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool
+) -> None:
+    """Put weights into a prepared model; called on every process.
+
+    Raises:
+        CheckpointError: they cannot be read, or are those of another model.
+    """
+    found = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
+    try:
+        parts._engine.strategy.load_weights(strategy_model(model), found, strict=strict)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"Cannot load weights into {type(parts._engine.strategy.unwrap(strategy_model(model))).__name__}.",
+            f"They do not fit: {error}",
+            "Give the weights of this model, or strict=False to leave out names that differ.",
+        ) from error

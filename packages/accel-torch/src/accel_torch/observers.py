@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from accel_plugins.manifest import Ability
+
 if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
@@ -39,7 +41,8 @@ def guarding(options: Options, gradient: GradientState, engine: Engine, registry
     """What watches the first steps for misuse, and has replicas compared once where nothing else was chosen."""
     from accel_torch.misuse import MisuseGuard
 
-    once = options.check_replicas_every is None and engine.strategy.context.process.world_size > 1
+    alike = Ability.SYNCHRONOUS not in engine.manifest.lacks and engine.strategy.context.process.world_size > 1
+    once = options.check_replicas_every is None and alike
     if not once:
         return MisuseGuard(gradient, engine, registry)
     from accel_torch.replica_comparison import ReplicaComparison

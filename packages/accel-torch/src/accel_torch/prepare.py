@@ -122,7 +122,7 @@ def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
 
 
 def _wrapped_optimizer(parts: Parts, optimizer: Any) -> AcceleratedOptimizer:
-    stepping: Any = Stepping(parts._engine.strategy, parts._accumulation)
+    stepping: Any = Stepping(parts._engine.strategy, parts._accumulation, parts._registry)
     if parts._sentinel is not None:
         stepping = parts._sentinel.watching(stepping)
     guard = parts._accumulation.guard

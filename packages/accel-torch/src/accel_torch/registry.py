@@ -13,6 +13,7 @@ from accel_state.labels import PREPARED
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from torch.optim import Optimizer
 
 __all__ = ("Registry",)
 
@@ -72,6 +73,14 @@ class Registry:
     def only_model(self) -> Module | None:
         """The model that its strategy made, where exactly one was prepared."""
         return strategy_model(self.models[0]) if len(self.models) == 1 else None
+
+    def owner_of(self, optimizer: Optimizer) -> Module | None:
+        """The model, as its strategy made it, that all parameters of an optimizer belong to, or None."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in map(strategy_model, self.models):
+            if held and held <= {id(parameter) for parameter in model.parameters()}:
+                return model
+        return None
 
     def parameter_name(self, tensor: Any) -> str | None:
         """Name of a parameter in the prepared model that has it, or None."""

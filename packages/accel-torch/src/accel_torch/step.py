@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins import strategy as base
 from accel_plugins.manifest import Duty
 from accel_state.errors import NotOffered, SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from accel_plugins.precision.base import Closure
     from accel_plugins.strategy import Strategy
     from accel_torch.accumulation import Accumulation
     from accel_torch.parts import Parts
+    from accel_torch.registry import Registry
 
 __all__ = ("Stepping", "clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradients")
 
@@ -23,15 +27,27 @@ __all__ = ("Stepping", "clip_grad_norm", "clip_grad_value", "fused_backward", "u
 class Stepping:
     """How prepared optimizers step: with complete gradients, the way the strategy steps."""
 
-    __slots__ = ("_accumulation", "_strategy")
+    __slots__ = ("_accumulation", "_has_after_step", "_model", "_registry", "_strategy")
 
-    def __init__(self, strategy: Strategy, accumulation: Accumulation) -> None:
-        self._strategy, self._accumulation = strategy, accumulation
+    def __init__(self, strategy: Strategy, accumulation: Accumulation, registry: Registry) -> None:
+        self._strategy, self._accumulation, self._registry = strategy, accumulation, registry
+        self._has_after_step = type(strategy).after_step is not base.Strategy.after_step
+        self._model: weakref.ref[Module] | None = None
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; False when the step was skipped."""
         complete(self._strategy, self._accumulation, optimizer)
-        return self._strategy.step(optimizer, closure)
+        stepped = self._strategy.step(optimizer, closure)
+        if stepped and self._has_after_step:
+            self._strategy.after_step(self._model_of(optimizer), optimizer)
+        return stepped
+
+    def _model_of(self, optimizer: Optimizer) -> Module | None:
+        """The model whose parameters the optimizer holds; looked for once, since models may be prepared later."""
+        model = None if self._model is None else self._model()
+        if model is None and (model := self._registry.owner_of(optimizer)) is not None:
+            self._model = weakref.ref(model)
+        return model
 
 
 def complete(strategy: Strategy, accumulation: Accumulation, optimizer: Optimizer) -> None:

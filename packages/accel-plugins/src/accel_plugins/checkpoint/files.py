@@ -22,6 +22,7 @@ __all__ = (
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "custom_name",
+    "extra_state_name",
     "fsync_path",
     "gradients_name",
     "is_ours",
@@ -69,6 +70,11 @@ def random_states_name(rank: int) -> str:
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
+def extra_state_name(rank: int) -> str:
+    """`extra_state_<rank>.pkl`: what the strategy of a process keeps for itself."""
+    return f"extra_state_{rank}.pkl"
+
+
 def gradients_name(rank: int) -> str:
     """`gradients_<rank>.safetensors`: what a process had gathered in an unfinished accumulation window."""
     return f"gradients_{rank}.safetensors"
@@ -95,7 +101,7 @@ _OURS: Final = re.compile(
     r"|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?"
     r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
-    r"|scaler\.pt|gradients_\d+\.safetensors|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|scaler\.pt|gradients_\d+\.safetensors|(random_states|extra_state)_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     rf"|{re.escape(MANIFEST_NAME)}"
 )
 

@@ -23,12 +23,14 @@ from torch.nn import Module
 
 from accel_bigmodel.weight_files import load_weights_file, save_weights_file
 from accel_ops import rng
+from accel_ops.agreement import all_agree
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     MANIFEST_NAME,
     RNG_STATE_NAME,
     SCALER_NAME,
     custom_name,
+    extra_state_name,
     gradients_name,
     loader_name,
     random_states_name,
@@ -89,6 +91,16 @@ class Saver(Protocol):
 
     def unwrap(self, model: Module) -> Module:
         """The user's model."""
+
+    @property
+    def keeps_extra_state(self) -> bool:
+        """Whether it has a state of its own; others need no agreement between the processes."""
+
+    def extra_state(self) -> Mapping[str, Any]:
+        """What it keeps for itself on this process."""
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `extra_state` gave."""
 
 
 @dataclass
@@ -259,6 +271,7 @@ def capture(
         models = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)
     taken.files.update(_equal(contents) if writes else {})
+    taken.files.update(_extra(strategy, process))
     taken.files.update(_own(contents, process.rank, step))
     return taken
 
@@ -268,6 +281,20 @@ def _equal(contents: Contents) -> dict[str, Any]:
     scale = contents.scaler.state_dict() if contents.scaler is not None else {}
     custom = {custom_name(index): item.state_dict() for index, item in enumerate(contents.custom)}
     return {**({SCALER_NAME: scale} if scale else {}), **custom}
+
+
+def _extra(strategy: Saver, process: Process) -> dict[str, Any]:
+    """What the strategy of this process keeps for itself.
+
+    Raises:
+        CheckpointError: the processes give different names.
+    """
+    if not strategy.keeps_extra_state:
+        return {}
+    state = dict(strategy.extra_state())
+    asked = f"Cannot save the extra state of {type(strategy).__name__}."
+    all_agree(process, "extra-state", ", ".join(sorted(state)), asked, error=CheckpointError)
+    return {extra_state_name(process.rank): state} if state else {}
 
 
 def _own(contents: Contents, rank: int, step: int) -> dict[str, Any]:
@@ -339,7 +366,8 @@ def load_folder(
         map_location: where tensors are read to before they go to where the objects have theirs.
         model_options: for `Module.load_state_dict`.
         trusted: let registered objects be read from any pickle, which may run code that the file brings.
-        waive: what may be missing: "random_states", "scaler", "loaders", "custom".
+        waive: what may be missing: "random_states", "scaler", "loaders", "custom",
+            "extra_state".
         hooks: called with (models, folder) before anything is read; models they take away are not read.
 
     Returns:
@@ -363,6 +391,7 @@ def load_folder(
     _load_loaders(source, contents.loaders, process, "loaders" in waive)
     _load_scaler(source, contents.scaler, "scaler" in waive)
     _load_custom(source, contents.custom, trusted, "custom" in waive)
+    _load_extra_state(source, strategy, process, "extra_state" in waive)
     with _fitting(source, "the random generators"):
         return _load_random_states(source, process, "random_states" in waive)
 
@@ -424,6 +453,21 @@ def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, waived: boo
     for index, item in enumerate(custom[:saved]):
         with _fitting(folder, item):
             item.load_state_dict(pickled.read(folder / custom_name(index), trusted=trusted))
+
+
+def _load_extra_state(folder: Path, strategy: Saver, process: Process, waived: bool) -> None:
+    if not strategy.keeps_extra_state:
+        return
+    path = folder / extra_state_name(process.rank)
+    if path.is_file():
+        with _fitting(folder, strategy):
+            strategy.load_extra_state(pickled.read(path))
+    elif strategy.extra_state() and not waived:
+        raise CheckpointError(
+            f"Cannot restore the extra state of {type(strategy).__name__} on process {process.rank} from {folder}.",
+            f"There is no {path.name}: fewer processes saved it, or another backend.",
+            "Resume with the backend and the number of processes that saved it, or waive 'extra_state'.",
+        )
 
 
 def _load_random_states(folder: Path, process: Process, waived: bool) -> int:

@@ -60,6 +60,7 @@ class DeepSpeedStrategy(Strategy):
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._division: Ulysses | None = None
         current.publish_for_run({"ACCELERATE_USE_DEEPSPEED": "true"})
+        current.on_run_end(lambda: self.release([wrapped.engine for wrapped in self._engines], []))
         self._tell_precision()
         self._agree_on_steps()
         self._plugin.select(_from_accelerator_state=True)
@@ -289,7 +290,6 @@ class DeepSpeedStrategy(Strategy):
             self._forwarded.discard(id(wrapped.engine))
 
     def close(self) -> None:
-        self.release([wrapped.engine for wrapped in self._engines], [])
         if self._division is not None:
             self._division.close()
 

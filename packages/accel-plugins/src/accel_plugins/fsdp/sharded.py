@@ -216,7 +216,6 @@ class ShardedStrategy(Strategy):
             self._owners.pop(inner_optimizer(optimizer), None)
 
     def close(self) -> None:
-        self._owners.clear()
         group, self._saving_group = self._saving_group, None
         if group is not None and torch.distributed.is_initialized():
             # Whoever ended all groups has ended this one, too.

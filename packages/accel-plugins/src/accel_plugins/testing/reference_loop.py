@@ -300,8 +300,11 @@ class Session:
         """Step and forget the gradients; whether the step was made."""
         self.strategy.finalize_gradients(self.optimizer.optimizer)
         self.optimizer.step()
+        stepped = not self.optimizer.step_was_skipped
+        if stepped:
+            self.strategy.after_step(self.made, self.optimizer.optimizer)
         self.optimizer.zero_grad()
-        return not self.optimizer.step_was_skipped
+        return stepped
 
     def train(self, data: Sequence[tuple[Tensor, Tensor]] | None = None) -> tuple[list[float], list[float | None]]:
         """(loss over all processes, norm before clipping) of each step."""

@@ -181,6 +181,7 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             PROGRESS.writes_to(folder)
         self._report = reporting(self._options)
         self.state, self.gradient_state, self._engine = assemble(self._options, self._report)
+        self._engine.join(self)
         owned = self._engine.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
         self._registry = Registry()

@@ -6,7 +6,8 @@ What reads and writes them is imported when it is first asked for, so that makin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from accel_state.hang_report.rank_status import PROGRESS
@@ -97,8 +98,8 @@ class SavingPage(Parts):
             input_dir: the folder; with automatic naming the newest good one is taken when None, and the next automatic
                 checkpoint gets a number after it.
             load_kwargs: options for loading, as a dict: `strict=False` for models; `waive=("random_states",)` for what
-                may be missing ("random_states", "scaler", "loaders", "custom"); `weights_only=False` to let registered
-                objects be read from any pickle, which runs the code that it brings.
+                may be missing ("random_states", "scaler", "loaders", "custom", "extra_state"); `weights_only=False` to
+                let registered objects be read from any pickle, which runs the code that it brings.
             missing_ok: do nothing when there is no checkpoint yet, for scripts that begin and resume by the same line.
             load_model_func_kwargs: the same as `load_kwargs`, by keyword; `map_location` too.
 
@@ -136,6 +137,45 @@ class SavingPage(Parts):
 
         with PROGRESS.during("saving"):
             save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def load_weights(
+        self, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool = True
+    ) -> None:
+        """Put weights into a prepared model, such as those that `save_model` wrote; called on every process.
+
+        Args:
+            model: a prepared model.
+            weights: by name in the user's model; or a file or folder of weights.
+            strict: raise when names are missing, or are not those of the model.
+
+        Raises:
+            CheckpointError: they cannot be read, or are those of another model.
+
+        Example:
+            >>> accelerator.save_model(model, "best")
+            >>> accelerator.load_weights(model, "best")
+        """
+        from accel_torch.export import put_weights
+
+        with PROGRESS.during("loading"):
+            put_weights(self, model, weights, strict)
+
+    def global_weights(self, model: Module) -> AbstractContextManager[None]:
+        """A block in which a model has the weights of the whole run; `save_model` writes those by itself.
+
+        They are the model's own, unless the backend lets processes train apart, as local SGD and DiLoCo do. Called on
+        every process.
+
+        Args:
+            model: a prepared model.
+
+        Example:
+            >>> with accelerator.global_weights(model):
+            ...     accuracy = evaluate(model)
+        """
+        from accel_plugins.layers import strategy_model
+
+        return self._engine.strategy.global_weights(strategy_model(model))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object into a file, on the main process alone (of each node with `save_on_each_node`).

@@ -116,7 +116,11 @@ class TrackingPage(Parts):
         return self._tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish all trackers, and the checkpoint that is being saved or copied; called once, when the script ends."""
+        """Finish all trackers and the checkpoint that is being saved or copied; called once, when the training ends.
+
+        The backend gives back what it opened, once every Accelerator of the run has ended its training. Models can
+        still be read and saved.
+        """
         if self._report is not None:
             self._report.tell(self.log, self.state.is_main_process)
         self._log_sample_counts(None)
@@ -129,3 +133,4 @@ class TrackingPage(Parts):
             self._saver.wait()
         if self._uploader is not None:
             self._uploader.close()
+        self._engine.leave(self)
