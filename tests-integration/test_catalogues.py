@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalogues import broken_backends
+from catalogues import broken_backends, failures, parallelism_bugs, resume_omissions
 from torch import Tensor
 
 from accel_plugins.bundle import Bundle
@@ -18,6 +18,7 @@ from accel_plugins.precision.base import Precision
 from accel_state.current import process
 from accel_state.gradient import GradientState
 from accel_state.process import PartialState
+from accel_torch import Accelerator
 
 # ---------------------------------------------------------------- broken backends
 
@@ -122,3 +123,74 @@ def resumed_weights(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]
 def test_the_originals_resume_exactly(two: Any, tmp_path: Path, name: str) -> None:
     for straight, resumed in two.run(resumed_weights, name, str(tmp_path)):
         torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- omissions of checkpoints
+
+
+def test_twenty_omissions_have_different_names_and_truths() -> None:
+    assert len(resume_omissions.CATALOGUE) == 20
+    assert len({entry.truth for entry in resume_omissions.CATALOGUE.values()}) == 20
+
+
+@pytest.mark.parametrize("omission", resume_omissions.CATALOGUE.values(), ids=resume_omissions.CATALOGUE)
+def test_a_script_with_an_omission_differs_from_its_control_in_the_switch(omission: resume_omissions.Omission) -> None:
+    planted, control = omission.script(omit=True), omission.script(omit=False)
+    compile(planted, omission.name, "exec")
+    assert planted.count("OMIT") >= 2, "the switch is used"
+    changed = [pair for pair in zip(planted.splitlines(), control.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert changed == [("OMIT = True", "OMIT = False")]
+
+
+# ---------------------------------------------------------------- failures of launched runs
+
+
+def test_forty_failures_have_different_names_and_scripts() -> None:
+    assert len(failures.CATALOGUE) == 40
+    assert len({failure.script for failure in failures.CATALOGUE.values()}) == 40
+
+
+@pytest.mark.parametrize("failure", failures.CATALOGUE.values(), ids=failures.CATALOGUE)
+def test_the_truth_about_a_failure_is_consistent(failure: failures.Failure) -> None:
+    compile(failure.script, failure.name, "exec")
+    finishes = failure.action is failures.Action.FINISH
+    assert failure.culprit in ({None} if finishes else {None, 0, 1})
+    assert bool(failure.samples) == (failure.action is failures.Action.STOP_AND_NAME_SAMPLES)
+    assert failure.starts >= (2 if failure.action is failures.Action.RESTART else 1)
+
+
+# ---------------------------------------------------------------- faults of parallel training
+
+
+def test_twenty_faults_of_parallel_training_have_different_truths() -> None:
+    assert len(parallelism_bugs.CATALOGUE) == 20
+    assert len({bug.truth for bug in parallelism_bugs.CATALOGUE.values()}) == 20
+
+
+@pytest.mark.parametrize("bug", parallelism_bugs.CATALOGUE.values(), ids=parallelism_bugs.CATALOGUE)
+def test_a_fault_names_what_the_model_has_and_leaves_nothing_behind(bug: parallelism_bugs.ParallelismBug) -> None:
+    model = parallelism_bugs.TinyModel()
+    known = {*dict(model.named_modules()), *dict(model.named_buffers())}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert bug.plan in parallelism_bugs.PLANS
+    assert set(bug.first) <= known
+    before = (Accelerator.prepare, Accelerator.backward, Accelerator.clip_grad_norm_, parallelism_bugs.tokens_of_each)
+    with bug.planted():
+        pass
+    after = (Accelerator.prepare, Accelerator.backward, Accelerator.clip_grad_norm_, parallelism_bugs.tokens_of_each)
+    assert after == before
+
+
+@pytest.fixture(scope="module")
+def trained_alone(one: Any) -> parallelism_bugs.Trace:
+    trace: parallelism_bugs.Trace = one.run(parallelism_bugs.train, "one")[0]
+    return trace
+
+
+@pytest.mark.parametrize("plan", parallelism_bugs.PLANS[1:])
+def test_without_a_fault_a_plan_computes_what_one_process_computes(
+    two: Any, trained_alone: parallelism_bugs.Trace, plan: str
+) -> None:
+    for trace in two.run(parallelism_bugs.train, plan):
+        torch.testing.assert_close(trace.losses, trained_alone.losses, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(trace.weights, trained_alone.weights, rtol=1e-4, atol=1e-5)

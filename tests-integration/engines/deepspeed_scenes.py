@@ -6,7 +6,6 @@ Several scenes make one run after another in the same processes, because startin
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import sys
@@ -28,7 +27,7 @@ from accel_ops import set_seed
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
 from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.zero_init import gathered
-from accel_plugins.precision.fp8_config import AORecipeKwargs, MSAMPRecipeKwargs
+from accel_plugins.precision.config import AORecipeKwargs
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
 from accel_torch import Accelerator, DataLoaderConfiguration
@@ -156,40 +155,6 @@ def in_8_bits(stage: int = 2, plain: bool = False) -> dict[str, Any]:
     model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(64))
     losses = list(steps(accelerator, model, optimizer, loader))
     return {"losses": losses, "layers": [type(layer).__name__ for layer in accelerator.unwrap_model(model)]}
-
-
-def by_msamp(folder: str) -> dict[str, Any]:
-    """Which table the engine of MS-AMP is given; what stands for it makes an engine of DeepSpeed."""
-    library = Path(folder) / "msamp"
-    if int(os.environ["RANK"]) == 0:
-        library.mkdir()
-        (library / "deepspeed.py").write_text(MSAMP)
-        (library / "__init__.py").touch()
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.path.insert(0, folder)
-    accelerator = started(
-        {"zero_stage": 2, "gradient_clipping": 1.0},
-        mixed_precision="fp8",
-        kwargs_handlers=[MSAMPRecipeKwargs(opt_level="O1")],
-    )
-    model = layers()
-    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits())
-    list(steps(accelerator, model, optimizer, loader))
-    told = importlib.import_module("msamp.deepspeed").told
-    return {"told": told, "library": str(accelerator.fp8_backend), "type": type(model).__name__}
-
-
-MSAMP = """
-import deepspeed
-
-told = []
-
-def initialize(model, config, **others):
-    told.append(config.pop("msamp"))
-    return deepspeed.initialize(model=model, config=config, **others)
-"""
 
 
 def wide() -> Module:

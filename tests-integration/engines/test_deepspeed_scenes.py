@@ -61,12 +61,6 @@ def test_layers_compute_in_8_bits(play: Play, stage: int) -> None:
     assert done["losses"] == pytest.approx(expected["losses"], abs=0.05)
 
 
-def test_an_engine_of_msamp_is_told_its_level(play: Play, tmp_path: Path) -> None:
-    done = play(SCENES, "by_msamp", folder=str(tmp_path))
-    assert done["told"] == [{"enabled": True, "opt_level": "O1"}]
-    assert (done["library"], done["type"]) == ("MSAMP", "DeepSpeedEngine")
-
-
 @pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="needs libaio: apt-get install libaio-dev")
 def test_states_kept_on_a_disk_train_alike(play: Play, tmp_path: Path) -> None:
     done = play(SCENES, "on_disk", folder=str(tmp_path))

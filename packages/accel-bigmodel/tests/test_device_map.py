@@ -346,5 +346,6 @@ def memory_of(blocks: int, width: int) -> int:
 
 def test_memory_grows_with_the_number_of_modules_not_with_their_sizes() -> None:
     small, wide = memory_of(100, 4), memory_of(100, 4096)
-    assert wide < 1.1 * small
+    # Sizes up to 256 are objects that Python shares; larger ones take some bytes each.
+    assert wide < 1.5 * small
     assert memory_of(400, 4) < 4.5 * small

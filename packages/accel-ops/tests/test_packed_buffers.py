@@ -51,14 +51,14 @@ def test_what_was_packed_is_unpacked(given_kinds: list[tuple[torch.dtype, list[i
     layout = PackedLayout(((tensor.shape, tensor.dtype) for tensor in tensors[0]), rows)
     buffer = torch.full((rows, layout.nbytes), 255, dtype=torch.uint8)
     for row in range(rows):
-        layout.write(tensors[row], buffer[row])
-    for position, joined in enumerate(layout.join(buffer)):
+        layout.write(tensors[row], layout.parts(buffer[row]))
+    for position, joined in enumerate(layout.join(layout.parts(buffer))):
         parts = [row[position] for row in tensors]
         assert joined.shape == gathered_shape(parts[0].shape, rows)
         assert joined.dtype is parts[0].dtype
         assert torch.equal(as_bytes(joined), torch.cat([as_bytes(part) for part in parts]))
     for copy in (True, False):
-        for position, part in enumerate(layout.split(buffer[0], copy)):
+        for position, part in enumerate(layout.split(layout.parts(buffer[0]), copy)):
             assert part.shape == tensors[0][position].shape
             assert torch.equal(as_bytes(part), as_bytes(tensors[0][position]))
 
@@ -68,7 +68,7 @@ def test_what_was_packed_is_unpacked(given_kinds: list[tuple[torch.dtype, list[i
 def test_each_unpacked_tensor_owns_its_memory(given_kinds: list[tuple[torch.dtype, list[int]]]) -> None:
     layout = PackedLayout(((shape, dtype) for dtype, shape in given_kinds), 2)
     buffer = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
-    for part in [*layout.join(buffer), *layout.split(buffer[0])]:
+    for part in [*layout.join(layout.parts(buffer)), *layout.split(layout.parts(buffer[0]))]:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
@@ -88,8 +88,8 @@ def test_tensors_that_are_not_contiguous_are_packed_in_their_order(beside: list[
     tensors = [torch.arange(6).reshape(2, 3).t(), *beside]
     layout = PackedLayout((tensor.shape, tensor.dtype) for tensor in tensors)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.write(tensors, buffer)
-    assert layout.split(buffer)[0].tolist() == [[0, 3], [1, 4], [2, 5]]
+    layout.write(tensors, layout.parts(buffer))
+    assert layout.split(layout.parts(buffer))[0].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64, 1000, 100_000])

@@ -250,20 +250,16 @@ def test_msamp_is_put_into_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DeepSpeedPlugin(enable_msamp=True).deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O1"}
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
     monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O2")
-    assert DeepSpeedPlugin().deepspeed_config["msamp"]["opt_level"] == "O2"
-    with pytest.raises(NotOffered, match="stage 3"):
-        DeepSpeedPlugin(zero_stage=3)
+    plugin = DeepSpeedPlugin()
+    assert plugin.deepspeed_config["msamp"]["opt_level"] == "O2"
+    with pytest.raises(NotOffered, match="enable_msamp=True"):
+        plugin.set_mixed_precision("fp8")
 
 
-def test_a_precision_of_8_bits_tells_the_table() -> None:
+def test_the_table_enables_bf16_for_a_precision_of_8_bits() -> None:
     plugin = DeepSpeedPlugin()
     plugin.set_mixed_precision("fp8")
-    plugin.take_entries({})
     assert (plugin.get_value("bf16.enabled"), plugin.enable_msamp) == (True, False)
-    plugin.take_entries({"msamp": {"enabled": True, "opt_level": "O2"}})
-    assert (plugin.enable_msamp, plugin.get_value("msamp.opt_level")) == (True, "O2")
-    with pytest.raises(NotOffered, match="stage 3"):
-        DeepSpeedPlugin(zero_stage=3).take_entries({"msamp": {"enabled": True, "opt_level": "O1"}})
     contradicting = DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
     with pytest.raises(Conflict, match="mixed_precision='fp8'"):
         contradicting.set_mixed_precision("fp8")

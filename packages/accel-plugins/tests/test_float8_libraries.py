@@ -1,6 +1,6 @@
 """Settings of training in 8 bits, the choice of a library, and the contracts with those that need a GPU.
 
-Transformer Engine and MS-AMP are replaced by packages with their interface, whose layers compute in full precision.
+A package with the interface of Transformer Engine replaces it; its layers compute in full precision.
 Where `ACCEL_TRANSFORMER_ENGINE_WHEELS` names wheels, as `nox -s float8` has them, their text is compared with it.
 """
 
@@ -25,14 +25,14 @@ from accel_plugins import Bundle, Context
 from accel_plugins.manifest import Duty
 from accel_plugins.order import check, steps
 from accel_plugins.precision import choose
-from accel_plugins.precision.fp8_config import (
+from accel_plugins.precision.config import (
     AORecipeKwargs,
+    FP8BackendType,
     FP8RecipeKwargs,
+    FP8Settings,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
-from accel_plugins.precision.fp8_library import FP8BackendType
-from accel_plugins.precision.fp8_settings import FP8Settings
 from accel_plugins.resolve import build
 from accel_plugins.single.manifest import MANIFEST
 from accel_state import PartialState, current
@@ -88,21 +88,13 @@ class MXFP8BlockScaling:
     def __init__(self, margin, fp8_format):
         self.given = dict(vars())
 """
-MSAMP_SOURCE = """
-calls = []
-
-def initialize(model, optimizer, opt_level="O1"):
-    calls.append((model, optimizer, opt_level))
-    return model, optimizer
-"""
 
 
 @pytest.fixture
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Puts a stand-in on the path and gives its main module."""
+    """Puts a package on the path and gives its main module."""
     packages = {
         "transformer_engine": {"pytorch/__init__.py": ENGINE, "common/__init__.py": "", "common/recipe.py": RECIPE},
-        "msamp": {"__init__.py": MSAMP_SOURCE},
     }
 
     def install(name: str) -> Any:
@@ -206,23 +198,26 @@ def test_values_that_do_not_exist_are_refused(make: Callable[[], object]) -> Non
 # ----------------------------------------------------------------------------- choice
 
 
-@pytest.mark.parametrize(
-    ("recipe", "package"), [(TERecipeKwargs(), "transformer_engine"), (MSAMPRecipeKwargs(), "ms-amp")]
-)
-def test_a_library_that_is_not_installed_is_named(recipe: object, package: str) -> None:
-    with pytest.raises(Missing, match=package.replace("_", ".")) as caught:
-        fp8(recipe)
+def test_a_library_that_is_not_installed_is_named() -> None:
+    with pytest.raises(Missing, match=r"transformer.engine") as caught:
+        fp8(TERecipeKwargs())
     assert isinstance(caught.value, ImportError)
 
 
+@pytest.mark.parametrize("recipe", [MSAMPRecipeKwargs(), FP8RecipeKwargs(backend="MSAMP")])
+def test_ms_amp_is_refused_and_the_error_names_other_recipes(recipe: object) -> None:
+    with pytest.raises(NotOffered, match=r"(?s)with MS-AMP.*No package index.*AORecipeKwargs"):
+        fp8(recipe)
+
+
 def test_a_recipe_says_which_library(vendor: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    vendor("transformer_engine"), vendor("msamp")
+    vendor("transformer_engine")
     assert fp8(TERecipeKwargs()).library is FP8BackendType.TE
-    assert fp8(FP8RecipeKwargs(backend="MSAMP")).library is FP8BackendType.MSAMP
     assert fp8(FP8RecipeKwargs(backend="TE")).library is FP8BackendType.TE
     assert fp8().library is FP8BackendType.TE
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
-    assert fp8().library is FP8BackendType.MSAMP
+    with pytest.raises(NotOffered, match="MS-AMP"):
+        fp8()
     with pytest.raises(Conflict, match="TERecipeKwargs and MSAMPRecipeKwargs"):
         fp8(TERecipeKwargs(), MSAMPRecipeKwargs())
 
@@ -269,7 +264,7 @@ def test_layers_are_exchanged_with_their_weights_and_the_optimizer_follows(vendo
 
 def test_layers_can_be_exchanged_back(vendor: Callable[[str], Any]) -> None:
     vendor("transformer_engine")
-    from accel_plugins.precision.transformer_engine import convert_model, has_transformer_engine_layers
+    from accel_plugins.precision.fp8 import convert_model, has_transformer_engine_layers
 
     model, expected = Model(), Model()(torch.ones(2, 16))
     with torch.no_grad():
@@ -340,7 +335,7 @@ def test_an_interval_is_said_to_have_no_effect(vendor: Callable[[str], Any]) -> 
 
 def test_layers_stay_whose_exchange_would_change_the_model(vendor: Callable[[str], Any]) -> None:
     engine = vendor("transformer_engine")
-    from accel_plugins.precision.transformer_engine import convert_model
+    from accel_plugins.precision.fp8 import convert_model
 
     model = nn.Module()
     model.words, model.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
@@ -371,21 +366,18 @@ def test_a_model_without_layers_to_exchange_is_refused(vendor: Callable[[str], A
 
 @pytest.mark.parametrize(
     ("name", "handlers", "exchanges"),
-    [("fp8", [TERecipeKwargs()], True), ("fp8", [MSAMPRecipeKwargs()], False), ("bf16", [], False)],
+    [("fp8", [TERecipeKwargs()], True), ("bf16", [], False)],
 )
 def test_layers_are_exchanged_also_where_an_engine_keeps_the_precision(
     vendor: Callable[[str], Any], name: str, handlers: list[object], exchanges: bool
 ) -> None:
-    vendor("transformer_engine"), vendor("msamp")
+    vendor("transformer_engine")
     PartialState(cpu=True)
     process = current.process()
     strategy = build(MANIFEST, None, Context(process, GradientState(), choose(name, process.family, handlers)))
     owning = dataclasses.replace(MANIFEST, owns=frozenset({Duty.PRECISION}))
 
     assert (f"precision {name}" in [step.name for step in steps(owning, strategy)]) is exchanges
-    assert strategy.context.precision.engine_entries() == (
-        {"msamp": {"enabled": True, "opt_level": "O2"}} if MSAMPRecipeKwargs() in handlers else {}
-    )
 
 
 # By what stands in: files of a release of which one has it, and its name there.
@@ -464,25 +456,3 @@ def test_a_release_has_the_names_that_are_read(wheel: Path) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign))
     }
     assert {"self.in_features", "self.out_features", "self.eps"} <= kept
-
-
-# ------------------------------------------------------------------------------ MS-AMP
-
-
-def test_a_model_and_its_optimizer_are_given_together(vendor: Callable[[str], Any]) -> None:
-    library = vendor("msamp")
-    model = Model()
-    bundle = prepared(model, MSAMPRecipeKwargs(opt_level="O1"))
-
-    assert library.calls == [(model, bundle.optimizers[0], "O1")]
-    assert bundle.models[0](torch.ones(2, 16)).dtype is torch.float32
-
-
-def test_a_model_alone_is_refused(vendor: Callable[[str], Any]) -> None:
-    vendor("msamp")
-    PartialState(cpu=True)
-    process = current.process()
-    precision = choose("fp8", process.family, (MSAMPRecipeKwargs(),))
-    strategy = build(MANIFEST, None, Context(process, GradientState(), precision))
-    with pytest.raises(Conflict, match="1 models and 0 optimizers"):
-        check(MANIFEST, strategy, (), Bundle.of([Model()]))

@@ -12,7 +12,7 @@ from torch import nn
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Manifest
-from accel_plugins.precision.fp8_config import AORecipeKwargs, TERecipeKwargs
+from accel_plugins.precision.config import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_plugins.testing import Case
 from accel_plugins.testing.device_sessions import CUDASession

@@ -14,8 +14,8 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Manifest
 from accel_plugins.precision import choose
-from accel_plugins.precision.fp8_config import AORecipeKwargs
-from accel_plugins.precision.torchao import (
+from accel_plugins.precision.config import AORecipeKwargs
+from accel_plugins.precision.fp8 import (
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
     filter_linear_layers,

@@ -27,7 +27,7 @@ from accel_plugins.testing.nearness import near
 from accel_plugins.testing.reference_loop import Plain, Small, batches, make_model
 from accel_plugins.testing.two_halves import first_half, second_half
 from accel_plugins.transforms.compile import Compile
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, Conflict
 from accel_state.gradient import GradientState

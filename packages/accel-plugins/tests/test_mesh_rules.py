@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_plugins import mesh_rules
+from accel_plugins import mesh
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.manifest import Axis, Duty, Manifest
@@ -37,21 +37,21 @@ class AxesOnly:
 @pytest.mark.parametrize("axes", SUBSETS)
 def test_every_combination_is_permitted_or_refused_with_a_reason(axes: frozenset[Axis]) -> None:
     parallelism_config: Any = AxesOnly(axes)
-    if mesh_rules.takes(ANY, axes):
-        mesh_rules.check(ANY, parallelism_config)
+    if mesh.takes(ANY, axes):
+        mesh.check(ANY, parallelism_config)
         return
     with pytest.raises(Conflict) as caught:
-        mesh_rules.check(ANY, parallelism_config)
+        mesh.check(ANY, parallelism_config)
     assert caught.value.obstacle
     assert caught.value.remedy
     assert all(axis.value in caught.value.failure for axis in axes)
 
 
 def test_a_table_without_doubles_whose_exclusions_do_not_contradict_it() -> None:
-    permitted = [combination.axes for combination in mesh_rules.PERMITTED]
+    permitted = [combination.axes for combination in mesh.PERMITTED]
 
     assert len(set(permitted)) == len(permitted)
-    for exclusion in mesh_rules.EXCLUSIONS:
+    for exclusion in mesh.EXCLUSIONS:
         assert any(exclusion.axes <= axes and axes not in permitted for axes in SUBSETS)
 
 
@@ -72,14 +72,14 @@ def test_mesh_rules_refuse_axes_that_a_backend_lacks(
     manifest: Manifest, sizes: dict[str, Any], obstacle: str, remedy: str
 ) -> None:
     with pytest.raises(Conflict) as caught:
-        mesh_rules.check(manifest, ParallelismConfig(**sizes))
+        mesh.check(manifest, ParallelismConfig(**sizes))
     assert obstacle in caught.value.obstacle
     assert remedy in caught.value.remedy
 
 
 def test_an_engine_that_divides_the_sequence_is_left_to_do_it() -> None:
     engine = Manifest("engine", "a.b:C", axes=frozenset({Axis.SEQUENCE}), owns=frozenset({Duty.SEQUENCE}))
-    mesh_rules.check(engine, ParallelismConfig(sp_size=2))
+    mesh.check(engine, ParallelismConfig(sp_size=2))
 
 
 def test_an_arrangement_chooses_a_backend_that_takes_it_where_nobody_named_one() -> None:
@@ -92,5 +92,5 @@ def test_an_arrangement_chooses_a_backend_that_takes_it_where_nobody_named_one()
 
 
 def test_the_table_loads_without_torch() -> None:
-    code = f"import sys; sys.path[:] = {sys.path!r}; import accel_plugins.mesh_rules; sys.exit('torch' in sys.modules)"
+    code = f"import sys; sys.path[:] = {sys.path!r}; import accel_plugins.mesh; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

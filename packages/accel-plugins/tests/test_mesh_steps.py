@@ -17,8 +17,8 @@ from accel_plugins.testing.parallel_cases import COMBINATIONS, case_of, data, lo
 from accel_plugins.testing.sequences import SequenceModel
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.compile import Compile
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-from accel_plugins.transforms.divided_sequence import divide
+from accel_plugins.transforms.config import TorchDynamoPlugin
+from accel_plugins.transforms.sequence_sharding import shard_sequences
 from accel_state.testing.processes import Processes as Group
 
 R, S, C, Q, T = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE, Axis.TENSOR)
@@ -111,7 +111,7 @@ def collectives_of_a_step(case: Case) -> dict[str, int]:
     inputs, targets = session.slice(data()[0])
 
     def step() -> None:
-        with divide(session.strategy.context, [inputs, targets], [1, 1]):
+        with shard_sequences(session.strategy.context, [inputs, targets], [1, 1]):
             session.strategy.backward(loss_of(session.model, inputs, targets))
         session.step()
 

@@ -20,7 +20,7 @@ from accel_plugins.testing.nearness import near as near_to
 from accel_plugins.testing.parallel_cases import BY_BLOCK, COMBINATIONS, case_of, data, loss_of, name_of
 from accel_plugins.testing.sequences import SequenceModel
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
-from accel_plugins.transforms.divided_sequence import divide
+from accel_plugins.transforms.sequence_sharding import shard_sequences
 from accel_state import PartialState, current
 from accel_state.testing.processes import Processes as Group
 
@@ -53,7 +53,7 @@ def train(case: Case, clip: float | None) -> dict[str, Any]:
     losses, norms = [], []
     for batch in data():
         inputs, targets = session.slice(batch)
-        with divide(session.strategy.context, [inputs, targets], [1, 1]):
+        with shard_sequences(session.strategy.context, [inputs, targets], [1, 1]):
             loss = loss_of(session.model, inputs, targets)
             session.strategy.backward(loss)
         if clip is not None:
@@ -143,7 +143,7 @@ def steps(session: Session) -> list[float]:
     losses = []
     for batch in data():
         inputs, targets = session.slice(batch)
-        with divide(session.strategy.context, [inputs, targets], [1, 1]):
+        with shard_sequences(session.strategy.context, [inputs, targets], [1, 1]):
             loss = loss_of(session.model, inputs, targets)
             session.strategy.backward(loss)
         session.step()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_plugins.precision import AutocastKwargs, GradScalerKwargs, Precision, choose
-from accel_plugins.precision.autocast import restore_forward
-from accel_plugins.precision.native import Float16
+from accel_plugins.precision.native import Float16, restore_forward
 from accel_state.devices.select import family_of
 from accel_state.errors import NotOffered, NotReady, SettingError
 

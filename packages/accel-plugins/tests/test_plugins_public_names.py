@@ -17,7 +17,7 @@ TORCH_FREE = (
     "accel_plugins.single.manifest",
     "accel_plugins.ddp.manifest",
     "accel_plugins.ddp.config",
-    "accel_plugins.transforms.compile_config",
+    "accel_plugins.transforms.config",
     "accel_plugins.fsdp.manifest",
     "accel_plugins.fsdp.config",
 )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from accel_plugins.wrapped.jump import advance
+from accel_plugins.wrapped.scheduler import advance
 
 Make = Callable[[torch.optim.Optimizer, random.Random], Any]
 

@@ -22,7 +22,7 @@ from accel_plugins.transforms.compile import (
     compile_regions_in_place,
     has_compiled_regions,
 )
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state import PartialState, current
 from accel_state.errors import NotOffered, SettingError
 from accel_state.gradient import GradientState

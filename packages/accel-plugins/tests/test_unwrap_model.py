@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
 
 import pytest
 import torch
@@ -8,20 +8,24 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from accel_plugins import Bundle, Context, Manifest, Strategy, extract_model_from_parallel, is_compiled_module, order
-from accel_plugins.layers import strategy_model
+from accel_plugins.layers import maker_of, note_layer, strategy_model
 from accel_plugins.precision import choose
+from accel_plugins.single.manifest import MANIFEST as SINGLE
 from accel_plugins.transforms.compile import Compile
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-from accel_plugins.wrapped.unwrap import wrapped_module
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state import PartialState, current
 from accel_state.devices.select import family_of
+from accel_state.errors import Conflict
 from accel_state.gradient import GradientState
 
 
 class Engine(nn.Module):
+    """The layer that a transform put around a model."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.engine_of = inner
+        note_layer(self, inner)
 
 
 class HasModule(nn.Module):
@@ -30,12 +34,6 @@ class HasModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Linear(1, 1)
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    wrapped_module.register(Engine)(lambda engine: engine.engine_of)
-    return
 
 
 def test_wrappers_are_taken_off_whatever_their_order() -> None:
@@ -153,3 +151,21 @@ def test_a_model_that_was_compiled_first_is_what_a_strategy_without_a_wrapper_ma
     plain = Strategy(strategy.context)
     compiled = torch.compile(nn.Linear(1, 1), backend="eager")
     assert strategy_model(prepared(plain, compiled)) is compiled
+
+
+def test_the_model_that_was_prepared_by_one_backend_is_refused_by_another(strategy: Wrapping) -> None:
+    model = prepared(strategy, nn.Linear(1, 1), Compile(TorchDynamoPlugin(backend="eager")))
+    assert maker_of(model) == "wrapping"
+    assert maker_of(nn.Linear(1, 1)) is None
+
+    order.check(MANIFEST, strategy, [], Bundle.of([model]))
+    with pytest.raises(Conflict, match="'wrapping' has prepared it before") as caught:
+        order.check(SINGLE, Strategy(strategy.context), [], Bundle.of([model]))
+    assert caught.value.remedy
+
+
+def test_what_is_inside_a_model_is_known_after_its_strategy_is_gone(strategy: Wrapping) -> None:
+    model = nn.Linear(1, 1)
+    made = prepared(Wrapping(strategy.context), model)
+    gc.collect()
+    assert extract_model_from_parallel(made) is model

@@ -252,7 +252,7 @@ class PackedBatch:
         """Put an announcement and the contents into a message, uint8 of at least `nbytes` elements."""
         packing = self.spec.packing
         message[:ANNOUNCED] = announcement
-        packing.write(self.tensors, message[ANNOUNCED : ANNOUNCED + packing.nbytes])
+        packing.write(self.tensors, packing.parts(message[ANNOUNCED : ANNOUNCED + packing.nbytes]))
         if self.objects:
             at = ANNOUNCED + packing.nbytes
             message[at : at + len(self.objects)] = torch.frombuffer(bytearray(self.objects), dtype=torch.uint8)
@@ -288,7 +288,7 @@ def unpack(spec: BatchSpec, message: torch.Tensor, objects: int) -> Any:
         objects: length of the pickled objects.
     """
     packing = spec.packing
-    tensors = iter(packing.split(message[ANNOUNCED : ANNOUNCED + packing.nbytes]))
+    tensors = iter(packing.split(packing.parts(message[ANNOUNCED : ANNOUNCED + packing.nbytes])))
     at = ANNOUNCED + packing.nbytes
     others = iter(pickle.loads(message[at : at + objects].cpu().numpy().tobytes()) if objects else ())
     return recursively_apply(

@@ -32,6 +32,7 @@ __all__ = (
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "DeviceTransfer",
+    "LoaderObserver",
     "LoaderOptions",
     "PreparedLoader",
     "source_of",
@@ -52,6 +53,8 @@ _REPEATABLE: Final = (
 )
 _OURS: Final = "accel_data."
 """Modules whose data sets wrap one of the script."""
+_OF_THE_RUN: Final = ("between_batches", "device_transfer", "observer")
+"""Attributes that a pickle leaves out."""
 _WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """How torch's message begins when a DataLoader worker died or does not answer."""
 
@@ -77,6 +80,16 @@ class DeviceTransfer(Protocol):
             pairs: (batch, what travels with it). What it raises must be raised from here, after the pairs before.
             ahead: whether another thread may read it, any number of pairs ahead.
         """
+
+
+class LoaderObserver(Protocol):
+    """What sees the epochs and the batches of a loader, as the loop receives them."""
+
+    def epoch_begins(self) -> None:
+        """Called before an epoch begins: before its position is looked at, and before anything is drawn for it."""
+
+    def batch_given(self, batch: Any) -> None:
+        """Called with each batch, on its device, before the loop has it."""
 
 
 def transferred(
@@ -175,6 +188,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         between_batches: called before each batch is read for the loop, which has finished with the one before; with
             True before the first of an epoch.
         device_transfer: brings batches to the device in its own way; None copies each when its turn comes.
+        observer: sees epochs and batches.
     """
 
     source: Source
@@ -187,6 +201,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     torch_device_mesh: Any
     between_batches: Callable[[bool], None] | None = None
     device_transfer: DeviceTransfer | None = None
+    observer: LoaderObserver | None = None
     _non_blocking: bool
 
     @classmethod
@@ -232,6 +247,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return LoaderOptions(**own | changes)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.observer is not None:
+            self.observer.epoch_begins()
         at, replay = self.progress.take_start()
         if self.skips:
             # A position that was given by hand counts from the beginning of the epoch.
@@ -251,6 +268,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
                 raise self._error("cannot begin an epoch.", "It gave no sample.", _ENOUGH)
             steps = self._give_out(batches, first)
+            if self.observer is not None:
+                steps = _observed(steps, self.observer)
             between = self.between_batches
             given = yield from (steps if between is None else _with_pauses(steps, between))
             wrong = self._wrong_length(info, given)
@@ -413,7 +432,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         options = self._options(skip_batches=self.skip_batches + steps, skips=True)
         stateful, source = self.use_stateful_dataloader, self.source.skipping(steps)
         other = type(self).around(source, options, stateful, self.gradient_state, self.progress)
-        other.between_batches, other.device_transfer = self.between_batches, self.device_transfer
+        for name in _OF_THE_RUN:
+            setattr(other, name, getattr(self, name))
         return other
 
     def auditing(self: P, progress: Progress, gradient: GradientState) -> P:
@@ -422,8 +442,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return type(self).around(self.source.with_sample_ids(), options, False, gradient, progress)
 
     def _kept(self) -> dict[str, Any]:
-        # A pickle leaves out what belongs to the run.
-        return {name: value for name, value in vars(self).items() if name not in ("between_batches", "device_transfer")}
+        return {name: value for name, value in vars(self).items() if name not in _OF_THE_RUN}
 
     def _state(self) -> dict[str, Any]:
         """Plain values and tensors, equal on all processes, except torchdata's.
@@ -511,6 +530,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 obstacle,
                 _REPEATABLE,
             )
+
+
+def _observed(steps: Generator[Any, None, int], observer: LoaderObserver) -> Generator[Any, None, int]:
+    """The same batches, each shown to an observer first."""
+    while True:
+        try:
+            batch = next(steps)
+        except StopIteration as end:
+            given: int = end.value
+            return given
+        observer.batch_given(batch)
+        yield batch
 
 
 def _with_pauses(steps: Generator[Any, None, int], between: Callable[[bool], None]) -> Generator[Any, None, int]:

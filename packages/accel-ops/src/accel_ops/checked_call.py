@@ -9,8 +9,9 @@
 A failure before `agree` goes to the other processes in place of it, so that they raise too instead of waiting.
 
 A `Plan` says which leaves travel packed and which by themselves. It depends only on structure, shapes and dtypes, so it
-is made once for each and looked up afterwards. Leaves are in the order of their paths, so that processes agree whose
-dictionaries were filled in different orders. A DTensor counts as the full tensor that it represents.
+is made once for each and looked up afterwards: first it is compared with what the same line of the user's code gave
+last. Leaves are in the order of their paths, so that processes agree whose dictionaries were filled in different
+orders. A DTensor counts as the full tensor that it represents.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
 from accel_state.hang_report.report import describe_ranks
-from accel_state.protocol import CallDescription, HeaderCall, add_group_state, fingerprint_of, protocol_state
+from accel_state.protocol import (
+    CallDescription,
+    EagerHeader,
+    HeaderCall,
+    add_group_state,
+    fingerprint_of,
+    protocol_state,
+)
 from accel_state.transport.base import LocalTransport, Transport
 
 __all__ = (
@@ -230,7 +238,18 @@ class Plan:
         devices: where the leaves lie, as far as that is not where the transport moves tensors; else empty.
     """
 
-    __slots__ = ("description", "devices", "fingerprint", "large", "layout", "order", "small")
+    __slots__ = (
+        "_by_rank",
+        "_eager_parts",
+        "_generation",
+        "description",
+        "devices",
+        "fingerprint",
+        "large",
+        "layout",
+        "order",
+        "small",
+    )
 
     def __init__(
         self,
@@ -249,11 +268,33 @@ class Plan:
         self.layout = PackedLayout(small, world_size)
         foreign = any(leaf.device != device for leaf in leaves)
         self.devices = tuple(leaf.device for leaf in leaves) if foreign else ()
+        self._generation = 0
+        self._eager_parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._by_rank: dict[int, list[torch.Tensor]] = {}
+
+    def eager_parts(self, header: EagerHeader) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parts of the payload that this process sends in the eager header, and of those that it receives."""
+        if self._generation != header.generation:
+            self._generation, self._by_rank = header.generation, {}
+            nbytes = self.layout.nbytes
+            # Views made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                own, rows = header.own_payload(nbytes), header.payloads(nbytes)
+                self._eager_parts = self.layout.parts(own), self.layout.parts(rows)
+        return self._eager_parts
+
+    def eager_leaves(self, header: EagerHeader, rank: int) -> list[torch.Tensor]:
+        """The small leaves that the eager header brought from one process, as views of it."""
+        rows = self.eager_parts(header)[1]
+        if rank not in self._by_rank:
+            with torch.inference_mode(False):
+                self._by_rank[rank] = self.layout.split([part[rank] for part in rows], copy=False)
+        return self._by_rank[rank]
 
     def pack(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The small leaves in one new buffer, uint8 of shape (layout.nbytes,)."""
         buffer = self.empty_pack(leaves)
-        self.layout.write([leaves[position] for position in self.small], buffer)
+        self.layout.write([leaves[position] for position in self.small], self.layout.parts(buffer))
         return buffer
 
     def empty_pack(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -338,9 +379,11 @@ class CheckedCall(HeaderCall):
         move: bool = True,
     ) -> tuple[Plan, list[torch.Tensor]]:
         """Like `plan`, for data whose leaves and structure `flatten` has found already."""
-        if any(is_dtensor(leaf) for leaf in leaves if type(leaf) is not torch.Tensor):
+        kinds = list(map(type, leaves))
+        if kinds.count(torch.Tensor) < len(kinds) and any(map(is_dtensor, leaves)):
             leaves = self._full_tensors(data, leaves)
-        plan = self._plan(data, leaves, spec, shape_of, check)
+            kinds = list(map(type, leaves))
+        plan = self._plan(data, leaves, kinds, spec, shape_of, check)
         if move and plan.devices:
             leaves = [leaf.to(self._transport.device) for leaf in leaves]
         return plan, leaves
@@ -350,7 +393,7 @@ class CheckedCall(HeaderCall):
         nbytes = plan.layout.nbytes
         return not nbytes or (nbytes <= self._state.header.capacity and self._transport.device == _HOST)
 
-    def agree(self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None) -> torch.Tensor | None:
+    def agree(self, plan: Plan, leaves: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor] | None:
         """Meet the other processes and check that all have the same plan.
 
         Args:
@@ -358,19 +401,25 @@ class CheckedCall(HeaderCall):
             leaves: all leaves, if the small ones are to go along where they fit.
 
         Returns:
-            The small leaves of all processes, uint8 of shape (world_size, layout.nbytes), valid inside of this call;
+            The small leaves of all processes, as parts of shape (world_size, elements), valid inside of this call;
             None when they do not fit.
 
         Raises:
             ShapeMismatch: on every process, when the plans differ.
             CollectiveError: a process did not come.
         """
-        header, nbytes = self._state.header, plan.layout.nbytes
-        along = self.fits(plan)
-        if along and leaves is not None:
-            plan.layout.write([leaves[position] for position in plan.small], header.own_payload(nbytes))
-        self._exchange_headers(plan.fingerprint, plan.description, nbytes if along else 0)
-        return header.payloads(nbytes) if along else None
+        if not self.fits(plan):
+            self._exchange_headers(plan.fingerprint, plan.description, 0)
+            return None
+        own, rows = plan.eager_parts(self._state.header)
+        if leaves is not None:
+            plan.layout.write([leaves[position] for position in plan.small], own)
+        self._exchange_headers(plan.fingerprint, plan.description, plan.layout.nbytes)
+        return rows
+
+    def small_leaves(self, plan: Plan, rank: int) -> list[torch.Tensor]:
+        """After `agree`: the small leaves of one process, which fit, as views that are valid inside of this call."""
+        return plan.eager_leaves(self._state.header, rank)
 
     def all_gather_ints(self, plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """One number for each leaf of the plan, of all processes, by rank."""
@@ -414,21 +463,43 @@ class CheckedCall(HeaderCall):
         self,
         data: Any,
         leaves: Sequence[torch.Tensor],
+        kinds: list[type],
         spec: TreeSpec,
         shape_of: Callable[[torch.Tensor], Any] | None,
         check: Callable[[str, torch.Tensor, str], None],
     ) -> Plan:
-        shapes = self._shapes(data, leaves, shape_of)
-        key = (
+        signature = (
             self._operation,
-            tuple(self._arguments.items()),
+            self._arguments,
             spec,
-            shapes,
-            tuple([leaf.dtype for leaf in leaves]),
-            tuple([leaf.device for leaf in leaves]),
-            tuple([leaf.layout for leaf in leaves]),
-            tuple(map(type, leaves)),
+            self._shapes(data, leaves, shape_of),
+            [leaf.dtype for leaf in leaves],
+            [leaf.device for leaf in leaves],
+            [leaf.layout for leaf in leaves],
+            kinds,
         )
+        # What a line gave last is compared, which costs less than a hash of it all. Another code object at the same
+        # address does no harm, since all of the signature is compared.
+        sites, site = self._state.sites, (id(self._site[0]), self._site[1], self._operation)
+        last = sites.get(site)
+        if last is not None and last[0] == signature:
+            return last[1]  # type: ignore[no-any-return]
+        plan = self._known_plan(data, leaves, signature, check)
+        if len(sites) >= _PLANS_KEPT:
+            sites.clear()
+        sites[site] = (signature, plan)
+        return plan
+
+    def _known_plan(
+        self,
+        data: Any,
+        leaves: Sequence[torch.Tensor],
+        signature: tuple[Any, ...],
+        check: Callable[[str, torch.Tensor, str], None],
+    ) -> Plan:
+        """The plan for a signature, whichever line had it first."""
+        operation, arguments, spec, shapes, *others = signature
+        key = (operation, tuple(arguments.items()), spec, tuple(shapes), *map(tuple, others))
         plans = self._state.plans
         plan = plans.get(key)
         if plan is None:
@@ -436,15 +507,15 @@ class CheckedCall(HeaderCall):
                 plans.clear()
             paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
             device, world_size = self._transport.device, self._transport.world_size
-            plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
+            plan = plan_for(operation, arguments, paths, leaves, shapes, device, world_size, check)
             plans[key] = plan
         return plan
 
     def _shapes(
         self, data: Any, leaves: Sequence[torch.Tensor], shape_of: Callable[[torch.Tensor], Any] | None
-    ) -> tuple[Any, ...]:
+    ) -> list[Any]:
         try:
-            return tuple([leaf.shape if shape_of is None else shape_of(leaf) for leaf in leaves])
+            return [leaf.shape for leaf in leaves] if shape_of is None else [shape_of(leaf) for leaf in leaves]
         except RuntimeError:
             for path, leaf in leaves_with_paths(data):
                 check_leaf(path, leaf, self._operation)

@@ -108,8 +108,10 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
                 check_writable(target)
         plan, leaves = call.plan_of(tensor, targets, spec)
         small, large = _broadcast(call, transport, plan, leaves, origin)
-        _overwrite([targets[position] for position in plan.small], small)
-        _overwrite([targets[position] for position in plan.large], large)
+        pairs = list(zip([targets[position] for position in plan.small], small, strict=False))
+        large_targets = [targets[position] for position in plan.large]
+        pairs += [pair for pair in zip(large_targets, large, strict=False) if not _is_same_memory(*pair)]
+        _overwrite(pairs)
         return tensor
 
 
@@ -154,7 +156,7 @@ def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) 
         output = torch.empty(layout.nbytes, dtype=torch.uint8, device=transport.device)
         if layout.nbytes:
             call.wait([transport.scatter(output, inputs, origin)])
-        received = iter(layout.split(output))
+        received = iter(layout.split(layout.parts(output)))
     return recursively_apply(lambda info: next(received), skeleton, test_type=is_tensor_information)
 
 
@@ -195,13 +197,13 @@ def all_to_all(tensor: Any, *, group: Group = None) -> Any:
         layout = PackedLayout(((row.shape[1:], row.dtype) for row in rows), count)
         given = torch.empty(count, layout.nbytes, dtype=torch.uint8, device=transport.device)
         for rank, buffer in enumerate(given):
-            layout.write([row[rank] for row in rows], buffer)
+            layout.write([row[rank] for row in rows], layout.parts(buffer))
         received = torch.empty_like(given)
         call.agree(plan)
         if layout.nbytes:
             call.wait([transport.all_to_all(received, given)])
         results: list[Any] = [None] * len(leaves)
-        for position, joined in zip(plan.order, layout.join(received), strict=True):
+        for position, joined in zip(plan.order, layout.join(layout.parts(received)), strict=True):
             results[position] = joined.to(plan.devices[position]) if plan.devices else joined
         return rebuild(tensor, iter(results))
 
@@ -247,10 +249,11 @@ def _gather(
     outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
     inputs = [as_bytes(contiguous(leaves[position])) for position in plan.large]
     packed = None if call.fits(plan) else plan.pack(leaves)
-    rows = call.agree(plan, leaves)
+    parts = call.agree(plan, leaves)
     works = []
     if packed is not None:
         rows = packed.new_empty(transport.world_size, packed.numel())
+        parts = plan.layout.parts(rows)
         works.append(_collect(transport, rows if wanted else None, packed, dst))
     for output, given in zip(outputs, inputs, strict=True):
         into = None if output is None else as_bytes(output).view(transport.world_size, -1)
@@ -258,9 +261,9 @@ def _gather(
     call.wait(works)
     if not wanted:
         return []
-    assert rows is not None
+    assert parts is not None
     results: list[Any] = [None] * len(leaves)
-    for position, joined in zip(plan.small, plan.layout.join(rows), strict=True):
+    for position, joined in zip(plan.small, plan.layout.join(parts), strict=True):
         results[position] = joined
     for position, output in zip(plan.large, outputs, strict=True):
         results[position] = output
@@ -288,25 +291,24 @@ def _broadcast(
     packed = None
     if not call.fits(plan):
         packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
-    rows = call.agree(plan, leaves if sends else None)
+    call.agree(plan, leaves if sends else None)
     works = [] if packed is None else [transport.broadcast(packed, src)]
     works += [transport.broadcast(as_bytes(leaf), src) for leaf in large]
     call.wait(works)
     if sends:
         return [], []
     if packed is None:
-        assert rows is not None
-        packed = rows[src]
-    return plan.layout.split(packed, copy=False), large
+        return call.small_leaves(plan, src), large
+    return plan.layout.split(plan.layout.parts(packed), copy=False), large
 
 
-def _overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def _overwrite(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy what was received, if anything was, into the tensors of the caller."""
     into, new = [], []
-    for target, value in zip(targets, values, strict=False):
+    for target, value in pairs:
         if type(target) is not torch.Tensor and is_dtensor(target):
             write_full_tensor(target, value)
-        elif not _is_same_memory(target, value):
+        else:
             into.append(target)
             new.append(value)
     # Tensors made in inference mode can be written to in that mode alone; others do not mind.
@@ -317,6 +319,8 @@ def _overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
 
 def _is_same_memory(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a value, which is contiguous, was received in place."""
+    if type(target) is not torch.Tensor and is_dtensor(target):
+        return False
     return value.data_ptr() == target.data_ptr() and target.is_contiguous()
 
 
@@ -333,7 +337,7 @@ def _parts(tensor: Any, count: int, device: torch.device) -> tuple[Any, list[tor
     layout = PackedLayout((chunk[0].shape, chunk[0].dtype) for chunk in chunks)
     packed = [torch.empty(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
     for rank, buffer in enumerate(packed):
-        layout.write([chunk[rank] for chunk in chunks], buffer)
+        layout.write([chunk[rank] for chunk in chunks], layout.parts(buffer))
     return skeleton, packed
 
 

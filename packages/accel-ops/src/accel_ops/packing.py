@@ -71,17 +71,17 @@ class Segment:
         """This segment of a packed buffer, uint8 of shape (..., nbytes), as (..., elements) of its dtype."""
         return buffer[..., self.start : self.stop].view(self.dtype)
 
-    def write(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the members' tensors into a packed buffer."""
+    def write(self, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """Copy the members' tensors into `values`, of shape (elements,)."""
         mine = [tensors[position] for position in self.members]
         if self._common is not None:
-            torch.cat(mine, out=self.of(buffer).view(-1, *self._common))
+            torch.cat(mine, out=values.view(-1, *self._common))
         else:
-            torch.cat([tensor.reshape(-1) for tensor in mine], out=self.of(buffer))
+            torch.cat([tensor.reshape(-1) for tensor in mine], out=values)
 
     def split(self, values: torch.Tensor, copy: bool = True) -> list[torch.Tensor]:
         """The members' tensors in `values`, of shape (elements,); new tensors, or views of it."""
-        split: Any = torch.split_with_sizes_copy if copy else torch.split
+        split: Any = torch.split_with_sizes_copy if copy else torch.split_with_sizes
         if self._common is not None:
             return list(split(values.view(-1, *self._common), self._lengths))
         parts = split(values, self._sizes)
@@ -124,18 +124,25 @@ class PackedLayout:
         self.nbytes = max(start, ALIGNMENT) if segments else 0
         """Length of the buffer, a multiple of `ALIGNMENT`."""
 
-    def write(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the tensors into `buffer`, uint8 of shape (nbytes,)."""
-        for segment in self.segments:
-            segment.write(tensors, buffer)
+    def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The segments of `buffer`, uint8 of shape (..., nbytes), as views of shape (..., elements), each of its dtype.
 
-    def split(self, buffer: torch.Tensor, copy: bool = True) -> list[torch.Tensor]:
-        """The tensors in `buffer`, uint8 of shape (nbytes,); new ones, or views of it."""
-        return self._in_order(segment.split(segment.of(buffer), copy) for segment in self.segments)
+        Whoever uses one buffer again keeps them.
+        """
+        return [segment.of(buffer) for segment in self.segments]
 
-    def join(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in `rows`, uint8 of shape (rows, nbytes), each joined over the rows along its first dimension."""
-        return self._in_order(segment.join(segment.of(rows)) for segment in self.segments)
+    def write(self, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors into the parts of a buffer of shape (nbytes,)."""
+        for segment, values in zip(self.segments, parts, strict=True):
+            segment.write(tensors, values)
+
+    def split(self, parts: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Tensor]:
+        """The tensors in the parts of a buffer of shape (nbytes,); new ones, or views of it."""
+        return self._in_order(segment.split(values, copy) for segment, values in zip(self.segments, parts, strict=True))
+
+    def join(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors in the parts of a buffer of shape (rows, nbytes), each joined over the rows along dimension 0."""
+        return self._in_order(segment.join(values) for segment, values in zip(self.segments, parts, strict=True))
 
     def _in_order(self, found: Iterator[list[torch.Tensor]]) -> list[torch.Tensor]:
         if len(self.segments) == 1:

@@ -150,18 +150,18 @@ def _reduce(
     large = [_summand(contiguous(leaves[position])) for position in plan.large]
     totals = [torch.empty_like(summand) for summand in large]
     packed = None if call.fits(plan) else plan.pack(leaves)
-    rows = call.agree(plan, leaves)
-    rows, sums, works = _begin_sums(transport, plan, rows, packed, op)
+    parts = call.agree(plan, leaves)
+    parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
     adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
     call.wait(works)
-    if rows is not None:
+    if parts is not None:
         # Every process adds up the same rows in the same order, so the sums are equal bit by bit.
-        sums = [_combined(segment.of(rows), op, segment.dtype) for segment in plan.layout.segments]
+        sums = [_combined(rows, op) for rows in parts]
     results: list[Any] = [None] * len(leaves)
     for segment, total in zip(plan.layout.segments, sums, strict=True):
-        parts = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
-        for member, part in zip(segment.members, parts, strict=True):
-            results[plan.small[member]] = part
+        found = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
+        for member, tensor in zip(segment.members, found, strict=True):
+            results[plan.small[member]] = tensor
     for position, work, total in zip(plan.large, adding, totals, strict=True):
         call.wait((work,))
         results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
@@ -169,19 +169,23 @@ def _reduce(
 
 
 def _begin_sums(
-    transport: Transport, plan: Plan, rows: torch.Tensor | None, packed: torch.Tensor | None, op: Reduction
-) -> tuple[torch.Tensor | None, list[torch.Tensor], list[Work]]:
+    transport: Transport,
+    plan: Plan,
+    parts: Sequence[torch.Tensor] | None,
+    packed: torch.Tensor | None,
+    op: Reduction,
+) -> tuple[Sequence[torch.Tensor] | None, list[torch.Tensor], list[Work]]:
     """Start to bring the small leaves together, unless the eager headers have brought them.
 
     Returns:
         What all processes gave, or None; else what becomes the sums, by segment; and what to wait for.
     """
     if packed is None:
-        return rows, [], []
+        return parts, [], []
     if _is_gathered(plan, transport):
         rows = packed.new_empty(transport.world_size, packed.numel())
-        return rows, [], [transport.all_gather(rows.view(-1), packed)]
-    sums = [_summand(segment.of(packed)) for segment in plan.layout.segments]
+        return plan.layout.parts(rows), [], [transport.all_gather(rows.view(-1), packed)]
+    sums = [_summand(part) for part in plan.layout.parts(packed)]
     return None, sums, [_add(transport, summand, op) for summand in sums]
 
 
@@ -197,9 +201,9 @@ def _summand(values: torch.Tensor) -> torch.Tensor:
     return values.to(_WIDER.get(values.dtype, values.dtype))
 
 
-def _combined(rows: torch.Tensor, op: Reduction, dtype: torch.dtype) -> torch.Tensor:
+def _combined(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     if op in ("sum", "product"):
-        return rows.sum(0, dtype=dtype) if op == "sum" else rows.prod(0, dtype=dtype)
+        return rows.sum(0, dtype=rows.dtype) if op == "sum" else rows.prod(0, dtype=rows.dtype)
     return rows.amax(0) if op == "max" else rows.amin(0)
 
 

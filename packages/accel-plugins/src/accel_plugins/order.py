@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch.nn import Module
+
 from accel_plugins.bundle import Bundle
-from accel_plugins.layers import note_layer, note_made
+from accel_plugins.layers import maker_of, note_layer, note_made
 from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.transform import Transform, ordered
+from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from accel_plugins.strategy import Strategy
 
 __all__ = ("Step", "check", "numbered", "steps")
@@ -56,7 +57,7 @@ def steps(
         Step("place", lambda bundle: _place(bundle, strategy, moves)),
         *(_transformation(transform, strategy) for transform in before),
         *early,
-        *([Step(manifest.name, lambda bundle: _set_up(bundle, strategy))] if trains else []),
+        *([Step(manifest.name, lambda bundle: _set_up(bundle, manifest.name, strategy))] if trains else []),
         *([] if early else autocast),
         *(_transformation(transform, strategy, around=True) for transform in after),
     ]
@@ -64,6 +65,14 @@ def steps(
 
 def check(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
     """Let the strategy, the precision and every transform refuse what cannot work, before anything is touched."""
+    for given in (*bundle.unchanged, *bundle.models):
+        maker = maker_of(given) if isinstance(given, Module) else None
+        if maker not in (None, manifest.name):
+            raise Conflict(
+                f"Cannot prepare {type(given).__name__} with the backend {manifest.name!r}.",
+                f"The backend {maker!r} has prepared it before, and made it train in its own way.",
+                "Build the model anew and prepare that one.",
+            )
     strategy.check(bundle)
     strategy.context.precision.check(bundle)
     for phase in ordered([*transforms, *strategy.transforms()], manifest):
@@ -102,9 +111,9 @@ def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
     return [Step(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
 
 
-def _set_up(bundle: Bundle, strategy: Strategy) -> Bundle:
+def _set_up(bundle: Bundle, name: str, strategy: Strategy) -> Bundle:
     bundle = strategy.setup(bundle)
-    note_made(strategy, bundle.models)
+    note_made(name, strategy, bundle.models)
     return bundle
 
 

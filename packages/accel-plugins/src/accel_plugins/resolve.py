@@ -124,9 +124,9 @@ def choose(
     with barrier.reporting():
         manifest = _pick(name, config, process, parallelism_config)
         if parallelism_config is not None:
-            from accel_plugins import mesh_rules
+            from accel_plugins import mesh
 
-            mesh_rules.check(manifest, parallelism_config)
+            mesh.check(manifest, parallelism_config)
     barrier.wait("choice", manifest.name, _same_choice, last=True)
     return manifest
 
@@ -308,21 +308,21 @@ def _present(process: Process, found: Sequence[Found]) -> Manifest:
 
 def _for_axes(parallelism_config: ParallelismConfig, found: Sequence[Found], present: Manifest) -> Manifest:
     """The backend that is present; where it does not take the axes, one of higher priority that does."""
-    from accel_plugins import mesh_rules
+    from accel_plugins import mesh
 
-    axes = mesh_rules.active_axes(parallelism_config)
-    if mesh_rules.takes(present, axes):
+    axes = mesh.active_axes(parallelism_config)
+    if mesh.takes(present, axes):
         return present
     claims = [
         (one.manifest.priority, one)
         for one in found
-        if one.manifest and one.manifest.priority > present.priority and mesh_rules.takes(one.manifest, axes)
+        if one.manifest and one.manifest.priority > present.priority and mesh.takes(one.manifest, axes)
     ]
     if not claims:
         return present
     highest = max(priority for priority, _ in claims)
     best = [one for priority, one in claims if priority == highest]
-    asked = f"Cannot choose a backend for {mesh_rules.named(axes)}."
+    asked = f"Cannot choose a backend for {mesh.named(axes)}."
     if len(best) > 1:
         _refuse_tie(asked, best)
     return _usable(asked, best[0])

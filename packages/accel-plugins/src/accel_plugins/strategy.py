@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_plugins.manifest import Part, Traits
-from accel_plugins.mesh_axes import DATA_AXES, present_axes
+from accel_plugins.mesh import DATA_AXES, present_axes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -67,7 +67,7 @@ HEADER_BYTES: Final = _LAYOUT.size
 _COMPARED_BYTES: Final = 16
 """Bytes at the start of the header that must be equal on all processes: fingerprint and flags."""
 
-_LARGEST: Final = 64 * 1024
+_LARGEST: Final = 48 * 1024
 _SMALLEST: Final = 1024
 _RECEIVED: Final = 256 * 1024
 
@@ -75,7 +75,8 @@ _RECEIVED: Final = 256 * 1024
 def eager_header_bytes(world_size: int) -> int:
     """Bytes of an eager header. It shrinks with the number of processes, because every process receives all of them.
 
-    64 KiB for up to 4 processes, 256 KiB in all for up to 256, and 1 KiB for each beyond: 1 MiB for 1,024.
+    48 KiB for up to 5 processes, 256 KiB in all for up to 256, and 1 KiB for each beyond: 1 MiB for 1,024. The
+    largest fits into one segment of the loopback device (64 KiB); a second segment costs a third more.
     """
     fair = _RECEIVED // world_size // ALIGNMENT * ALIGNMENT
     return max(_SMALLEST, min(_LARGEST, fair))
@@ -105,14 +106,16 @@ class EagerHeader:
 
     Attributes:
         capacity: bytes of payload that fit.
+        generation: how often the buffers were renewed; views of them are of use until it changes.
     """
 
-    __slots__ = ("_flat", "_memory", "_received", "_sent", "_size", "_table", "_world_size", "capacity")
+    __slots__ = ("_flat", "_memory", "_received", "_sent", "_size", "_table", "_world_size", "capacity", "generation")
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._size = eager_header_bytes(world_size)
         self.capacity = self._size - HEADER_BYTES
+        self.generation = 0
         self.renew()
 
     def renew(self) -> None:
@@ -123,12 +126,13 @@ class EagerHeader:
             self._received = torch.empty(self._world_size, self._size, dtype=torch.uint8)
             # Kept, because a thread of the backend would release a view made for a call, and take the GIL for it.
             self._flat = self._received.view(-1)
+        self.generation += 1
         self._memory = memoryview(self._sent.numpy().data)
         self._table = self._received.numpy()
 
     def own_payload(self, length: int) -> torch.Tensor:
         """Where this process writes its payload, uint8 of shape (length,)."""
-        return self._sent[HEADER_BYTES : HEADER_BYTES + length]
+        return self._sent.narrow(0, HEADER_BYTES, length)
 
     def write(self, data: bytes) -> None:
         """Put bytes into the payload of this process."""
@@ -149,7 +153,7 @@ class EagerHeader:
 
     def payloads(self, length: int) -> torch.Tensor:
         """The payloads that were received, uint8 of shape (world_size, length); the next call overwrites them."""
-        return self._received[:, HEADER_BYTES : HEADER_BYTES + length]
+        return self._received.narrow(1, HEADER_BYTES, length)
 
     def payload_of(self, rank: int, length: int) -> bytes:
         """A copy of the payload of one process."""
@@ -317,17 +321,30 @@ class ProtocolState:
 
     Attributes:
         plans: what upper layers keep for calls with the same structure.
+        sites: what upper layers keep of the last call of each line of the user's code.
         pending: calls that were started and not waited for, in their order.
         world_size: number of processes of the run.
     """
 
-    __slots__ = ("__weakref__", "header", "header_only", "lock", "log", "monitor", "pending", "plans", "world_size")
+    __slots__ = (
+        "__weakref__",
+        "header",
+        "header_only",
+        "lock",
+        "log",
+        "monitor",
+        "pending",
+        "plans",
+        "sites",
+        "world_size",
+    )
 
     def __init__(
         self, transport: Transport, like: ProtocolState | None = None, world: ProtocolState | None = None
     ) -> None:
         self.header = EagerHeader(transport.world_size)
         self.plans: dict[Hashable, Any] = {}
+        self.sites: dict[Hashable, Any] = {}
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
         self.lock: threading.RLock = like.lock if like else threading.RLock()
         self.log: CallLog
@@ -431,7 +448,7 @@ class HeaderCall:
         arguments: what must be equal on all processes, by name.
     """
 
-    __slots__ = ("_arguments", "_no_grad", "_operation", "_sent", "_state", "_transport")
+    __slots__ = ("_arguments", "_no_grad", "_operation", "_sent", "_site", "_state", "_transport")
 
     def __init__(self, transport: Transport, operation: str, **arguments: Any) -> None:
         self._transport = transport
@@ -444,7 +461,7 @@ class HeaderCall:
 
     def __enter__(self) -> Any:
         self._state.lock.acquire()
-        self._state.log.enter(self._operation)
+        self._site = self._state.log.enter(self._operation)
         self._no_grad.__enter__()
         return self
 

@@ -158,7 +158,7 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
         name = resolve.configured_precision(config) or name
     precision = choose(name, process.family, options.handlers)
     if parallelism_config is not None:
-        from accel_plugins.mesh_rules import check_precision
+        from accel_plugins.mesh import check_precision
 
         check_precision(precision.name, precision.excludes, parallelism_config)
     mesh = None if parallelism_config is None else parallelism_config.get_device_mesh(process.device.type)

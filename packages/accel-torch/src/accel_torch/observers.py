@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from accel_plugins.manifest import Ability
 
@@ -16,7 +16,21 @@ if TYPE_CHECKING:
     from accel_torch.sentinel import Sentinel
     from accel_torch.straggler import StragglerReport
 
-__all__ = ("guarding", "reporting", "watching")
+__all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
+
+
+class RunObserver(Protocol):
+    """What follows every Accelerator of a process, for commands that run scripts as they are."""
+
+    def begins(self, accelerator: Any) -> None:
+        """Called with each new Accelerator, before it prepares anything."""
+
+    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+        """Called with each loader that `prepare` made, before it is read."""
+
+
+RUN_OBSERVERS: Final[list[RunObserver]] = []
+"""Those of this process."""
 
 
 def reporting(options: Options) -> StragglerReport | None:

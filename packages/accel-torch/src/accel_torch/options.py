@@ -22,7 +22,7 @@ from accel_state.settings.run import RunSettings
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
-    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_plugins.transforms.config import TorchDynamoPlugin
     from accel_state.mesh import ParallelismConfig
 
 __all__ = (
@@ -284,7 +284,7 @@ def compiling(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | N
         )
     if plugin is None and backend is None and not os.environ.get(DYNAMO_VARIABLE, "").strip():
         return None
-    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+    from accel_plugins.transforms.config import TorchDynamoPlugin
 
     chosen = plugin or TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     return None if chosen.backend is DynamoBackend.NO else chosen

@@ -9,7 +9,7 @@ from accel_state.run_state import parallelism_config_from_environment
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
-    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
+    from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.current import Process
     from accel_state.mesh import ParallelismConfig
     from accel_torch.options import Options

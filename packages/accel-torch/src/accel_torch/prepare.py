@@ -13,6 +13,7 @@ from accel_plugins.manifest import Part
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
+from accel_torch.observers import RUN_OBSERVERS
 from accel_torch.pauses import pause
 from accel_torch.step import Stepping
 
@@ -199,4 +200,6 @@ def prepare_loader(
     if parts._report is not None:
         parts._report.watch_loader(sharded)
     pause(parts, sharded)
+    for observer in RUN_OBSERVERS:
+        observer.loader_prepared(parts, sharded)
     return strategy.wrap_loader(sharded)

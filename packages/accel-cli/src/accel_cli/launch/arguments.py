@@ -16,8 +16,8 @@ from accel_cli.launch.launcher_settings import (
     SlurmSettings,
     TPUSettings,
 )
-from accel_plugins.precision.fp8_settings import FP8Settings
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
+from accel_plugins.precision.config import FP8Settings
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.mesh import (
     DeepSpeedSequenceParallelConfig,

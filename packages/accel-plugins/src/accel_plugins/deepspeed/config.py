@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 from accel_plugins.deepspeed.ds_config import AUTO, AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse
-from accel_plugins.precision.fp8_settings import FP8Settings
+from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read_setting
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
@@ -92,7 +92,7 @@ class DeepSpeedPlugin:
         zero3_init_flag: divide parameters while transformers builds a model; by default with stage 3.
         zero3_save_16bit_model: gather 16-bit weights when the model is saved, with stage 3.
         transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
-        enable_msamp: train in fp8 with MS-AMP.
+        enable_msamp: train in fp8 with MS-AMP; such a run is refused, as no package index offers MS-AMP.
         msamp_opt_level: "O1" or "O2".
         auto_wrap_policy: has no effect.
         config: further top-level entries of DeepSpeed's configuration.
@@ -300,15 +300,6 @@ class DeepSpeedPlugin:
         if self.msamp_opt_level is None:
             found = read_setting(_FP8["opt_level"])
             self.msamp_opt_level = "O1" if found is None else found.value
-        self._compute_by_msamp()
-
-    def _compute_by_msamp(self) -> None:
-        if self.hf_ds_config.is_zero3():
-            raise NotOffered(
-                "Cannot use MS-AMP with ZeRO stage 3.",
-                "It does not train divided parameters.",
-                "Use zero_stage=2, or another precision.",
-            )
         self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     # ------------------------------------------------------------------ asking it
@@ -383,7 +374,10 @@ class DeepSpeedPlugin:
 
         Raises:
             Conflict: the table asks for another one.
+            NotOffered: the settings select MS-AMP.
         """
+        if self.enable_msamp:
+            raise no_msamp("Cannot use DeepSpeedPlugin(enable_msamp=True).")
         ds_config = self.hf_ds_config
         name = _BESIDE_8_BITS if str(mixed_precision) == "fp8" else str(mixed_precision)
         if name == "fp16" and ds_config.get_value("fp16") is None:
@@ -408,17 +402,6 @@ class DeepSpeedPlugin:
             self.gradient_accumulation_steps = steps
         configured = self.get_value("gradient_accumulation_steps", AUTO)
         return None if configured == AUTO else int(configured)
-
-    def take_entries(self, entries: Mapping[str, Any]) -> None:
-        """Take what a precision tells engines: {"msamp": {"enabled": True, "opt_level": "O2"}}.
-
-        Raises:
-            NotOffered: MS-AMP is to train divided parameters.
-        """
-        told = entries.get("msamp")
-        if told is not None:
-            self.enable_msamp, self.msamp_opt_level = True, told["opt_level"]
-            self._compute_by_msamp()
 
     # ------------------------------------------------------------------ building models in parts
 

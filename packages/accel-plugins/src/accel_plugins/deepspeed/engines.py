@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import deepspeed
@@ -19,8 +18,6 @@ from torch.nn import Module
 from accel_ops import recursively_apply
 from accel_plugins.deepspeed.ds_config import AUTO, OFFLOADING, AutoValue, fill_auto, refuse_auto
 from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler, map_pytorch_optim_to_deepspeed
-from accel_plugins.precision.msamp import REQUIREMENT
-from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
@@ -63,12 +60,6 @@ class Started(NamedTuple):
 def is_engine(model: object) -> bool:
     """Whether an object is an engine of DeepSpeed."""
     return isinstance(model, DeepSpeedEngine)
-
-
-@wrapped_module.register(DeepSpeedEngine)
-def _inside(engine: Any) -> Module | None:
-    inner: Module = engine.module
-    return inner
 
 
 def parameters_behind(loss: torch.Tensor) -> set[int]:
@@ -117,7 +108,6 @@ def start(
         SettingError: the configuration is incomplete.
         Conflict: it contradicts what was prepared, or the model's sequences cannot be divided.
         NotOffered: DeepSpeed has no such optimizer on the host, or divides no sequences of such a model.
-        Missing: MS-AMP is to compute, and is not installed.
     """
     (model,) = bundle.models
     ds_config = plugin.hf_ds_config
@@ -136,7 +126,7 @@ def start(
             table.pop(entry, None)
     if division is not None:
         arguments["mpu"] = division.divide(model, int(plugin.get_value("train_micro_batch_size_per_gpu")))
-    engine, optimizer, _, scheduler = _initializer(plugin)(model=model, config=table, **arguments)
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=table, **arguments)
     _cast_inputs(engine, context.precision)
     moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
     return Started(engine, optimizer, scheduler if moved else None)
@@ -153,16 +143,6 @@ def end(engine: DeepSpeedEngine) -> None:
         for cell in getattr(method, "__closure__", None) or ():
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
-
-
-def _initializer(plugin: DeepSpeedPlugin) -> Callable[..., Any]:
-    """What makes an engine; MS-AMP brings one of its own, which computes in 8 bits."""
-    library: Any = deepspeed
-    if plugin.enable_msamp:
-        REQUIREMENT.demand("DeepSpeed was to train with MS-AMP.")
-        library = importlib.import_module("msamp.deepspeed")
-    initialize: Callable[..., Any] = library.initialize
-    return initialize
 
 
 def _optimizer(plugin: DeepSpeedPlugin, bundle: Bundle) -> dict[str, Any]:

@@ -93,7 +93,6 @@ class DeepSpeedStrategy(Strategy):
             )
         for plugin in self._plugins:
             plugin.set_mixed_precision(precision.name)
-            plugin.take_entries(precision.engine_entries())
 
     def _agree_on_steps(self) -> None:
         """Let the run accumulate as many micro-batches as the configuration says."""

@@ -23,8 +23,7 @@ from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
-from accel_plugins.mesh_axes import part
-from accel_plugins.wrapped.unwrap import wrapped_module
+from accel_plugins.mesh import submesh
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.schema import given_value, member_name, plain_value
 
@@ -33,12 +32,6 @@ __all__ = ("FSDP1Strategy",)
 _HYBRID: Final = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _MEMBERS: Final = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
 _WRONG_ON_CPU: Final = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-
-
-@wrapped_module.register(FullyShardedDataParallel)
-def _inside_sharded(model: Any) -> Module | None:
-    inner: Module = model.module
-    return inner
 
 
 class FSDP1Strategy(ShardedStrategy):
@@ -72,7 +65,7 @@ class FSDP1Strategy(ShardedStrategy):
         self._check_groups(bundle)
 
     def _check_mesh(self, asked: str, name: str) -> None:
-        copies = part(self.context.mesh, Axis.REPLICATE) is not None
+        copies = submesh(self.context.mesh, Axis.REPLICATE) is not None
         if self.context.mesh is not None and copies != (name in _HYBRID):
             raise Conflict(
                 f"{asked[:-1]} and a ParallelismConfig {'with' if copies else 'without'} dp_replicate_size above 1.",
@@ -112,7 +105,7 @@ class FSDP1Strategy(ShardedStrategy):
         given = given_value(config, "sharding_strategy") is not None or isinstance(
             member_name(config.reshard_after_forward), str
         )
-        if given or part(self.context.mesh, Axis.REPLICATE) is None:
+        if given or submesh(self.context.mesh, Axis.REPLICATE) is None:
             return name
         return {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}[name]
 
@@ -168,7 +161,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def shard_key(self) -> Hashable:
         # Its parameters are plain tensors that do not know of each other.
-        process, shards = self.context.process, part(self.context.mesh, Axis.SHARD)
+        process, shards = self.context.process, submesh(self.context.mesh, Axis.SHARD)
         if self._strategy_name == "NO_SHARD":
             return None
         if shards is not None:

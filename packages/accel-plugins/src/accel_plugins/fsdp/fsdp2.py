@@ -28,11 +28,9 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, offload
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
-from accel_plugins.mesh_axes import flattened, part
+from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 
 __all__ = ("FSDP2Strategy", "divide")
-
-_DIVIDING = (Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE)
 
 
 def divide(model: Module, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh | None, pins_memory: bool) -> None:
@@ -83,8 +81,8 @@ class FSDP2Strategy(ShardedStrategy):
         whole, process = self.context.mesh, self.context.process
         if whole is None:
             return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(Axis.SHARD.value,))
-        dividing = flattened(whole, _DIVIDING)
-        if dividing is None or part(whole, Axis.REPLICATE) is None:
+        dividing = flattened(whole, SHARDING_AXES)
+        if dividing is None or submesh(whole, Axis.REPLICATE) is None:
             return dividing
         names = (Axis.REPLICATE.value, *(dividing.mesh_dim_names or ()))
         return whole[names]

@@ -17,7 +17,6 @@ from accel_plugins.megatron import saving
 from accel_plugins.megatron.objects import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_plugins.megatron.parallel import from_last_stage, parallel_state, pipeline_parallel
 from accel_plugins.megatron.train_steps import StepOutput, train_step_for
-from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import DataError
 from accel_state.settings.installed import Requirement
 
@@ -283,12 +282,6 @@ def _plain(optimizer: Any) -> Any:
 
 def _plain_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, MegatronLMSchedulerWrapper) else scheduler
-
-
-@wrapped_module.register(MegatronEngine)
-def _inside(engine: Any) -> Module | None:
-    inner: Module = engine.base_model
-    return inner
 
 
 _logger: Final = logging.getLogger(__name__)

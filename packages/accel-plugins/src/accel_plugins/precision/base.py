@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.manifest import Axis
-from accel_plugins.precision.fp8_library import FP8BackendType
+from accel_plugins.precision.config import FP8BackendType
 from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
@@ -97,10 +97,6 @@ class Precision:
         are replaced keep their names. `per_parameter_sharding` is what the strategy says of itself.
         """
         bundle.models[:] = [self.prepare(model) for model in bundle.models]
-
-    def engine_entries(self) -> Mapping[str, Any]:
-        """What the configuration of an engine that computes by the same library says of it; mostly nothing."""
-        return {}
 
     def prepare(self, model: Module) -> Module:
         """Make the model's forward compute in this precision.

@@ -1,13 +1,52 @@
-"""Settings of mixed precision; plain data, without torch."""
+"""Settings of mixed precision: autocasting, the scaled loss, and training in 8 bits; plain data, without torch.
+
+The recipes of 8 bits take their fields from `FP8Settings`, which flags, keys and variables set.
+"""
+
+# ruff: noqa: RUF009 - `field_of` makes the fields of every settings class
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass
+from enum import Enum
+from typing import Any, Final, Literal
 
-from accel_state.errors import SettingError
+from accel_state.errors import NotOffered, SettingError
 from accel_state.kwargs import KwargsHandler
+from accel_state.labels import EnumWithContains
+from accel_state.settings.environ import Given, fill_from_environment, read_setting
+from accel_state.settings.schema import (
+    BOOLEAN,
+    INTEGER,
+    SWITCH,
+    Setting,
+    ValueType,
+    choice,
+    field_of,
+    int_at_least,
+    setting,
+    settings_class,
+    settings_of,
+)
 
-__all__ = ("AutocastKwargs", "GradScalerKwargs")
+__all__ = (
+    "AORecipeKwargs",
+    "AmaxComputeAlgorithm",
+    "AutocastKwargs",
+    "FP8BackendType",
+    "FP8Format",
+    "FP8RecipeKwargs",
+    "FP8Settings",
+    "GradScalerKwargs",
+    "MSAMPRecipeKwargs",
+    "OptLevel",
+    "TERecipeKwargs",
+    "backend_of_environment",
+    "no_msamp",
+    "overridden_of_environment",
+)
 
 
 @dataclass
@@ -58,3 +97,291 @@ class GradScalerKwargs(KwargsHandler):
                     f"It has to be {rule}.",
                     "Leave it out for torch's default.",
                 )
+
+
+# ---------------------------------------------------------------------- 8 bits
+
+
+class FP8BackendType(str, Enum, metaclass=EnumWithContains):
+    """Libraries that train in 8 bits."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+_GROUP: Final = "FP8"
+_OVERRIDDEN: Final = (
+    "ACCELERATE_FP8_OVERRIDE_FPROP",
+    "ACCELERATE_FP8_OVERRIDE_DGRAD",
+    "ACCELERATE_FP8_OVERRIDE_WGRAD",
+)
+"""Forward, the gradient of the input and that of the weights."""
+
+
+def _parse_three(text: str) -> tuple[bool, ...]:
+    """Three bools; files have them as a list, command lines as "true,false,false" or "(True, False, False)"."""
+    parts = text.strip().strip("()[]").split(",")
+    if len(parts) != len(_OVERRIDDEN):
+        raise ValueError(text)
+    return tuple(BOOLEAN.parse(part) for part in parts)
+
+
+_THREE: Final = ValueType("three bools, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
+
+
+def _fp8(name: str, value_type: ValueType, said: str, unset: Any = None) -> Any:
+    return setting(
+        None,
+        type=value_type,
+        variable=f"ACCELERATE_FP8_{name.upper()}",
+        flag=f"--fp8_{name}",
+        key=f"fp8_config.fp8_{name}",
+        help=said,
+        group=_GROUP,
+        unset=unset,
+    )
+
+
+@settings_class
+class FP8Settings:
+    """What `mixed_precision=fp8` means."""
+
+    backend: str | None = _fp8("backend", choice("ao", "te", "msamp"), "Library that computes in 8 bits.")
+    use_autocast_during_eval: bool | None = _fp8(
+        "use_autocast_during_eval", SWITCH, "Compute so in evaluation too.", False
+    )
+    margin: int | None = _fp8("margin", INTEGER, "Margin of the scaling factors, in powers of two.", 0)
+    interval: int | None = _fp8(
+        "interval", int_at_least(1), "Steps between two computations of the scaling factors.", 1
+    )
+    format: str | None = _fp8(
+        "format",
+        choice("HYBRID", "E4M3", "E5M2", fold=str.upper),
+        "Format: E5M2 in backward only, or one for all.",
+        "HYBRID",
+    )
+    amax_history_len: int | None = _fp8(
+        "amax_history_len", int_at_least(1), "Steps whose largest values are remembered.", 1024
+    )
+    amax_compute_algo: str | None = _fp8(
+        "amax_compute_algo", choice("max", "most_recent"), "Which of the remembered values scales.", "most_recent"
+    )
+    override_linear_precision: tuple[bool, ...] | None = setting(
+        None,
+        type=_THREE,
+        flag="--fp8_override_linear_precision",
+        key="fp8_config.fp8_override_linear_precision",
+        help="Whether forward, the gradient of the input and that of the weights are computed in higher precision.",
+        group=_GROUP,
+    )
+    opt_level: str | None = _fp8("opt_level", choice("O1", "O2", fold=str.upper), "Level of MS-AMP.", "O2")
+    enable_fsdp_float8_all_gather: bool | None = _fp8(
+        "enable_fsdp_float8_all_gather", BOOLEAN, "Let FSDP2 gather parameters in 8 bits.", True
+    )
+    pad_inner_dim: bool | None = _fp8("pad_inner_dim", BOOLEAN, "Pad matrices to sizes that 8-bit kernels take.", True)
+    use_mxfp8_block_scaling: bool | None = setting(
+        None,
+        type=BOOLEAN,
+        variable="ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
+        help="Scale blocks of values, on GPUs that can.",
+        group=_GROUP,
+        unset=False,
+    )
+
+    @staticmethod
+    def further_variables(given: Mapping[str, Given]) -> dict[str, str]:
+        """The variables of a setting that has three of them."""
+        three = given.get("override_linear_precision")
+        if three is None:
+            return {}
+        return {name: str(one) for name, one in zip(_OVERRIDDEN, three.value, strict=True)}
+
+
+def overridden_of_environment(environ: Mapping[str, str] | None = None) -> tuple[bool, bool, bool]:
+    """What the three variables of `override_linear_precision` say, False where one is not set.
+
+    Raises:
+        SettingError: a variable is not a bool.
+    """
+    found = [read_setting(Setting(name, BOOLEAN, variable=name), environ) for name in _OVERRIDDEN]
+    forward, of_inputs, of_weights = (given is not None and bool(given.value) for given in found)
+    return forward, of_inputs, of_weights
+
+
+FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
+"""Formats of 8 bits: E4M3 or E5M2 for all, or E4M3 in forward and E5M2 in backward."""
+
+AmaxComputeAlgorithm = Literal["max", "most_recent"]
+"""Which of the largest values that are remembered scales."""
+
+OptLevel = Literal["O1", "O2"]
+"""Levels of MS-AMP."""
+
+
+_SETTINGS: Final = settings_of(FP8Settings)
+
+
+def backend_of_environment() -> FP8BackendType | None:
+    """The library that `ACCELERATE_FP8_BACKEND` names, or None."""
+    found = read_setting(_SETTINGS["backend"])
+    return None if found is None else FP8BackendType(found.value.upper())
+
+
+class _Filled(KwargsHandler):
+    """Settings whose values are those given, else those of the environment, else the library's."""
+
+    def _fill(self) -> None:
+        for name, known in settings_of(type(self)).items():
+            given = getattr(self, name)
+            if isinstance(given, str):
+                setattr(self, name, known.parse(given, "argument"))
+        fill_from_environment(self)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from the defaults of the class, wherever they came from."""
+        default = {known.name: known.default for known in dataclasses.fields(self)}
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+@dataclass
+class AORecipeKwargs(_Filled):
+    """How torchao trains linear layers in 8 bits.
+
+    Args:
+        config: a `Float8LinearConfig` of torchao, or the name of one of its recipes: "tensorwise", "rowwise" or
+            "rowwise_with_gw_hp". When None, "tensorwise" with the two options below.
+        module_filter_func: gets a module and its name and answers whether it is converted; by default all linear
+            layers but the first and the last.
+        pad_inner_dim: pad matrices to sizes that 8-bit kernels take.
+        enable_fsdp_float8_all_gather: let FSDP2 gather parameters in 8 bits.
+
+    Example:
+        >>> Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config="rowwise")])
+    """
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = field_of(_SETTINGS["pad_inner_dim"])
+    enable_fsdp_float8_all_gather: bool | None = field_of(_SETTINGS["enable_fsdp_float8_all_gather"])
+
+    def __post_init__(self) -> None:
+        self._fill()
+
+
+@dataclass
+class TERecipeKwargs(_Filled):
+    """How Transformer Engine trains in 8 bits.
+
+    Args:
+        use_autocast_during_eval: compute in 8 bits in evaluation too.
+        margin: margin of the scaling factors, in powers of two.
+        interval: has no effect: Transformer Engine computes scaling factors at every step.
+        fp8_format: "HYBRID", "E4M3" or "E5M2".
+        amax_history_len: steps whose largest values are remembered.
+        amax_compute_algo: "max" or "most_recent".
+        override_linear_precision: whether forward, the gradient of the input and that of the weights are computed in
+            higher precision; Transformer Engine has it no more since 2.2, and refuses it.
+        use_mxfp8_block_scaling: scale blocks of values, on GPUs that can.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    use_autocast_during_eval: bool | None = field_of(_SETTINGS["use_autocast_during_eval"])
+    margin: int | None = field_of(_SETTINGS["margin"])
+    interval: int | None = field_of(_SETTINGS["interval"])
+    fp8_format: FP8Format | None = field_of(_SETTINGS["format"])
+    amax_history_len: int | None = field_of(_SETTINGS["amax_history_len"])
+    amax_compute_algo: AmaxComputeAlgorithm | None = field_of(_SETTINGS["amax_compute_algo"])
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = field_of(_SETTINGS["use_mxfp8_block_scaling"])
+
+    def __post_init__(self) -> None:
+        self._fill()
+        if self.override_linear_precision is None:
+            self.override_linear_precision = overridden_of_environment()
+        three = tuple(self.override_linear_precision)
+        if len(three) != 3 or not all(isinstance(one, bool) for one in three):
+            raise SettingError(
+                f"Cannot use {type(self).__name__}(override_linear_precision={self.override_linear_precision!r}).",
+                "It has three bools: for forward, the gradient of the input and that of the weights.",
+                "Give a tuple such as (False, False, True).",
+            )
+
+
+def no_msamp(failed: str) -> NotOffered:
+    """The error for whoever trains with MS-AMP.
+
+    Args:
+        failed: what cannot be done.
+    """
+    return NotOffered(
+        failed,
+        "No package index offers MS-AMP, and no backend here uses it.",
+        "Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine).",
+    )
+
+
+@dataclass
+class MSAMPRecipeKwargs(_Filled):
+    """How MS-AMP trains in 8 bits. No package index offers MS-AMP, and a run with this recipe is refused.
+
+    Args:
+        opt_level: "O1" keeps gradients in 8 bits, "O2" the first moments of the optimizer too.
+
+    Raises:
+        SettingError: there is no such level.
+    """
+
+    opt_level: OptLevel | None = field_of(_SETTINGS["opt_level"])
+
+    def __post_init__(self) -> None:
+        self._fill()
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Both recipes in one, and the library that they are for.
+
+    Args:
+        opt_level: see `MSAMPRecipeKwargs`; "TE" or "MSAMP" in this place is taken as `backend`.
+        backend: "TE" or "MSAMP"; from ACCELERATE_FP8_BACKEND, else TE.
+        use_autocast: False computes nothing in 8 bits.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    backend: Literal["MSAMP", "TE"] | None = None
+    use_autocast: InitVar[bool] = True
+
+    def __post_init__(self, use_autocast: bool) -> None:
+        if str(self.opt_level).upper() in ("TE", "MSAMP"):
+            self.backend, self.opt_level = self.opt_level, None  # type: ignore[assignment]
+        super().__post_init__()
+        self.autocasts = bool(use_autocast)
+        chosen = str(self.backend).upper() if self.backend is not None else self._backend_found()
+        if chosen not in ("TE", "MSAMP"):
+            raise SettingError(
+                f"Cannot use FP8RecipeKwargs(backend={self.backend!r}).",
+                "It holds recipes of Transformer Engine and of MS-AMP.",
+                "Give backend='TE' or 'MSAMP', or an AORecipeKwargs for torchao.",
+            )
+        self.backend = chosen  # type: ignore[assignment]
+
+    @staticmethod
+    def _backend_found() -> str:
+        asked = backend_of_environment()
+        return "TE" if asked is None else asked.value
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {name: value for name, value in super().to_dict().items() if name != "autocasts"}

@@ -65,7 +65,7 @@ def _float16(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
 
 
 def _float8(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
-    from accel_plugins.precision.fp8_select import choose_float8
+    from accel_plugins.precision.fp8 import choose_float8
 
     return choose_float8(family, handlers)
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
+from accel_plugins.layers import extract_model_from_parallel
 from accel_plugins.manifest import Duty, Manifest, Part, Phase
 from accel_plugins.testing.reference_loop import Case, Plain, Session, Small, batches, loss_of, make_model
 from accel_plugins.transform import Stage, Transform
-from accel_plugins.wrapped.unwrap import extract_model_from_parallel
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.process import PartialState

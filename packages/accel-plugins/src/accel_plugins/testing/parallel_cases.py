@@ -11,7 +11,7 @@ from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.manifest import Axis, Manifest
-from accel_plugins.mesh_rules import PERMITTED, takes
+from accel_plugins.mesh import PERMITTED, takes
 from accel_plugins.testing import Case
 from accel_plugins.testing.sequences import PLAN, sequences
 from accel_plugins.transform import Transform

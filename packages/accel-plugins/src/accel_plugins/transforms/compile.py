@@ -9,11 +9,10 @@ import torch
 from torch.nn import Module, ModuleList
 
 from accel_plugins.blocks import has_repeated_blocks, is_repeated_blocks, repeated_blocks
-from accel_plugins.layers import is_compiled_module
+from accel_plugins.layers import COMPILED_IN_PLACE, extract_model_from_parallel, is_compiled_module
 from accel_plugins.manifest import Duty, Job, Manifest, Phase
 from accel_plugins.transform import Stage, Transform
-from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-from accel_plugins.wrapped.unwrap import COMPILED_IN_PLACE, extract_model_from_parallel
+from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.errors import NotOffered
 from accel_state.labels import DynamoBackend
 

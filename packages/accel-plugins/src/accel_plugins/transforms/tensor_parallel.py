@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import Module
 
 from accel_plugins.manifest import Axis
-from accel_plugins.mesh_axes import part
+from accel_plugins.mesh import submesh
 from accel_plugins.transform import Stage, Transform
 from accel_state.errors import Conflict, NotReady, SettingError
 from accel_state.settings.schema import closest
@@ -84,7 +84,7 @@ class TensorParallel(Transform):
     def _mesh(self, context: Context) -> DeviceMesh:
         if self._given_mesh is not None:
             return _axis_of(self._given_mesh)
-        mesh = part(context.mesh, Axis.TENSOR)
+        mesh = submesh(context.mesh, Axis.TENSOR)
         if mesh is None:
             raise Conflict(
                 "Cannot apply tensor parallelism.",
@@ -116,7 +116,7 @@ class TensorParallel(Transform):
 def _axis_of(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 1:
         return mesh
-    along = part(mesh, Axis.TENSOR)
+    along = submesh(mesh, Axis.TENSOR)
     if along is None:
         raise SettingError(
             f"A device mesh with the axes {mesh.mesh_dim_names} was given for tensor parallelism.",

@@ -21,7 +21,6 @@ from torch_xla.distributed.spmd.xla_sharding import apply_backward_optimization_
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from accel_ops.tree import recursively_apply
-from accel_plugins.wrapped.unwrap import wrapped_module
 from accel_state.errors import SettingError
 
 __all__ = ("BatchSharding", "divide", "divide_parameters", "divide_state", "mesh_of_all_devices", "whole")
@@ -76,12 +75,7 @@ def divide(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
 
 def whole(model: Module) -> Module | None:
     """The model that `divide` was given, or None for one that it did not make."""
-    return _inside(model) if isinstance(model, SpmdFullyShardedDataParallel) else None
-
-
-@wrapped_module.register(SpmdFullyShardedDataParallel)
-def _inside(model: Any) -> Module:
-    inner: Module = model.module
+    inner: Module | None = model.module if isinstance(model, SpmdFullyShardedDataParallel) else None
     return inner
 
 

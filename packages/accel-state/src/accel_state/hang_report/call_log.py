@@ -101,12 +101,13 @@ class CallLog:
         self.number = 0
         self.fingerprint = 0
 
-    def enter(self, operation: str) -> None:
-        """Begin a call."""
+    def enter(self, operation: str) -> tuple[CodeType, int]:
+        """Begin a call; returns the code of the user, and the line in it, that called."""
         code, line = caller()
         self.fingerprint = 0
         self.number += 1
         self._active[id(self)] = (self.number, operation, code, line, time.monotonic(), self)
+        return code, line
 
     def leave(self) -> None:
         """End the call that `enter` began."""

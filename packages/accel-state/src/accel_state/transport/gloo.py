@@ -29,6 +29,8 @@ __all__ = (
 ALL_TO_ALL_LIMIT: Final = 256 * 1024
 """Bytes for all processes together up to which a process makes a copy for each and sends them in one all_to_all."""
 
+_OPTIONS: Final = dist.AllToAllOptions()
+
 _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "product": torch.mul,
@@ -58,19 +60,22 @@ class AllGatherByAllToAll:
         if self._last and not self._last[0].is_completed():
             # The last call may still read from its buffer.
             self._copies = self._rows = self._new_copies()
-        shape = (self._world_size, tensor.numel())
-        if self._rows.shape != shape or self._rows.dtype is not tensor.dtype:
-            self._rows = self._copies_for(tensor, shape)
-        self._rows.copy_(tensor.view(-1))
-        output = output.view(shape)
-        work = dist.all_to_all_single(output, self._rows, group=self._group, async_op=True)
+        # gloo knows only some dtypes; bytes are the same for all.
+        given = tensor.view(-1).view(torch.uint8)
+        shape = (self._world_size, given.numel())
+        if self._rows.shape != shape:
+            self._rows = self._copies_for(shape)
+        self._rows.copy_(given)
+        output = output.view(-1).view(torch.uint8).view(shape)
+        # dist.all_to_all_single would check again what the caller has checked, for a quarter of the cost of the call.
+        work = self._group.alltoall_base(output, self._rows, [], [], _OPTIONS)
         self._last = (work, output, self._rows)
         return work
 
-    def _copies_for(self, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    def _copies_for(self, shape: tuple[int, int]) -> torch.Tensor:
         # Views made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            return self._copies[: tensor.nbytes * self._world_size].view(tensor.dtype).view(shape)
+            return self._copies[: shape[0] * shape[1]].view(shape)
 
     def _new_copies(self) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -131,8 +136,8 @@ def all_gather_p2p(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> P2
         works = []
         for distance in range(1, world_size):
             before, after = (rank - distance) % world_size, (rank + distance) % world_size
-            works.append(dist.irecv(rows[before], group_src=before, group=group))
-            works.append(dist.isend(mine, group_dst=after, group=group))
+            works.append(group.recv([rows[before]], before, 0))
+            works.append(group.send([mine], after, 0))
         rows[rank].copy_(mine)
         return works
 
@@ -142,19 +147,19 @@ def all_gather_p2p(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> P2
 def scatter_p2p(output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, group: Any) -> P2PWork:
     """Give each process its own of the `inputs` of process `src`, by rank; that of `src` may be `output` itself."""
     if inputs is None:
-        return P2PWork(lambda: [dist.irecv(output, group_src=src, group=group)])
+        return P2PWork(lambda: [group.recv([output], src, 0)])
     own = inputs[src]
     if own is not output:
         output.copy_(own)
     others = [(rank, tensor) for rank, tensor in enumerate(inputs) if rank != src]
-    return P2PWork(lambda: [dist.isend(tensor, group_dst=rank, group=group) for rank, tensor in others])
+    return P2PWork(lambda: [group.send([tensor], rank, 0) for rank, tensor in others])
 
 
 def broadcast_p2p(tensor: torch.Tensor, src: int, group: Any) -> P2PWork:
     """Overwrite `tensor` with that of process `src`, between two processes."""
     if group.rank() == src:
-        return P2PWork(lambda: [dist.isend(tensor, group_dst=1 - src, group=group)])
-    return P2PWork(lambda: [dist.irecv(tensor, group_src=src, group=group)])
+        return P2PWork(lambda: [group.send([tensor], 1 - src, 0)])
+    return P2PWork(lambda: [group.recv([tensor], src, 0)])
 
 
 def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, group: Any) -> P2PWork:
@@ -166,8 +171,8 @@ def all_reduce_p2p(tensor: torch.Tensor, op: Reduction, into: torch.Tensor, grou
 
     def start() -> list[Any]:
         return [
-            dist.irecv(received, group_src=other, group=group),
-            dist.isend(tensor, group_dst=other, group=group),
+            group.recv([received], other, 0),
+            group.send([tensor], other, 0),
         ]
 
     def finish() -> None:

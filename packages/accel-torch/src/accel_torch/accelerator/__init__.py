@@ -28,7 +28,7 @@ from accel_torch.accelerator.training import TrainingPage
 from accel_torch.accelerator.views import ViewsPage
 from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble
-from accel_torch.observers import guarding, reporting, watching
+from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
 from accel_torch.options import UNSET, Options
 from accel_torch.parallelism import transforms_of
 from accel_torch.registry import Registry
@@ -36,8 +36,7 @@ from accel_torch.trigger import Trigger
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
-    from accel_plugins.transforms.compile_config import TorchDynamoPlugin
-    from accel_plugins.transforms.tensor_parallel_config import TorchTensorParallelPlugin
+    from accel_plugins.transforms.config import TorchDynamoPlugin, TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
 
 __all__ = ("Accelerator",)
@@ -193,6 +192,8 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
         self._saver = None
         if self._report is not None:
             self._report.watch_methods(self)
+        for observer in RUN_OBSERVERS:
+            observer.begins(self)
 
     def __copy__(self) -> Accelerator:
         other = type(self).__new__(type(self))

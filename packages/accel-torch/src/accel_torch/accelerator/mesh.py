@@ -124,9 +124,9 @@ class MeshPage(Parts):
         parallelism_config = self.parallelism_config
         if parallelism_config is None:
             return nullcontext()
-        from accel_plugins.transforms.divided_sequence import divide
+        from accel_plugins.transforms.sequence_sharding import shard_sequences
 
         handler = parallelism_config.cp_handler
         exchange = "allgather" if handler is None or handler.cp_comm_strategy is None else handler.cp_comm_strategy
         context = self._engine.strategy.context
-        return divide(context, buffers, buffer_seq_dims, no_restore_buffers, exchange)
+        return shard_sequences(context, buffers, buffer_seq_dims, no_restore_buffers, exchange)

@@ -11,7 +11,7 @@ from accel_torch.parts import Parts
 if TYPE_CHECKING:
     import torch
 
-    from accel_plugins.precision.fp8_library import FP8BackendType
+    from accel_plugins.precision.config import FP8BackendType
     from accel_state.labels import DistributedType
 
 __all__ = ("ProcessPage",)

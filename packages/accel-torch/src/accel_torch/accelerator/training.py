@@ -303,7 +303,7 @@ class TrainingPage(Parts):
             keep_fp32_wrapper: leave its forward in the precision of the run.
             keep_torch_compile: leave it compiled.
         """
-        from accel_plugins.wrapped.unwrap import extract_model_from_parallel
+        from accel_plugins.layers import extract_model_from_parallel
 
         unwrapped: Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return unwrapped

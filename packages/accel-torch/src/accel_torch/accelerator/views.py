@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
-    from accel_plugins.precision.config import AutocastKwargs, GradScalerKwargs
-    from accel_plugins.precision.fp8_config import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from accel_plugins.precision.config import (
+        AORecipeKwargs,
+        AutocastKwargs,
+        FP8RecipeKwargs,
+        GradScalerKwargs,
+        MSAMPRecipeKwargs,
+        TERecipeKwargs,
+    )
     from accel_state.kwargs import InitProcessGroupKwargs
     from accel_torch.profile import ProfileKwargs
 
@@ -197,12 +203,10 @@ class ViewsPage(Parts):
     )
     init_handler: _Handler[InitProcessGroupKwargs] = _Handler("accel_state.kwargs", "InitProcessGroupKwargs")
     profile_handler: _Handler[ProfileKwargs] = _Handler("accel_torch.profile", "ProfileKwargs")
-    fp8_recipe_handler: _Handler[FP8RecipeKwargs] = _Handler("accel_plugins.precision.fp8_config", "FP8RecipeKwargs")
-    ao_recipe_handler: _Handler[AORecipeKwargs] = _Handler("accel_plugins.precision.fp8_config", "AORecipeKwargs")
-    te_recipe_handler: _Handler[TERecipeKwargs] = _Handler("accel_plugins.precision.fp8_config", "TERecipeKwargs")
-    msamp_recipe_handler: _Handler[MSAMPRecipeKwargs] = _Handler(
-        "accel_plugins.precision.fp8_config", "MSAMPRecipeKwargs"
-    )
+    fp8_recipe_handler: _Handler[FP8RecipeKwargs] = _Handler("accel_plugins.precision.config", "FP8RecipeKwargs")
+    ao_recipe_handler: _Handler[AORecipeKwargs] = _Handler("accel_plugins.precision.config", "AORecipeKwargs")
+    te_recipe_handler: _Handler[TERecipeKwargs] = _Handler("accel_plugins.precision.config", "TERecipeKwargs")
+    msamp_recipe_handler: _Handler[MSAMPRecipeKwargs] = _Handler("accel_plugins.precision.config", "MSAMPRecipeKwargs")
 
     @property
     def has_fp8_handler(self) -> bool:

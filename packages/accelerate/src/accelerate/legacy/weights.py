@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_bigmodel.weight_files.writing import stored_names
 from accel_ops import recursively_apply
-from accel_plugins.wrapped.unwrap import extract_model_from_parallel
+from accel_plugins.layers import extract_model_from_parallel
 from accelerate.legacy.availability import is_peft_available
 
 if TYPE_CHECKING:

@@ -227,7 +227,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.ao": {
-        "accel_plugins.precision.torchao": """
+        "accel_plugins.precision.fp8": """
             convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers
             find_first_last_linear_layers has_ao_layers
         """,
@@ -269,13 +269,11 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
         """,
         "accel_plugins.megatron.config": "MegatronLMPlugin",
-        "accel_plugins.precision.config": "AutocastKwargs GradScalerKwargs",
-        "accel_plugins.precision.fp8_config": """
-            AORecipeKwargs AmaxComputeAlgorithm FP8Format FP8RecipeKwargs MSAMPRecipeKwargs OptLevel TERecipeKwargs
+        "accel_plugins.precision.config": """
+            AORecipeKwargs AmaxComputeAlgorithm AutocastKwargs FP8BackendType FP8Format FP8RecipeKwargs
+            GradScalerKwargs MSAMPRecipeKwargs OptLevel TERecipeKwargs
         """,
-        "accel_plugins.precision.fp8_library": "FP8BackendType",
-        "accel_plugins.transforms.compile_config": "TorchDynamoPlugin",
-        "accel_plugins.transforms.tensor_parallel_config": "TorchTensorParallelPlugin",
+        "accel_plugins.transforms.config": "TorchDynamoPlugin TorchTensorParallelPlugin",
         "accel_state.gradient": "GradientAccumulationPlugin",
         "accel_state.kwargs": "InitProcessGroupKwargs KwargsHandler",
         "accel_state.labels": """
@@ -415,7 +413,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
             compile_regions compile_regions_deepspeed=compile_regions_in_place
             compile_regions_fsdp2=compile_regions_in_place has_compiled_regions
         """,
-        "accel_plugins.wrapped.unwrap": "extract_model_from_parallel is_compiled_module",
+        "accel_plugins.layers": "extract_model_from_parallel is_compiled_module",
         "accel_bigmodel.sizes": "convert_bytes",
         "accelerate.legacy.environment": "check_os_kernel",
         "accel_state.network": "get_free_port is_port_in_use",
@@ -430,7 +428,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.utils.torch_xla": {"accel_plugins.xla.install": "install_xla"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
     "accelerate.utils.transformer_engine": {
-        "accel_plugins.precision.transformer_engine": """
+        "accel_plugins.precision.fp8": """
             apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
         """,
     },

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel_plugins import Context
 from accel_plugins.precision import choose
-from accel_plugins.transforms import context_parallel
-from accel_plugins.transforms.divided_sequence import divide
+from accel_plugins.transforms import sequence_sharding
+from accel_plugins.transforms.sequence_sharding import shard_sequences
 from accel_state import PartialState, current
 from accel_state.errors import AccelError
 from accel_state.gradient import GradientState
@@ -58,7 +58,7 @@ def attend(axis: str, kind: str, key_heads: int) -> dict[str, float]:
     (expected * torch.arange(LENGTH).view(LENGTH, 1)).sum().backward()
     mine = slice(context.process.rank * LENGTH // 2, (context.process.rank + 1) * LENGTH // 2)
     positions = torch.arange(LENGTH)
-    with divide(context, [positions], [0]):
+    with shard_sequences(context, [positions], [0]):
         parts = [tensor[:, :, mine] for tensor in divided]
         output = functional.scaled_dot_product_attention(*parts, **options)
         (output * positions.view(-1, 1)).sum().backward()
@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(
 
 def collectives(axis: str) -> list[str]:
     context, given = context_of(axis), tensors(HEADS)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, divide(context):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, shard_sequences(context):
         functional.scaled_dot_product_attention(*given).sum().backward()
     names = [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
     return [name.removeprefix("c10d::").strip("_") for name in names]
@@ -98,7 +98,7 @@ def cut(no_restore: bool) -> dict[str, Any]:
     context = context_of("cp")
     first, second = torch.arange(8).view(1, 8), torch.arange(16).view(4, 4)[:, 1:3]
     try:
-        with divide(context, [first, second], [1, 0], [first] if no_restore else None):
+        with shard_sequences(context, [first, second], [1, 0], [first] if no_restore else None):
             inside = (first.tolist(), second.tolist())
             raise KeyError("left by an error")
     except KeyError:
@@ -127,9 +127,9 @@ def refuse(what: str) -> str:
         "ring": {"exchange": "alltoall"},
     }.get(what, {})
     try:
-        with divide(context, **arguments):
+        with shard_sequences(context, **arguments):
             if what == "nested":
-                with divide(context):
+                with shard_sequences(context):
                     pass
             if what in ("heads", "mask"):
                 attend = functional.scaled_dot_product_attention
@@ -163,7 +163,7 @@ def without_axis() -> list[Any]:
     PartialState(cpu=True)
     process = current.process()
     buffer = torch.arange(5)
-    with divide(Context(process, GradientState(), choose("no", process.family)), [buffer], [0]):
+    with shard_sequences(Context(process, GradientState(), choose("no", process.family)), [buffer], [0]):
         inside = buffer.tolist()
     return [inside, buffer.tolist()]
 
@@ -180,7 +180,7 @@ def ring(exchange: str) -> float:
     mine = [[0, 1, 6, 7], [2, 3, 4, 5]][context.process.rank]
     expected = functional.scaled_dot_product_attention(*whole)
     buffers = [tensor.clone() for tensor in whole]
-    with sdpa_kernel(SDPBackend.MATH), context_parallel.by_torch(context.mesh["cp"], buffers, [2, 2, 2], [], exchange):
+    with sdpa_kernel(SDPBackend.MATH), sequence_sharding.by_torch(context.mesh["cp"], buffers, [2, 2, 2], [], exchange):
         output = functional.scaled_dot_product_attention(*buffers)
     assert [torch.equal(one, other) for one, other in zip(buffers, whole, strict=True)] == [True] * 3
     return (output - expected[:, :, mine]).abs().max().item()
@@ -199,7 +199,7 @@ def without_buffers() -> str:
     context = context_of("cp")
     assert context.mesh is not None
     try:
-        context_parallel.by_torch(context.mesh["cp"], [], [], [], "allgather")
+        sequence_sharding.by_torch(context.mesh["cp"], [], [], [], "allgather")
     except AccelError as error:
         return type(error).__name__
     return "nothing was raised"

@@ -1,34 +1,83 @@
-"""Which axes of the mesh go together: one table, which is checked when a run is assembled and printed in the docs.
+"""The device mesh of a run: the submesh of each axis, and which axes go together.
 
-A combination that is not in the table is refused, with the reason where one is known. Which of the combinations a
-backend takes follows from the axes its manifest declares.
+One table has the combinations that go together. It is checked when a run is assembled, and printed in the docs. A
+combination that is not in the table is refused, with the reason where one is known. Which of the combinations a backend
+takes follows from the axes that its manifest declares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_plugins.manifest import Axis, Duty, Manifest
 from accel_state.errors import Conflict
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_state.mesh import ParallelismConfig
 
 __all__ = (
-    "DIVIDING",
+    "DATA_AXES",
     "EXCLUSIONS",
     "PERMITTED",
+    "SEQUENCE_AXES",
+    "SHARDING_AXES",
     "Combination",
     "Exclusion",
     "active_axes",
     "as_markdown",
     "check",
     "check_precision",
+    "flattened",
     "named",
+    "present_axes",
+    "sequence_submesh",
+    "submesh",
     "takes",
 )
 
-DIVIDING: Final = frozenset({Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE})
+DATA_AXES: Final = (Axis.REPLICATE, Axis.SHARD)
+"""Axes along which processes read different samples, outermost first."""
+
+SEQUENCE_AXES: Final = (Axis.CONTEXT, Axis.SEQUENCE)
+"""Axes along which processes read different parts of the same samples."""
+
+
+def present_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[str]:
+    """Names of those axes that the mesh has, in its order."""
+    wanted = {axis.value for axis in axes}
+    return [name for name in mesh.mesh_dim_names or () if name in wanted]
+
+
+def submesh(mesh: DeviceMesh | None, axis: Axis) -> DeviceMesh | None:
+    """The neighbours of this process along one axis, or None where it has none."""
+    if mesh is None or axis.value not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh[axis.value]
+
+
+def sequence_submesh(mesh: DeviceMesh | None) -> tuple[Axis, DeviceMesh] | None:
+    """The axis along which the sequence is divided, with the neighbours along it; None where it is whole."""
+    for axis in SEQUENCE_AXES:
+        neighbours = submesh(mesh, axis)
+        if neighbours is not None:
+            return axis, neighbours
+    return None
+
+
+def flattened(mesh: DeviceMesh, axes: Iterable[Axis]) -> DeviceMesh | None:
+    """A mesh of one dimension over those axes that the mesh has, or None when it has none of them."""
+    names = present_axes(mesh, axes)
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
+
+
+# ---------------------------------------------------------------------- combinations of axes
+
+SHARDING_AXES: Final = frozenset({Axis.SHARD, Axis.CONTEXT, Axis.SEQUENCE})
 """Axes over which a sharding backend divides parameters."""
 
 
@@ -126,7 +175,7 @@ def check(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
     if axes not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
         obstacle = "The combination is in no test." if exclusion is None else exclusion.reason
-        remedy = "`accel_plugins.mesh_rules.PERMITTED` lists what goes together."
+        remedy = "`accel_plugins.mesh.PERMITTED` lists what goes together."
         raise Conflict(asked, obstacle, remedy if exclusion is None else exclusion.remedy)
     _check_backend(asked, axes, manifest)
     _check_engine(asked, parallelism_config, manifest)
@@ -172,7 +221,7 @@ def _check_backend(asked: str, axes: frozenset[Axis], manifest: Manifest) -> Non
 
 
 def _suits_sharding(axes: frozenset[Axis], manifest: Manifest) -> bool:
-    return Axis.SHARD not in manifest.axes or bool(axes & (DIVIDING | {Axis.TENSOR}))
+    return Axis.SHARD not in manifest.axes or bool(axes & (SHARDING_AXES | {Axis.TENSOR}))
 
 
 def _check_engine(asked: str, parallelism_config: ParallelismConfig, manifest: Manifest) -> None:

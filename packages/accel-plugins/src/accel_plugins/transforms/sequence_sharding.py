@@ -1,0 +1,342 @@
+"""Sequence sharding: each process works on its shard of every sequence, and attention still sees the full sequence.
+
+Tensors that have a sequence are sharded, and `scaled_dot_product_attention` is replaced by one that reaches the other
+shards through the processes of one axis. Everything else in a model works token by token.
+
+Along "cp" (context parallelism) attention uses the keys and values of all processes. Where torch has kernels for it,
+its own `context_parallel` passes keys and values on while it computes. Elsewhere each process collects all of them
+before it computes attention for its shard of the queries.
+
+Along "sp" (Ulysses) each process computes attention for some of the heads, over the full sequence, so that every kernel
+and mask works. Two exchanges around attention turn one sharding into the other. The number of heads has to be a
+multiple of the number of processes. Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn import functional
+
+from accel_plugins.manifest import Axis
+from accel_plugins.mesh import sequence_submesh
+from accel_state.errors import NotOffered, NotReady, SettingError, ShapeMismatch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.context import Context
+
+__all__ = (
+    "ShardedSequences",
+    "by_torch",
+    "gathering",
+    "over_heads",
+    "shard_sequences",
+)
+
+Attention = Callable[..., Tensor]
+
+_all_gather: Callable[..., Tensor] = getattr(
+    collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
+)
+"""torch 2.13 renamed it and warns about the old name; earlier releases have the old name only."""
+
+
+def by_torch(
+    neighbours: DeviceMesh, buffers: list[Tensor], dims: list[int], kept_cut: list[Tensor], exchange: str
+) -> AbstractContextManager[None]:
+    """The block of torch; see `shard_sequences`.
+
+    Raises:
+        SettingError: there is no buffer; torch takes the length of the sequence from one.
+    """
+    if not buffers:
+        raise SettingError(
+            "A block with a divided sequence was entered without buffers.",
+            "torch's context parallelism takes the length of the sequence from the first of them.",
+            "Give the inputs and targets as buffers.",
+        )
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(exchange)
+    block: AbstractContextManager[None] = context_parallel(
+        neighbours, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(kept_cut)
+    )
+    return block
+
+
+def gathering(neighbours: DeviceMesh, exchange: str) -> Callable[[Attention], Attention]:
+    """Makes an attention for parts of a sequence of one for whole sequences.
+
+    Raises:
+        NotOffered: keys and values were to travel in another way.
+    """
+    if exchange != "allgather":
+        raise NotOffered(
+            f"Cannot use cp_comm_strategy={exchange!r}.",
+            "On this kind of device torch has no attention that computes while keys and values travel in a ring.",
+            "Use TorchContextParallelConfig(cp_comm_strategy='allgather').",
+        )
+    group, mine, parts = neighbours.get_group(), neighbours.get_local_rank(), neighbours.size()
+
+    def make(whole_attention: Attention) -> Attention:
+        def attention(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            **options: Any,
+        ) -> Tensor:
+            keys, values = _gathered(key, value, group)
+            rows, columns = query.shape[-2], keys.shape[-2]
+            if is_causal:
+                attn_mask = _causal(rows, columns, mine * rows, query.device)
+            elif attn_mask is not None:
+                attn_mask = _rows_of(attn_mask, rows, columns, mine, parts)
+            return whole_attention(query, keys, values, attn_mask=attn_mask, dropout_p=dropout_p, **options)
+
+        return attention
+
+    return make
+
+
+def _gathered(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole sequence; in one collective where their shapes allow."""
+    if key.shape == value.shape and key.dtype is value.dtype:
+        both = torch.stack((key, value))
+        keys, values = _all_gather(both, both.ndim - 2, group).unbind(0)
+        return keys, values
+    keys, values = (_all_gather(one.contiguous(), one.ndim - 2, group) for one in (key, value))
+    return keys, values
+
+
+def _causal(rows: int, columns: int, first: int, device: torch.device) -> Tensor:
+    """Which keys each query of this part may see, when its first query has the position `first`."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(first)
+
+
+def _rows_of(mask: Tensor, rows: int, columns: int, mine: int, parts: int) -> Tensor:
+    """The rows of a mask that belong to the queries of this part."""
+    if mask.shape[-1] == columns and mask.shape[-2] in (1, rows):
+        return mask
+    if mask.shape[-1] == columns and mask.shape[-2] == rows * parts:
+        return mask.narrow(-2, mine * rows, rows)
+    raise ShapeMismatch(
+        f"Attention over a divided sequence was given a mask of the shape {tuple(mask.shape)}.",
+        f"It has to cover all {columns} keys, for the {rows} queries of this process or for all of them.",
+        "Leave the mask out and use is_causal, or make it for the whole sequence.",
+    )
+
+
+def over_heads(neighbours: DeviceMesh, exchange: str = "alltoall") -> Callable[[Attention], Attention]:
+    """Makes an attention for parts of a sequence of one for whole sequences with fewer heads."""
+    group, mine, parts = neighbours.get_group(), neighbours.get_local_rank(), neighbours.size()
+
+    def make(whole_attention: Attention) -> Attention:
+        def attention(
+            query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+        ) -> Tensor:
+            _check_heads(query, key, parts)
+            whole = _to_heads(query, key, value, group, parts)
+            if attn_mask is not None:
+                attn_mask = _for_heads(attn_mask, whole[0], query.shape[-3], mine)
+            return _to_parts(whole_attention(*whole, attn_mask, *args, **options), group, parts)
+
+        return attention
+
+    return make
+
+
+def _check_heads(query: Tensor, key: Tensor, parts: int) -> None:
+    for what, tensor in (("queries", query), ("keys and values", key)):
+        if tensor.ndim < 3 or tensor.shape[-3] % parts:
+            raise ShapeMismatch(
+                f"Cannot divide attention of {what} of the shape {tuple(tensor.shape)} among {parts} processes.",
+                "Its heads (the third dim from the end) cannot be shared out evenly.",
+                "Set sp_size to a divisor of the number of heads, or divide the sequence by cp_size.",
+            )
+
+
+def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, parts: int) -> tuple[Tensor, ...]:
+    """From (..., heads, part of the sequence, width) to (..., part of the heads, sequence, width), for all three.
+
+    They travel in one collective where their shapes allow.
+    """
+    given = (query, key, value)
+    if len({(one.shape, one.dtype) for one in given}) == 1:
+        return _exchanged(torch.stack(given), -3, -2, group, parts).unbind(0)
+    return tuple(_exchanged(one, -3, -2, group, parts) for one in given)
+
+
+def _to_parts(output: Tensor, group: ProcessGroup, parts: int) -> Tensor:
+    return _exchanged(output, -2, -3, group, parts)
+
+
+def _exchanged(tensor: Tensor, given: int, taken: int, group: ProcessGroup, parts: int) -> Tensor:
+    """Give away parts of one dim and collect those of another.
+
+    Args:
+        tensor: any number of dims.
+        given: dim that is whole, and is divided afterwards; counted from the end.
+        taken: dim that is divided, and is whole afterwards; counted from the end.
+        group: the processes.
+        parts: their number.
+    """
+    given, taken = given % tensor.ndim, taken % tensor.ndim
+    outgoing = torch.stack(tensor.chunk(parts, given))
+    incoming = all_to_all_single_autograd(outgoing, None, None, group)
+    return torch.cat(incoming.unbind(0), taken)
+
+
+def _for_heads(mask: Tensor, query: Tensor, heads: int, mine: int) -> Tensor:
+    """The part of a mask that belongs to the heads of this process."""
+    length = query.shape[-2]
+    if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        raise ShapeMismatch(
+            f"Attention over a divided sequence was given a mask of the shape {tuple(mask.shape)}.",
+            f"Each process attends over the whole sequence of {length} for its heads.",
+            "Leave the mask out and use is_causal, or make it for the whole sequence.",
+        )
+    own = query.shape[-3]
+    return mask.narrow(-3, mine * own, own) if mask.ndim >= 3 and mask.shape[-3] == heads else mask
+
+
+def shard_sequences(
+    context: Context,
+    buffers: Sequence[Tensor] | None = None,
+    dims: Sequence[int] | None = None,
+    kept_cut: Iterable[Tensor] | None = None,
+    exchange: str = "allgather",
+) -> AbstractContextManager[None]:
+    """A block in which the sequence is divided along the axis "cp" or "sp" of the run; no change where it has neither.
+
+    Args:
+        context: the context of the run.
+        buffers: tensors with a sequence: inputs, targets, positions. Inside of the block they are cut.
+        dims: dim of the sequence in each of them.
+        kept_cut: those that need not be whole again afterwards.
+        exchange: how keys and values travel along "cp": "allgather" or "alltoall".
+
+    Raises:
+        SettingError: buffers and dims do not go together.
+        NotOffered: the device cannot exchange in that way.
+    """
+    found = sequence_submesh(context.mesh)
+    given, kept = list(buffers or ()), list(kept_cut or ())
+    _check(given, list(dims or ()), kept)
+    if found is None:
+        return nullcontext()
+    axis, neighbours = found
+    if axis is Axis.CONTEXT and context.process.family.ring_attention:
+        return by_torch(neighbours, given, list(dims or ()), kept, exchange)
+    attention = _ATTENTIONS[axis](neighbours, exchange)
+    return ShardedSequences(attention, neighbours, given, list(dims or ()), kept)
+
+
+def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
+    if len(buffers) != len(dims):
+        raise SettingError(
+            f"Cannot cut {len(buffers)} buffers along {len(dims)} dims.",
+            "Each buffer has one dim that is its sequence.",
+            "Give buffer_seq_dims with one number for each buffer.",
+        )
+    if any(all(one is not buffer for buffer in buffers) for one in kept):
+        raise SettingError(
+            "no_restore_buffers holds a tensor that is not among the buffers.",
+            "Only what is cut can stay cut.",
+            "Add it to buffers, or take it out.",
+        )
+
+
+_ATTENTIONS: Final[dict[Axis, Callable[[DeviceMesh, str], Callable[[Attention], Attention]]]] = {
+    Axis.CONTEXT: gathering,
+    Axis.SEQUENCE: over_heads,
+}
+
+
+class ShardedSequences:
+    """The block; entered around forward and backward, because recomputed activations need its attention again.
+
+    Args:
+        attention: makes, of the attention there is, one for the divided sequence.
+        neighbours: the processes among which sequences are divided.
+        buffers: what is cut.
+        dims: dim of the sequence in each of them.
+        kept_cut: those of them that stay cut.
+    """
+
+    def __init__(
+        self,
+        attention: Callable[[Attention], Attention],
+        neighbours: DeviceMesh,
+        buffers: list[Tensor],
+        dims: list[int],
+        kept_cut: list[Tensor],
+    ) -> None:
+        self._make = attention
+        self._parts, self._mine = neighbours.size(), neighbours.get_local_rank()
+        self._buffers, self._dims = buffers, dims
+        self._kept = {id(buffer) for buffer in kept_cut}
+        self._whole: list[Tensor] = []
+        self._calls = 0
+
+    def __enter__(self) -> None:
+        plain: Any = functional.scaled_dot_product_attention
+        if getattr(plain, "of_sharded_sequences", False):
+            raise NotReady(
+                "A block with a divided sequence was entered.",
+                "There is one around it already.",
+                "Leave the first one before.",
+            )
+        cut = [self._cut(buffer, dim) for buffer, dim in zip(self._buffers, self._dims, strict=True)]
+        self._plain, self._calls = plain, 0
+        self._whole = [buffer.data for buffer in self._buffers]
+        for buffer, mine in zip(self._buffers, cut, strict=True):
+            buffer.data = mine
+        setattr(functional, _NAME, self._counted(self._make(plain)))
+
+    def _cut(self, buffer: Tensor, dim: int) -> Tensor:
+        if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] % self._parts:
+            raise ShapeMismatch(
+                f"Cannot cut a tensor of the shape {tuple(buffer.shape)} along dim {dim} into {self._parts} parts.",
+                "It has no such dim, or the parts would not be equal.",
+                f"Pad sequences to a multiple of {self._parts}.",
+            )
+        return buffer.data.chunk(self._parts, dim)[self._mine].contiguous()
+
+    def _counted(self, attention: Attention) -> Attention:
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            self._calls += 1
+            return attention(*args, **kwargs)
+
+        counted.of_sharded_sequences = True  # type: ignore[attr-defined]
+        return counted
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        setattr(functional, _NAME, self._plain)
+        for buffer, whole in zip(self._buffers, self._whole, strict=True):
+            if id(buffer) not in self._kept:
+                buffer.data = whole
+        if error is None and not self._calls and not torch.compiler.is_compiling():
+            raise NotReady(
+                "A block with a divided sequence was left.",
+                "Nothing in it called torch.nn.functional.scaled_dot_product_attention, so attention saw parts only.",
+                "Let the model use that function (attn_implementation='sdpa'), and call it inside of the block.",
+            )
+
+
+_NAME: Final = "scaled_dot_product_attention"

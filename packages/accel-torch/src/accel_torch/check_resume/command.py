@@ -1,0 +1,248 @@
+"""`accel check-resume`: check that a script that is resumed from a checkpoint computes what it would have computed.
+
+The script runs straight for some steps after the checkpoint. New processes load the checkpoint and run the same steps.
+All that both compute is compared byte for byte: samples, losses, gradients, weights, states, generators.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from accel_state.errors import SettingError
+from accel_torch.check_resume.comparison import LOSS_TOLERANCE, Notes, compare_notes, controls, unsaved_variables
+from accel_torch.check_resume.task import Task
+
+__all__ = ("COMMAND", "CheckResume")
+
+EQUAL: Final = 0
+DIFFERS: Final = 1
+NOT_VERIFIED: Final = 3
+
+_CODES: Final = {"equal": EQUAL, "differs": DIFFERS, "not verified": NOT_VERIFIED}
+_TAIL: Final = 15
+"""Lines of a run's output that are shown when it failed."""
+
+
+@dataclass
+class Outcome:
+    """What one resumed run showed.
+
+    Args:
+        at: step of the checkpoint.
+        processes: of the resumed run.
+        verdict: "equal", "differs" or "not verified".
+        reason: one sentence.
+        step, rank, what: of the first difference.
+        used: groups of state that the script uses.
+        unsaved: plain variables of the script that differ, and that no checkpoint holds.
+    """
+
+    at: int
+    processes: int
+    verdict: str
+    reason: str
+    step: int | None = None
+    rank: int | None = None
+    what: str = ""
+    used: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
+
+
+class CheckResume:
+    """The command; see `accel_cli.command.Command`."""
+
+    help = "check that a resumed run computes what the run would have computed without the break"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the options, then the script and what is its own."""
+        parser.description = (
+            "Run a training script for some steps, save checkpoints on the way, load them in new processes, and "
+            "compare what both runs compute, byte for byte. The script needs no change."
+        )
+        parser.epilog = f"Exit code {EQUAL}: equal; {DIFFERS}: differs; {NOT_VERIFIED}: not verified."
+        parser.add_argument(
+            "--at", type=_numbers, default=(3,), help="optimizer steps after which to save and resume (3,7; default: 3)"
+        )
+        parser.add_argument(
+            "--processes",
+            type=_numbers,
+            default=(1,),
+            help="numbers of processes: the first one runs straight, and all of them resume (2,3; default: 1)",
+        )
+        parser.add_argument("--steps", type=int, default=5, help="steps to compare after each checkpoint (default: 5)")
+        parser.add_argument(
+            "--resume_args",
+            default="",
+            metavar="ARGUMENTS",
+            help="arguments by which the script loads a checkpoint, such as '--resume_from {checkpoint}'; without them "
+            "the command loads it before the first batch",
+        )
+        parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+        parser.add_argument("--mixed_precision", help="precision of the runs (no, fp16, bf16, fp8)")
+        parser.add_argument("--backend", help="backend of the runs, as `accel backends` lists it")
+        parser.add_argument(
+            "--launch",
+            default="",
+            metavar="OPTIONS",
+            help="further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'",
+        )
+        parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take (default: 600)")
+        parser.add_argument("--json", action="store_true", help="print one line of JSON for each resumed run")
+        parser.add_argument("script", help="the training script")
+        parser.add_argument("script_arguments", nargs="...", help="its arguments")
+
+    def run(self, arguments: Namespace) -> int:
+        """Make the runs, print what they show and return the exit code."""
+        if min((*arguments.at, *arguments.processes, arguments.steps)) < 1:
+            raise SettingError(
+                "Cannot check a resumed run with a step, or a number of processes or steps, below 1.",
+                "The first checkpoint is saved after step 1, and at least one step follows it.",
+                "Give numbers from 1 in --at, --processes and --steps.",
+            )
+        if not Path(arguments.script).is_file():
+            raise SettingError(
+                f"Cannot check the script {arguments.script!r}.", "There is no such file.", "Give the path of a script."
+            )
+        with tempfile.TemporaryDirectory(prefix="accel-check-resume-") as folder:
+            outcomes = _Check(arguments, Path(folder)).outcomes()
+        for outcome in outcomes:
+            print(json.dumps(vars(outcome)) if arguments.json else _described(outcome))  # noqa: T201 - what the command is for
+        verdicts = {outcome.verdict for outcome in outcomes}
+        return _CODES[next(name for name in ("differs", "not verified", "equal") if name in verdicts)]
+
+
+class _Check:
+    """The runs of one check."""
+
+    def __init__(self, arguments: Namespace, folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self._straight = Notes()
+        self._runs = 0
+
+    def outcomes(self) -> list[Outcome]:
+        """Run straight, then resume at each step on each number of processes."""
+        arguments, steps = self._arguments, sorted(set(self._arguments.at))
+        task = Task("", str(self._folder / "checkpoints"), steps[-1] + arguments.steps, tuple(steps))
+        task = replace(task, saved_on=arguments.processes[0])
+        straight, failure = self._run(task, arguments.processes[0])
+        made = straight.last_step
+        if failure is None and not made:
+            failure = "the script trains on no loader that accelerator.prepare() made, so that no step can be followed"
+        elif made and made <= steps[-1]:
+            failure = f"the script made {made} steps; give --at less than that"
+        if failure is not None:
+            reason = f"the straight run shows nothing: {failure}"
+            return [Outcome(at, count, "not verified", reason) for at in steps for count in arguments.processes]
+        self._straight = straight
+        return [self._resumed(at, count, task) for at in steps for count in arguments.processes]
+
+    def _resumed(self, at: int, processes: int, straight: Task) -> Outcome:
+        last = min(at + self._arguments.steps, self._straight.last_step)
+        filled = self._arguments.resume_args.replace("{checkpoint}", shlex.quote(straight.folder_of(at)))
+        task = replace(straight, last_step=last, save_at=(), resumed_at=at, resume_arguments=tuple(shlex.split(filled)))
+        expected = _until(self._straight, last)
+        notes, failure = self._run(task, processes)
+        if failure is not None:
+            # A backend may refuse another number of processes, and says so.
+            verdict = "differs" if processes == self._arguments.processes[0] else "not verified"
+            return Outcome(at, processes, verdict, f"the resumed run failed: {failure}")
+        finding = compare_notes(expected, notes, at)
+        if finding is None:
+            return self._equal(expected, notes, at, processes)
+        if not finding.loaded and not finding.what.startswith("the variable"):
+            again, failure = self._run(task, processes)
+            if failure is None and (unlike := compare_runs(notes, again)) is not None:
+                reason = f"two runs from the same checkpoint differ from each other: the second one {unlike}"
+                return Outcome(at, processes, "not verified", reason, finding.step, finding.rank, finding.what)
+        return Outcome(at, processes, "differs", str(finding), finding.step, finding.rank, finding.what)
+
+    def _equal(self, expected: Notes, notes: Notes, at: int, processes: int) -> Outcome:
+        unsaved = tuple(unsaved_variables(expected, notes))
+        if len(expected.ranks) != len(notes.ranks):
+            reason = f"the loaded state and the order of samples are equal, losses within {LOSS_TOLERANCE:g}"
+            return Outcome(at, processes, "equal", reason)
+        used, unseen = controls(self._straight, notes, at)
+        if unseen:
+            reason = (
+                f"a checkpoint without {', '.join(unseen)} would look the same: a new process has the state that was "
+                f"saved after step {at}. Give another step."
+            )
+            return Outcome(at, processes, "not verified", reason, used=tuple(used), unsaved=unsaved)
+        reason = f"everything is equal for {expected.last_step - at} steps"
+        return Outcome(at, processes, "equal", reason, used=tuple(used), unsaved=unsaved)
+
+    def _options(self) -> list[str]:
+        """The options of `accel launch`."""
+        arguments = self._arguments
+        chosen = {"--mixed_precision": arguments.mixed_precision, "--backend": arguments.backend}
+        named = [word for flag, value in chosen.items() if value for word in (flag, value)]
+        return [*(["--cpu"] if arguments.cpu else []), *named, *shlex.split(arguments.launch)]
+
+    def _run(self, task: Task, processes: int) -> tuple[Notes, str | None]:
+        """The notes of one run, and why it failed."""
+        arguments = self._arguments
+        self._runs += 1
+        folder = self._folder / f"run_{self._runs}"
+        folder.mkdir()
+        replace(task, notes=str(folder)).write(folder / "task.json")
+        launched = [sys.executable, "-m", "accel_cli.main", "launch", "--num_processes", str(processes)]
+        launched += [*self._options(), "--module", "accel_torch.check_resume.recording"]
+        launched += [str(folder / "task.json"), arguments.script, *arguments.script_arguments]
+        output = folder / "output.txt"
+        with output.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(launched, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            try:
+                code = process.wait(arguments.timeout)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                return Notes.read(folder, processes), f"it did not end within {arguments.timeout:g} s"
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        if code:
+            tail = "\n".join(output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
+            return Notes.read(folder, processes), f"it ended with exit code {code}:\n{tail}"
+        return Notes.read(folder, processes), None
+
+
+def compare_runs(one: Notes, other: Notes) -> str | None:
+    """How two runs from the same checkpoint differ; None where they are equal."""
+    for step in range(1, one.last_step + 1):
+        for rank in range(len(one.ranks)):
+            ours, theirs = one.steps(rank).get(step), other.steps(rank).get(step)
+            if ours is None:
+                continue
+            if theirs is None or any(ours[name] != theirs[name] for name in ("samples", "losses", "pieces")):
+                return f"computes something else in step {step} on rank {rank}"
+    return None
+
+
+def _until(notes: Notes, last: int) -> Notes:
+    """The notes of a run up to a step, as if it had ended there."""
+    return Notes([[note for note in rank if note["step"] <= last] for rank in notes.ranks])
+
+
+def _described(outcome: Outcome) -> str:
+    lines = [f"resumed after step {outcome.at} on {outcome.processes} processes: {outcome.verdict}: {outcome.reason}"]
+    if outcome.used:
+        lines.append(f"  state that the script uses, each noticed if it were missing: {', '.join(outcome.used)}")
+    if outcome.unsaved:
+        lines.append(f"  variables that differ, and that no checkpoint holds: {', '.join(outcome.unsaved)}")
+    return "\n".join(lines)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+COMMAND = CheckResume()

@@ -1,0 +1,204 @@
+"""Runs a training script as it is, and notes after each step what it computed.
+
+    accel launch --module accel_torch.check_resume.recording TASK.json train.py its arguments
+
+A *step* is one step of the optimizer. Notes are taken between two batches of the prepared loader that is trained on,
+when all work of the step is done and the script's own counters are up to date. There the checkpoints are saved too.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accel_state.hang_report.rank_status import PROGRESS
+from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
+from accel_torch.check_resume.task import Task
+from accel_torch.observers import RUN_OBSERVERS
+
+if TYPE_CHECKING:
+    from accel_torch.accelerator import Accelerator
+
+__all__ = ("RunRecorder", "StopRun", "main")
+
+
+class StopRun(BaseException):
+    """Ends a script after its last step; no handler of exceptions in the script should catch it."""
+
+
+class RunRecorder:
+    """Notes what one process of a run computes.
+
+    Args:
+        task: what to do at which step.
+        script: the file of the script.
+    """
+
+    def __init__(self, task: Task, script: str) -> None:
+        self.task, self.script = task, script
+        self._accelerators: list[weakref.ref[Accelerator]] = []
+        self._samples: list[tuple[int, int, list[str]]] = []
+        self._losses: list[float] = []
+        self._gradients: dict[str, str] = {}
+        self._fresh: Pieces | None = None
+        self._loaded = self._begun = False
+        register_optimizer_step_pre_hook(self._before_optimizer_step)
+
+    @property
+    def step(self) -> int:
+        """Steps since the straight run began."""
+        return self.task.resumed_at + PROGRESS.steps
+
+    # ------------------------------------------------------------------ called by the Accelerator and its loaders
+
+    def begins(self, accelerator: Accelerator) -> None:
+        """Note a new Accelerator."""
+        self._accelerators.append(weakref.ref(accelerator))
+        if self.task.resumes:
+            accelerator.register_load_state_pre_hook(self._before_load)
+        backward = accelerator.backward
+
+        def noted(loss: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                self._losses.append(float(loss.detach()))
+            return backward(loss, *arguments, **options)
+
+        accelerator.backward = noted  # type: ignore[method-assign]
+
+    def loader_prepared(self, accelerator: Accelerator, loader: Any) -> None:
+        """Take part between the batches of a prepared loader."""
+        if not hasattr(loader, "between_batches"):
+            return
+        number = len(accelerator._registry.loaders)
+        before, steps = loader.between_batches, PROGRESS.steps
+
+        def between(first: bool) -> None:
+            nonlocal steps
+            if before is not None:
+                before(first)
+            trained = not first and PROGRESS.steps > steps and accelerator.gradient_state.sync_gradients
+            steps = PROGRESS.steps
+            if trained:
+                self._after_step(accelerator)
+
+        loader.between_batches = between
+        loader.observer = _Observer(self, accelerator, number, loader.progress)
+
+    def epoch_begins(self, accelerator: Accelerator) -> None:
+        """Load, where the script does not do it by itself; note the state before the first step."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.task.resumes and not self._loaded:
+            if not self.task.loads:
+                raise SystemExit(
+                    f"check-resume: the script did not load {self.task.checkpoint} when it was called with "
+                    f"{self.task.resume_arguments}."
+                )
+            # Generators of processes cannot be given to another number of them.
+            allowed = () if accelerator.num_processes == self.task.saved_on else ("random_states",)
+            accelerator.load_state(self.task.checkpoint, waive=allowed)
+        note = {"step": self.step, "loaded": self.task.resumes, "pieces": _state_of(accelerator)}
+        if self.task.resumes:
+            note |= {"fresh": self._fresh, "full": state_pieces(accelerator, full=True)}
+        self._write(note)
+
+    def batch_given(self, number: int, epoch: int, batch: Any) -> None:
+        """Note the samples of a batch."""
+        self._samples.append((number, epoch, sample_digests(batch)))
+
+    # ------------------------------------------------------------------ notes
+
+    def _before_load(self, models: Any, folder: str) -> None:
+        self._loaded = True
+        accelerator = self._accelerators[-1]()
+        if accelerator is not None:
+            self._fresh = _state_of(accelerator)
+
+    def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        accelerator = self._accelerators[-1]() if self._accelerators else None
+        name_of = None if accelerator is None else accelerator._registry.parameter_name
+        gradients = {}
+        for group, options in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(options["params"]):
+                if parameter.grad is not None:
+                    name = (name_of(parameter) if name_of else None) or f"parameter {index} of group {group}"
+                    gradients[name] = parameter.grad
+        self._gradients |= digests_of(gradients)
+
+    def _after_step(self, accelerator: Accelerator) -> None:
+        step, saves = self.step, self.step in self.task.save_at
+        registry = accelerator._registry
+        pieces = {**_state_of(accelerator), "gradients": self._gradients}
+        note: dict[str, Any] = {"step": step, "pieces": pieces, "samples": self._samples, "losses": self._losses}
+        if saves:
+            note["full"] = state_pieces(accelerator, full=True)
+        last = step >= self.task.last_step
+        if last:
+            known = [accelerator, *registry.custom, *registry.loaders, *registry.schedulers, *registry.optimizers]
+            known += [*registry.models, *map(accelerator.unwrap_model, registry.models)]
+            known += [getattr(item, "optimizer", item) for item in registry.optimizers]
+            known += [getattr(item, "scheduler", item) for item in registry.schedulers]
+            note["variables"] = variables_of(sys._getframe(), self.script, known)
+        self._write(note)
+        self._samples, self._losses, self._gradients = [], [], {}
+        if saves:
+            accelerator.save_state(self.task.folder_of(step))
+        if last:
+            raise StopRun
+
+    def _write(self, note: dict[str, Any]) -> None:
+        accelerator = self._accelerators[-1]()
+        rank = 0 if accelerator is None else accelerator.process_index
+        with Path(self.task.notes, f"rank_{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(note) + "\n")
+
+
+def _state_of(accelerator: Accelerator) -> Pieces:
+    """Digests of what this process would put into a checkpoint, and the positions of its loaders."""
+    pieces = state_pieces(accelerator, full=False)
+    for index, loader in enumerate(accelerator._registry.loaders):
+        if hasattr(loader, "progress"):
+            pieces[f"loader {index}"] = {"position": f"epoch {loader.progress.epoch}, batch {loader.progress.steps}"}
+    return pieces
+
+
+class _Observer:
+    """Forwards what a loader does; see `accel_data.loader.LoaderObserver`."""
+
+    def __init__(self, recorder: RunRecorder, accelerator: Accelerator, number: int, progress: Any) -> None:
+        self._recorder, self._accelerator = recorder, weakref.ref(accelerator)
+        self._number, self._progress = number, progress
+
+    def epoch_begins(self) -> None:
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            self._recorder.epoch_begins(accelerator)
+
+    def batch_given(self, batch: Any) -> None:
+        self._recorder.batch_given(self._number, self._progress.epoch, batch)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script of the arguments under the task of the first one."""
+    task = Task.read(arguments[0])
+    script = str(Path(arguments[1]).resolve())
+    recorder = RunRecorder(task, script)
+    RUN_OBSERVERS.append(recorder)
+    sys.argv = [arguments[1], *arguments[2:], *task.resume_arguments]
+    sys.path[0] = str(Path(script).parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except StopRun:
+        pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,63 @@
+"""What one run of a check does; written by the command, read by every process of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ("Task",)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run.
+
+    Args:
+        notes: folder for the notes of the processes.
+        checkpoints: folder of the checkpoints of the straight run.
+        last_step: after which the run ends.
+        save_at: steps after which a checkpoint is saved.
+        resumed_at: step whose checkpoint the run loads; 0 for the straight run.
+        saved_on: processes of the straight run.
+        resume_arguments: further arguments of the script; empty where the command loads for the script.
+    """
+
+    notes: str
+    checkpoints: str
+    last_step: int
+    save_at: tuple[int, ...] = ()
+    resumed_at: int = 0
+    saved_on: int = 1
+    resume_arguments: tuple[str, ...] = ()
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run loads a checkpoint."""
+        return self.resumed_at > 0
+
+    @property
+    def loads(self) -> bool:
+        """Whether the script is not told to load by itself."""
+        return not self.resume_arguments
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint that the run loads."""
+        return self.folder_of(self.resumed_at)
+
+    def folder_of(self, step: int) -> str:
+        """The checkpoint of a step."""
+        return os.path.join(self.checkpoints, f"step_{step}")
+
+    def write(self, path: Path) -> None:
+        """Write the task into a file."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str) -> Task:
+        """Read the task of a file."""
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        given["save_at"], given["resume_arguments"] = tuple(given["save_at"]), tuple(given["resume_arguments"])
+        return cls(**given)
