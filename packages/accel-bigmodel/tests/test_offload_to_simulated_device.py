@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +38,7 @@ from accel_bigmodel import (
 from accel_bigmodel.align import attach_execution_device_hook
 from accel_bigmodel.device_map import resolve_device
 from accel_bigmodel.prefetch import BlockReader
+from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_state.errors import SettingError
 from accel_state.testing.simulated_device import NAME, POSSIBLE, simulated_device
 
@@ -348,3 +351,53 @@ def test_copies_compute_and_hooks_come_off(number: int) -> None:
     remove_hook_from_submodules(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert torch.allclose(nn.Module.to(model, "cpu")(IDS), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_map_that_exceeds_the_memory_of_a_device_is_refused_before_anything_is_read(
+    tmp_path: Path, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = made(blocks=60)
+    save_weights(model.state_dict(), tmp_path, "100KB")
+    with init_empty_weights():
+        empty = Net(blocks=60).eval()
+    values = empty.state_dict().values()
+    size = sum(value.numel() * (2 if dtype and value.is_floating_point() else value.itemsize) for value in values)
+    free = MEMORY - 50_000
+    held = torch.ones(50_000, dtype=torch.uint8, device=SECOND)
+    monkeypatch.setattr(RangeReader, "run", lambda self, advance=None: pytest.fail("something was read"))
+    with pytest.raises(SettingError, match=rf"{size - free} bytes are missing on {SECOND}\.\n") as refused:
+        load_checkpoint_and_dispatch(empty, tmp_path, {"": 1}, dtype=dtype)
+    assert f"take {size} on {SECOND} ({free} are free)." in refused.value.obstacle
+    assert all(value.is_meta for value in empty.parameters())
+    del held
+
+
+def test_the_nearest_map_of_a_refused_one_can_be_loaded(tmp_path: Path) -> None:
+    model, _ = made(blocks=6)
+    save_weights(model.state_dict(), tmp_path)
+    with init_empty_weights():
+        empty = Net(blocks=6).eval()
+    held = torch.ones(MEMORY - 60_000, dtype=torch.uint8, device=FIRST)
+    with pytest.raises(SettingError, match="bytes are missing") as refused:
+        load_checkpoint_in_model(empty, tmp_path, {"": 0})
+    shown = re.search(r"fits: (\{.*?\})\.", refused.value.remedy)
+    assert shown is not None
+    nearest = ast.literal_eval(shown[1])
+    assert set(nearest.values()) == {0, "cpu"}
+    load_checkpoint_in_model(empty, tmp_path, nearest)
+    devices = {value.device for value in empty.parameters()}
+    assert devices == {FIRST, torch.device("cpu")}
+    assert all(torch.equal(value.cpu(), model.state_dict()[name]) for name, value in empty.state_dict().items())
+    del held
+
+
+def test_weights_that_a_device_holds_already_make_room_for_those_of_a_checkpoint(tmp_path: Path) -> None:
+    model, expected = made(blocks=10)
+    save_weights(model.state_dict(), tmp_path)
+    model.to(FIRST)
+    free = MEMORY - used(FIRST)
+    held = torch.ones(free - 20_000, dtype=torch.uint8, device=FIRST)
+    load_checkpoint_in_model(model, tmp_path, {"": 0})
+    assert torch.allclose(model.to("cpu")(IDS), expected, atol=1e-6)
+    del held

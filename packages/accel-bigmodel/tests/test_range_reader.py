@@ -47,13 +47,14 @@ def test_a_part_of_a_tensor_arrives_and_no_other_byte_is_read(
     # Flipped, the target is not contiguous.
     target = torch.full(sizes[::-1], math.nan, dtype=dtype).permute(list(range(len(sizes)))[::-1])
     target = target if flip else target.contiguous()
-    before, range_reader.PIECE = range_reader.PIECE, 64
+    before = range_reader.PIECE, range_reader.BLOCK
+    range_reader.PIECE, range_reader.BLOCK = 64, 32
     try:
         reader = RangeReader(threads=3)
         reader.add(target, path, BEGIN, torch.float32, shape, starts)
         reader.run()
     finally:
-        range_reader.PIECE = before
+        range_reader.PIECE, range_reader.BLOCK = before
     for dimension, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         whole = whole.narrow(dimension, start, size)
     assert torch.equal(target, whole.to(dtype))
@@ -102,8 +103,11 @@ def test_a_file_that_became_shorter_is_named_with_the_offset(tmp_path: Path, dty
     os.truncate(path, 5_000_000)
     reader = RangeReader()
     reader.add(torch.empty(3_000_000, dtype=dtype), path, BEGIN, torch.float32)
-    # Threads read the second and the third piece at the same time, and both are cut short.
-    offsets = "|".join(str(BEGIN + number * range_reader.PIECE) for number in (1, 2))
+    # Threads read the second and the third piece at the same time, and both are cut short; a piece that is converted
+    # is read in blocks.
+    step = range_reader.PIECE if dtype == torch.float32 else range_reader.BLOCK
+    ends = [end for end in range(step, 12_000_000 + step, step) if end + BEGIN > 5_000_000]
+    offsets = "|".join(str(BEGIN + end - step) for end in ends)
     with pytest.raises(
         CheckpointError, match=rf"at offset ({offsets}) of '.*file'.\n.*the file ends \d+ bytes too early"
     ):

@@ -28,7 +28,8 @@ LOADS: Final = (
 )
 COLD: Final = (
     'Wall time of a load of 2 GB whose files were taken out of the page cache by posix_fadvise; "raw" reads the same '
-    "bytes by as many threads with preadv, 4 MiB at a time, into memory that is there."
+    "bytes by as many threads with preadv, 4 MiB at a time: into memory that is there, or, beside the load as bf16, "
+    "into 1 GB of new memory, where each piece overwrites half of the one before."
 )
 MAPS: Final = "CPU time of a call for 200 blocks of 20 modules on the meta device."
 LARGE: Final = (
@@ -200,37 +201,46 @@ def cold_load(how: str, scope: Scope) -> Call:
     import torch
 
     functions, folder = library(scope), checkpoint(scope)
-    filled = layers()
+    kept: list[Any] = [layers()] if how == "in place" else []
+    dtype = None if how == "in place" else torch.bfloat16
 
     def run() -> None:
         with paused():
-            model, dtype = filled, None
             if how == "as bf16":
+                # The model of the round before is deleted while nothing is measured.
+                kept.clear()
                 with functions.init_empty_weights():
-                    model, dtype = layers(), torch.bfloat16
+                    kept.append(layers())
+            model = kept[0]
             take_out_of_cache(folder)
         functions.load_checkpoint_in_model(model, folder, dtype=dtype)
 
     return run
 
 
-def cold_read(scope: Scope) -> Call:
-    """The same bytes read by as many threads, 4 MiB at a time, into memory that is there."""
+def cold_read(how: str, scope: Scope) -> Call:
+    """The same bytes read by as many threads, 4 MiB at a time, into as much memory, old or new, as the load fills."""
     import torch
 
     folder, piece = checkpoint(scope), 1 << 22
+    step = piece if how == "in place" else piece // 2
     files = sorted(Path(folder).glob("*.safetensors"))
     starts = [(file, begin) for file in files for begin in range(0, file.stat().st_size, piece)]
-    memory: Any = torch.ones(len(starts) * piece, dtype=torch.uint8).numpy()
+    size = len(starts) * step + piece
+    memories: list[Any] = [torch.ones(size, dtype=torch.uint8).numpy()] if how == "in place" else []
 
     def read(number: int) -> None:
         file, begin = starts[number]
         with open(file, "rb", buffering=0) as opened:
-            os.preadv(opened.fileno(), [memory[number * piece : (number + 1) * piece]], begin)
+            os.preadv(opened.fileno(), [memories[0][number * step : number * step + piece]], begin)
 
     def run() -> None:
         with paused():
+            if how == "as bf16":
+                memories.clear()
             take_out_of_cache(folder)
+        if not memories:
+            memories.append(torch.empty(size, dtype=torch.uint8).numpy())
         with ThreadPoolExecutor(min(8, max(4, os.cpu_count() or 1))) as pool:
             list(pool.map(read, range(len(starts))))
 
@@ -347,11 +357,12 @@ CASES: Final = (
     *loads("load 2 GB and copy each weight", "copied", 0.7, None),
     *loads("load 2 GB as bf16", "as bf16", 0.7, 1.0),
     *(
-        Case(GROUP, name, "wall s", "ours/raw", 1.15, Work(partial(cold_load, how), raw=cold_read, alone=True), COLD)
+        Case(GROUP, name, "wall s", "ours/raw", 1.15, work, COLD)
         for name, how in (
             ("load 2 GB from the disk, not in the page cache, into the memory of a model", "in place"),
             ("load 2 GB from the disk, not in the page cache, as bf16", "as bf16"),
         )
+        for work in [Work(partial(cold_load, how), raw=partial(cold_read, how), alone=True)]
     ),
     *(
         beside_original(f"{name}, 200 blocks", "CPU ms", limit, partial(mapped, function, kept), MAPS)

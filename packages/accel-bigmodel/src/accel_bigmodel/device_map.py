@@ -12,7 +12,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accel_bigmodel.placement import OFFLOADED, DevicePacking, MaxMemory, Misfit, Placement, get_max_memory, pieces_of
+from accel_bigmodel.placement import (
+    HOST,
+    OFFLOADED,
+    DevicePacking,
+    MaxMemory,
+    Misfit,
+    Placement,
+    get_max_memory,
+    pieces_of,
+)
 from accel_bigmodel.sizes import Dtype, convert_bytes
 from accel_bigmodel.tied import device_of_name
 from accel_state.devices.select import best_family, family_of
@@ -25,6 +34,7 @@ __all__ = (
     "DeviceMapReport",
     "check_device_map",
     "check_device_same",
+    "check_room",
     "clean_device_map",
     "explain_device_map",
     "infer_auto_device_map",
@@ -130,16 +140,75 @@ def _blocks(packing: DevicePacking) -> dict[str, Any]:
 def _too_large(packing: DevicePacking, misfit: Misfit) -> SettingError:
     """The error for a model that the budget cannot hold, with the nearest device map."""
     last = list(packing.used)[-1]
-    nearest = _simplified(_blocks(packing))
-    shown = ", ".join(f"{name!r}: {device!r}" for name, device in list(nearest.items())[:10])
-    more = f", and {len(nearest) - 10} more" if len(nearest) > 10 else ""
     left = ", ".join(f"{device}: {free}" for device, free in misfit.left.items())
     return SettingError(
         f"Cannot place the model under the budget {dict(packing.budget)}: {packing.missing} bytes are missing.",
         f"{misfit.piece.names[0]!r} takes {misfit.piece.size} bytes, and no device has them (left: {left}).",
         f"Raise the budget of {last!r} to {packing.used[last]} bytes. The nearest device map that fits is then "
-        f"{{{shown}{more}}}. Without 'disk' in the budget, the disk has no bound.",
+        f"{_nearest(packing)}. Without 'disk' in the budget, the disk has no bound.",
     )
+
+
+def _nearest(packing: DevicePacking) -> str:
+    """The device map of a packing as text."""
+    nearest = _simplified(_blocks(packing))
+    shown = ", ".join(f"{name!r}: {device!r}" for name, device in list(nearest.items())[:10])
+    more = f", and {len(nearest) - 10} more" if len(nearest) > 10 else ""
+    return f"{{{shown}{more}}}"
+
+
+def check_room(
+    model: nn.Module, device_map: DeviceMap, needed: Mapping[torch.device, int], dtype: Dtype | None = None
+) -> None:
+    """Refuse a device map that gives a device more weights than there is memory for.
+
+    An accelerator is held to the memory that is free, the host to all that it has. A device that does not tell its
+    memory is not checked.
+
+    Args:
+        needed: bytes of new memory by device.
+        dtype: dtype that floating-point weights are given; that of the model when None.
+
+    Raises:
+        SettingError: with the bytes that are missing and the nearest device map that fits.
+    """
+    rooms = {device: room for device in needed if (room := _room_of(device, needed[device])) is not None}
+    missing = {device: needed[device] - room for device, room in rooms.items() if needed[device] > room}
+    if not missing:
+        return
+    budget: dict[Any, int] = {}
+    for entry in device_map.values():
+        if str(entry) not in OFFLOADED and resolve_device(entry) in rooms:
+            budget.setdefault(entry, rooms[resolve_device(entry)])
+    packing = DevicePacking(
+        pieces_of(model, getattr(model, "_no_split_modules", None), dtype),
+        {**budget, HOST: family_of(HOST).free_memory()},
+    )
+    packing.run()
+    wanted = ", ".join(f"{needed[device]} on {device} ({rooms[device]} are free)" for device in missing)
+    raise SettingError(
+        f"Cannot load {type(model).__name__} by its device map: "
+        f"{', '.join(f'{size} bytes are missing on {device}' for device, size in missing.items())}.",
+        f"The weights that it puts there take {wanted}.",
+        f"Free memory, or use the nearest device map that fits: {_nearest(packing)}. Its parts for 'disk', if it has "
+        "any, need a folder.",
+    )
+
+
+def _room_of(device: torch.device, size: int) -> int | None:
+    """Bytes that a device has for `size` bytes; None where it does not tell."""
+    family = family_of(device)
+    try:
+        if family is family_of(HOST):
+            return family.total_memory()
+        room = family.free_memory(device.index)
+        if room < size:
+            # What the allocator of torch holds for later counts as free.
+            family.empty_cache()
+            room = family.free_memory(device.index)
+        return room
+    except NotOffered:
+        return None
 
 
 def _missing_for_buffers(packing: DevicePacking) -> int:

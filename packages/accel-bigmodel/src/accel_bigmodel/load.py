@@ -19,6 +19,7 @@ from accel_bigmodel.placement import MaxMemory, get_balanced_memory
 from accel_bigmodel.sizes import Dtype, torch_dtype
 from accel_bigmodel.tied import device_of_name
 from accel_bigmodel.weight_files.reading import WeightSource
+from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
 
 __all__ = (
@@ -72,7 +73,9 @@ def load_checkpoint_in_model(
         CheckpointError: files are missing or damaged, or names do not agree with `strict=True`. A file that cannot be
             read to its end leaves the model written in part: using it raises until a load succeeds.
         ShapeMismatch: a weight has another shape than the model's; nothing was loaded.
-        SettingError: the device map does not fit the model, or names the disk and there is no folder.
+        SettingError: the device map does not fit the model, or names the disk and there is no folder; or a device has
+            too little memory for what the map puts there, which the error states in bytes with the nearest map that
+            fits. Nothing was read.
     """
     if broadcast_from_rank0 or holds_sharded_weights(model):
         if device_map is not None:
@@ -101,7 +104,7 @@ def _loading(
     def dtype_of(name: str) -> torch.dtype | None:
         return torch.float32 if wanted == torch.float16 and any(part in name for part in kept) else wanted
 
-    return Loading(model, device_map, offload_folder, offload_buffers, dtype_of)
+    return Loading(model, layout_of(model, device_map), offload_folder, offload_buffers, dtype_of)
 
 
 def load_checkpoint_and_dispatch(

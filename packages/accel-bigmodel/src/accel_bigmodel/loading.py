@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from accel_bigmodel.device_map import Device, DeviceMap, resolve_device
+from accel_bigmodel.device_map import Device, check_device_same, check_room, resolve_device
 from accel_bigmodel.dispatch import DISK
 from accel_bigmodel.failed_load import LoadGuard, load_guard
 from accel_bigmodel.hub import local_checkpoint
@@ -72,6 +72,7 @@ class Loading:
     """One load by one process; `run` does it.
 
     Args:
+        layout: of the model, with its device map.
         dtype_of: dtype that the weight of a name is given; None for that of the model.
         place: puts each weight into the model, in place of setting it in the dtype and on the device that it is given.
 
@@ -81,20 +82,20 @@ class Loading:
         layout: the weights of the model; `run` fills in their files.
 
     Raises:
-        SettingError: the device map does not fit the model, or names the disk and there is no folder.
+        SettingError: the device map names the disk and there is no folder; from `run`, a device lacks memory.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        device_map: DeviceMap | None = None,
+        layout: WeightLayout,
         offload_folder: str | os.PathLike[str] | None = None,
         offload_buffers: bool = False,
         dtype_of: Callable[[str], torch.dtype | None] = lambda name: None,
         place: Place | None = None,
     ) -> None:
-        self.layout = layout_of(model, device_map)
-        if device_map is not None and offload_folder is None and DISK in map(str, device_map.values()):
+        self.layout = layout
+        if offload_folder is None and DISK in map(str, (layout.device_map or {}).values()):
             raise SettingError(
                 f"Cannot load parts of {type(model).__name__} to the disk.",
                 "No folder was named for them.",
@@ -113,11 +114,31 @@ class Loading:
             found = open_weights(find_weights(local_checkpoint(checkpoint)))
             report = compare(self.model, self.layout, found, strict)
             own = {name: weight for name, weight in found.items() if name in self.layout.weights}
+            self._check_room(own)
             # Opened before anything is written, as the last thing that can be wrong with a file.
             mapped = {name: weight.mapped() for name, weight in own.items() if self._is_mapped(name, weight)}
             self.layout = self.layout.with_files({name: _stored(weight) for name, weight in own.items()})
             guard.writes = True
             return replace(report, bytes_read=self.bring(own, mapped))
+
+    def _check_room(self, found: Mapping[str, FileWeight]) -> None:
+        """Refuse a device map whose weights a device has no memory for; those that are quantised become smaller."""
+        if self.layout.device_map is None or self._place is not None:
+            return
+        needed: dict[torch.device, int] = {}
+        counted = set[tuple[int, torch.device]]()
+        for name, weight in found.items():
+            own = self._tensors[name]
+            if self._stays_on_disk(name) or self._is_mapped(name, weight):
+                continue
+            device = resolve_device(self._device(self.layout.weights[name]))
+            if (id(own), device) not in counted:
+                counted.add((id(own), device))
+                size = own.numel() * self._dtype(name, weight).itemsize
+                # The memory that a weight has there already becomes free.
+                held = own.nbytes if check_device_same(own.device, device) else 0
+                needed[device] = needed.get(device, 0) + size - held
+        check_room(self.model, self.layout.device_map, needed, self._dtype_of(""))
 
     def bring(self, found: Mapping[str, FileWeight], mapped: Mapping[str, Tensor] | None = None) -> int:
         """Bring weights where they belong, and return how many bytes were read.
@@ -184,6 +205,8 @@ class Loading:
                 value = torch.empty(weight.shape, dtype=self._dtype(name, weight), device=resolve_device(device))
                 _fill(value, weight, reader)
             set_module_tensor_to_device(self.model, name, device, value=value, dtype=value.dtype, clear_cache=False)
+            # The memory of the weight before is free for the next one.
+            self._tensors[name] = value
         with load_progress(self.model, reader.size) as advance:
             reader.run(advance)
         return reader.bytes_read
@@ -498,7 +521,7 @@ def _read_by_first(
     """Read on the first process while the others allocate memory, then send one weight after the other."""
     with barrier.reporting():
         guard.writes = True
-        loading = Loading(model, dtype_of=lambda name: dtype)
+        loading = Loading(model, layout_of(model), dtype_of=lambda name: dtype)
         shapes = {name: spec.shape for name, spec in view.layout.weights.items()}
         awaited = {name: _AwaitedWeight(name, shapes[name], dtypes[name]) for name in dtypes}
         read = loading.bring(view.found or awaited)

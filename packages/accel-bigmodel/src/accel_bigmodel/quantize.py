@@ -352,13 +352,13 @@ def load_and_quantize_model(
         raise SettingError(
             f"Cannot quantise {name}.", "It is empty and no weights_location= was given.", "Name its checkpoint."
         )
-    chosen = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    chosen = _chosen_map(model, config, device_map, max_memory, no_split_module_classes)
+    layout = layout_of(model, chosen)
     quantising = _Quantising(model, config, chosen)
     if weights_location is None:
-        quantising.convert()
-        layout = layout_of(model, chosen)
+        quantising.convert(layout.tied)
     else:
-        loading = Loading(model, chosen, offload_folder, dtype_of=quantising.dtype_of, place=quantising.place)
+        loading = Loading(model, layout, offload_folder, dtype_of=quantising.dtype_of, place=quantising.place)
         report = loading.run(weights_location, strict=False)
         refuse_empty(model, report, weights_location)
         layout = loading.layout
@@ -381,14 +381,26 @@ def get_quantized_model_device_map(
         SettingError: it does not fit the model; or one that was made here needs the CPU or the disk besides the
             accelerators, and the configuration does not allow that.
     """
+    chosen = _chosen_map(model, bnb_quantization_config, device_map, max_memory, no_split_module_classes)
+    if chosen is device_map:
+        check_device_map(model, chosen)
+    return chosen
+
+
+def _chosen_map(
+    model: nn.Module,
+    config: BnbQuantizationConfig,
+    device_map: str | DeviceMap | None,
+    max_memory: MaxMemory | None,
+    no_split_module_classes: Sequence[str] | None,
+) -> DeviceMap:
+    """The device map that is given, not checked, or the one that a policy makes."""
     if device_map is None:
         family = best_family()
         host = family.name in OFFLOADED
         return {"": family.name if host else f"{family.name}:{torch.get_device_module(family.name).current_device()}"}
     if not isinstance(device_map, str):
-        check_device_map(model, device_map)
         return device_map
-    config = bnb_quantization_config
     quantised = {f"{name}.weight" for name in linear_layers(model, _skipped(model, config))}
     others = {
         n: _plain_dtype(n, config) for n, p in model.named_parameters(remove_duplicate=False) if n not in quantised
@@ -423,7 +435,6 @@ class _Quantising:
         self.model, self.config, self.device_map = model, config, device_map
         self.main = main_device_of(device_map)
         names = [name for name in linear_layers(model, _skipped(model, config)) if not self._is_offloaded(name)]
-        self.tied = find_tied_parameters(model)
         replace_layers(model, names, config)
         self.quantised = {f"{name}.weight" for name in names}
 
@@ -443,9 +454,9 @@ class _Quantising:
         else:
             set_module_tensor_to_device(model, name, device, value=weight, dtype=dtype, clear_cache=False)
 
-    def convert(self) -> None:
-        """Quantise a model that has its weights, one after the other."""
+    def convert(self, tied: Sequence[Sequence[str]]) -> None:
+        """Quantise a model that has its weights, one after the other; names in one group of `tied` share one."""
         for name, parameter in list(self.model.named_parameters()):
             device = "cpu" if self._is_offloaded(name) else device_of_name(name, self.device_map)
             self.place(self.model, name, device, parameter.detach(), self.dtype_of(name))
-        retie_parameters(self.model, self.tied)
+        retie_parameters(self.model, tied)
