@@ -79,7 +79,7 @@ CONTROLS: Final[dict[str, BrokenBackend]] = {}
 """By name, the two backends without a fault from which the others are made."""
 
 _WITHOUT_JOIN: Final = frozenset({Ability.JOIN})
-_LOCAL: Final = frozenset({Ability.JOIN, Ability.AVERAGE})
+_LOCAL: Final = frozenset({Ability.JOIN, Ability.AVERAGE, Ability.SYNCHRONOUS})
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 
