@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
-from accel_plugins import Job, Manifest, Phase
-from accel_state.errors import PluginError
+from accel_plugins import Ability, Job, Manifest, Phase
+from accel_plugins.fsdp.manifest import FSDP1, FSDP2
+from accel_plugins.xla.manifest import MANIFEST as XLA
+from accel_state.errors import NotOffered, PluginError
 
 GOOD = Manifest(name="example", strategy="example.strategy:ExampleStrategy")
 
@@ -29,3 +31,18 @@ def test_a_malformed_name_is_refused(name: str) -> None:
 def test_a_target_that_leads_nowhere_is_refused(field: str) -> None:
     with pytest.raises(PluginError, match=field):
         dataclasses.replace(GOOD, **{field: "no_colon_here"})
+
+
+@pytest.mark.parametrize("ability", Ability)
+def test_an_ability_that_a_backend_lacks_is_refused_in_three_parts(ability: Ability) -> None:
+    GOOD.demand(ability)
+    with pytest.raises(NotOffered, match="'example'") as caught:
+        dataclasses.replace(GOOD, lacks=frozenset({ability})).demand(ability)
+    assert caught.value.obstacle
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("manifest", [FSDP1, FSDP2, XLA], ids=lambda manifest: manifest.name)
+def test_a_backend_whose_steps_need_all_processes_joins_nothing(manifest: Manifest) -> None:
+    with pytest.raises(NotOffered, match="join_uneven_inputs"):
+        manifest.demand(Ability.JOIN)

@@ -207,10 +207,6 @@ def refusal(given: Case, precision: str, what: str) -> str:
             session.strategy.check(Bundle.of([model, optimizer]))
         if what == "stranger":
             session.strategy.check(Bundle.of([make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1)]))
-        if what == "join":
-            session.strategy.join([session.model])
-        if what == "average":
-            session.strategy.average_parameters(session.model)
     except AccelError as error:
         return type(error).__name__ if error.obstacle and error.remedy else f"{error} lacks a part"
     return "nothing was raised"
@@ -224,8 +220,6 @@ def refusal(given: Case, precision: str, what: str) -> str:
         ({}, "no", "meta", "Conflict"),
         ({}, "no", "stepped", "Conflict"),
         ({}, "no", "stranger", "Conflict"),
-        ({}, "no", "join", "NotOffered"),
-        ({}, "no", "average", "NotOffered"),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "no", "", "SettingError"),
         (
             {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["X"]},

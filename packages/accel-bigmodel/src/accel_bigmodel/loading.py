@@ -27,7 +27,7 @@ from accel_bigmodel.hub import local_checkpoint
 from accel_bigmodel.offload import offload_weight, save_offload_index
 from accel_bigmodel.place import set_module_tensor_to_device
 from accel_bigmodel.progress import progress
-from accel_bigmodel.tied import retie_parameters
+from accel_bigmodel.tied import canonical_name, retie_parameters
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.reading import FileWeight, find_weights, open_weights
 from accel_bigmodel.weight_layout import StoredWeight, WeightLayout, WeightSpec, layout_of
@@ -44,9 +44,6 @@ _log: Final = logging.getLogger(__name__)
 _ASKED: Final = "Cannot load a checkpoint on several processes."
 _DEADLINE: Final = 7200.0
 """Seconds to wait for a process that reads; the first one may read a large checkpoint alone."""
-
-_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Modules that torch puts around others; files do not have their names."""
 
 
 Place: TypeAlias = "Callable[[nn.Module, str, Device, Tensor, torch.dtype | None], None]"
@@ -374,7 +371,7 @@ class _View:
         self.model = model
         self.checkpoint = checkpoint
         self.strict = strict
-        self.layout = _with_file_names(layout_of(model))
+        self.layout = _withcanonical_names(layout_of(model))
         self.found: dict[str, FileWeight] = {}
         self.report: LoadReport | None = None
 
@@ -431,21 +428,17 @@ def _from_each(views: Sequence[str]) -> str:
     return json.dumps({**json.loads(views[0]), "all": False})
 
 
-def _with_file_names(layout: WeightLayout) -> WeightLayout:
+def _withcanonical_names(layout: WeightLayout) -> WeightLayout:
     """The layout under the names that files have, without those of wrappers of torch."""
-    named = {_file_name(name): replace(spec, name=_file_name(name)) for name, spec in layout.weights.items()}
-    return replace(layout, weights=named, tied=tuple(tuple(map(_file_name, names)) for names in layout.tied))
-
-
-def _file_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    named = {canonical_name(name): replace(spec, name=canonical_name(name)) for name, spec in layout.weights.items()}
+    return replace(layout, weights=named, tied=tuple(tuple(map(canonical_name, names)) for names in layout.tied))
 
 
 def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadReport:
     """Read the parts of weights that this process holds."""
     reader, fresh, filled = RangeReader(), dict[str, Tensor](), set[int]()
     for name, own in tensors_of(model).items():
-        weight = view.found.get(_file_name(name))
+        weight = view.found.get(canonical_name(name))
         if weight is None or id(own) in filled:
             continue
         filled.add(id(own))
@@ -486,7 +479,7 @@ def _distribute(model: nn.Module, view: _View, full: bool) -> None:
     """Let torch give each process its shards: of the weights of the first one, or of those in its own files."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    own = {_file_name(name): tensor.dtype for name, tensor in tensors_of(model).items()}
+    own = {canonical_name(name): tensor.dtype for name, tensor in tensors_of(model).items()}
     given: dict[str, Any] = {
         name: weight.mapped().to(own[name] if own[name].is_floating_point else weight.dtype)
         for name, weight in view.found.items()

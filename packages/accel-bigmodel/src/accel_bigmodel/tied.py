@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 __all__ = (
+    "canonical_name",
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
     "device_of_name",
@@ -23,6 +24,21 @@ __all__ = (
 )
 
 _log = logging.getLogger(__name__)
+
+_WRAPPER_SEGMENTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names of the modules that torch puts around others."""
+
+
+def canonical_name(name: str) -> str:
+    """The name of a parameter in the user's model and in files, without the segments that wrappers of torch add.
+
+    Example:
+        >>> canonical_name("layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[Any, int, int]:

@@ -13,13 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_plugins.manifest import Part
+from accel_plugins.parameters import parameter_names, rebind
 from accel_state.labels import PREPARED
 
-__all__ = ("Bundle", "canonical_name", "kind_of")
+__all__ = ("Bundle", "kind_of")
 
 _logger: Final = logging.getLogger(__name__)
-
-_WRAPPER_SEGMENTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def kind_of(given: object) -> Part | None:
@@ -41,13 +40,6 @@ def kind_of(given: object) -> Part | None:
         return Part.SCHEDULER
     looks_like_a_scheduler = all(callable(getattr(given, name, None)) for name in ("step", "load_state_dict"))
     return Part.SCHEDULER if looks_like_a_scheduler and not isinstance(given, type) else None
-
-
-def canonical_name(name: str) -> str:
-    """Name of a parameter as in the user's model, without the segments that wrappers inside the model add."""
-    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
-        return name
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 class Bundle:
@@ -116,19 +108,14 @@ class Bundle:
         Taken before and after a strategy replaced parameters, two such tables tell which one became which.
         """
         return {
-            parameter: f"{index}.{canonical_name(name)}"
+            parameter: f"{index}.{name}"
             for index, model in enumerate(self.models)
-            for name, parameter in model.named_parameters()
+            for parameter, name in parameter_names(model).items()
         }
 
     def rebind(self, mapping: Mapping[Parameter, Parameter]) -> None:
-        """Make the optimizers work on the new parameters in place of the old ones; their state moves along."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [mapping.get(parameter, parameter) for parameter in group["params"]]
-            for old, new in mapping.items():
-                if old in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(old)
+        """Make the optimizers hold the new parameters instead of the old ones; their state moves with them."""
+        rebind(self.optimizers, mapping)
 
     def rebind_by_name(self, before: Mapping[Parameter, str]) -> None:
         """`rebind` to the parameters that now carry the names in `before`, a table made by `parameter_names`."""

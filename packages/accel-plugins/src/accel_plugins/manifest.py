@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from accel_state.errors import PluginError
+from accel_state.errors import NotOffered, PluginError
 from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
 
@@ -126,6 +126,25 @@ class Traits:
     elastic: bool = False
 
 
+_REFUSALS: Final = {
+    Ability.AVERAGE: (
+        "Cannot average parameters over the processes (LocalSGD)",
+        "This backend keeps the parameters equal itself, or each process has another shard of the parameters.",
+        "Use the backend 'ddp', or LocalSGD(..., enabled=False).",
+    ),
+    Ability.CLIP_VALUE: (
+        "Cannot clip gradients by value (clip_grad_value_)",
+        "This backend clips by norm only.",
+        "Use clip_grad_norm_, or set gradient_clipping in its settings.",
+    ),
+    Ability.JOIN: (
+        "Cannot let processes run out of batches at different times (join_uneven_inputs)",
+        "Every step of this backend needs all processes.",
+        "Use even_batches=True, or the backend 'ddp'.",
+    ),
+}
+"""What an error says of an ability that a backend lacks: what failed, what stands in the way, what to do."""
+
 _USUAL_PHASE: Final = {Job.AUTOCAST: Phase.BEFORE, Job.COMPILE: Phase.AFTER}
 
 
@@ -215,6 +234,18 @@ class Manifest:
     def phase(self, job: Job) -> Phase:
         """When a job is done, relative to the strategy's own wrapping."""
         return self.phases.get(job, _USUAL_PHASE[job])
+
+    def demand(self, ability: Ability) -> None:
+        """Refuse to use an ability that the backend lacks; whoever uses one calls this first.
+
+        Raises:
+            NotOffered: the backend lacks it.
+        """
+        if ability in self.lacks:
+            failed, obstacle, remedy = _REFUSALS.get(
+                ability, (f"Cannot use {ability.value!r}", "This backend lacks it.", "Use another backend.")
+            )
+            raise NotOffered(f"{failed} with the backend {self.name!r}.", obstacle, remedy)
 
 
 def _is_name(text: str) -> bool:

@@ -279,7 +279,7 @@ class Strategy:
 
         Called on every process, by whoever looks at gradients; never on the way of training.
         """
-        from accel_plugins.bundle import canonical_name
+        from accel_plugins.parameters import canonical_name
 
         return {
             canonical_name(name): _complete(parameter.grad)

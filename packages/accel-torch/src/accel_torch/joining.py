@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.layers import strategy_model
+from accel_plugins.manifest import Ability
 
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
@@ -23,7 +24,12 @@ def join_uneven_inputs(parts: Parts, joinables: Sequence[Any], even_batches: boo
         parts: the Accelerator.
         joinables: prepared models.
         even_batches: what prepared loaders fill up inside of the block; as before when None.
+
+    Raises:
+        NotOffered: every step of the backend needs all processes.
     """
+    if parts.state.use_distributed:
+        parts._engine.manifest.demand(Ability.JOIN)
     samplers = [] if even_batches is None else _adjustable(parts)
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:

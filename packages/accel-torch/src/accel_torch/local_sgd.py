@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Ability
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -52,13 +52,8 @@ class LocalSGD:
                 "Pass an int of at least 1.",
             )
         self.enabled = enabled and accelerator.use_distributed
-        manifest = accelerator._engine.manifest
-        if self.enabled and Ability.AVERAGE in manifest.lacks:
-            raise NotOffered(
-                f"Cannot use LocalSGD with the backend {manifest.name!r}.",
-                "Each process has another shard of the parameters.",
-                "Use the backend 'ddp', or LocalSGD(..., enabled=False).",
-            )
+        if self.enabled:
+            accelerator._engine.manifest.demand(Ability.AVERAGE)
         self.num_steps = 0
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
         self.model_sync_obj: AbstractContextManager[object] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins import strategy as base
-from accel_plugins.manifest import Duty
+from accel_plugins.manifest import Ability, Duty
 from accel_state.errors import NotOffered, SettingError
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def clip_grad_norm(
 
 def clip_grad_value(parts: Parts, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Cut every element of the gradients."""
+    parts._engine.manifest.demand(Ability.CLIP_VALUE)
     unscale_gradients(parts)
     parts._engine.strategy.clip_value(_listed(parameters), clip_value)
 

@@ -5,18 +5,16 @@ Backends that shard save by name; converting lets each kind of checkpoint be loa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_plugins.parameters import names_by_group
 from accel_state.errors import CheckpointError
 
 __all__ = ("by_name", "by_position", "names_parameters", "restart", "unstepped")
-
-_WRAPPERS: Final = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def names_parameters(state: Mapping[str, Any]) -> bool:
@@ -88,12 +86,10 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable[Mod
 
 def _names(optimizer: Optimizer, models: Iterable[Module]) -> list[list[str]]:
     """Names of the optimizer's parameters, by group."""
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    for model in models:
-        known = {parameter: _WRAPPERS.sub("", name) for name, parameter in model.named_parameters()}
-        if all(parameter in known for group in groups for parameter in group):
-            return [[known[parameter] for parameter in group] for group in groups]
-    raise _other_parameters(optimizer, ["parameters of several models, or of none that is prepared"])
+    names = names_by_group(optimizer, models)
+    if names is None:
+        raise _other_parameters(optimizer, ["parameters of several models, or of none that is prepared"])
+    return names
 
 
 def _other_parameters(optimizer: Optimizer, found: list[str]) -> CheckpointError:

@@ -36,6 +36,8 @@ from accel_plugins.checkpoint.files import (
 )
 from accel_plugins.checkpoint.optimizer_names import by_position, names_parameters
 from accel_plugins.manifest import Part
+from accel_plugins.parameters import canonical_name
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular
 
@@ -56,11 +58,7 @@ _FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_
 
 def plain_state_dict(model: Module) -> dict[str, Tensor]:
     """The state dict of a module under the names its author gave, whatever was compiled inside of it."""
-    return {_uncompiled(name): value for name, value in model.state_dict().items()}
-
-
-def _uncompiled(name: str) -> str:
-    return name.replace("_orig_mod.", "")
+    return {canonical_name(name): value for name, value in model.state_dict().items()}
 
 
 def write_part(part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
@@ -133,7 +131,7 @@ def _weights(
     safe = candidates[0]
     if safe.is_file() and in_place and map_location == "cpu":
         own = model.state_dict(keep_vars=True)
-        return read_weights(safe, {_uncompiled(name): value for name, value in own.items()}, guard)
+        return read_weights(safe, {canonical_name(name): value for name, value in own.items()}, guard)
     found = next((path for path in candidates if path.is_file()), None)
     if found is not None:
         return weight_files.load_weights_file(found, map_location)
@@ -170,7 +168,7 @@ def _optimizer_state(optimizer: Any, folder: Path, index: int, map_location: Any
 def _positioned(state: Any, optimizer: Any, models: Sequence[Module]) -> Any:
     """The state with its parameters by position."""
     if isinstance(state, Mapping) and "param_groups" in state and names_parameters(state):
-        return by_position(state, getattr(optimizer, "optimizer", optimizer), models)
+        return by_position(state, inner_optimizer(optimizer), models)
     return state
 
 
@@ -189,7 +187,7 @@ def load_into_model(
         CheckpointError: names or shapes do not agree.
     """
     own = model.state_dict()
-    known = {_uncompiled(name): name for name in own}
+    known = {canonical_name(name): name for name in own}
     renamed = {known.get(name, name): value for name, value in weights.items()}
     for names in weight_files.tied_names(own):
         given = next((renamed[name] for name in names if name in renamed), None)

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,27 +211,6 @@ class DeepSpeedStrategy(Strategy):
         # Plain numbers, as scripts for DeepSpeed expect; None while an engine accumulates.
         norms = [float(norm) for wrapped in holders if (norm := wrapped.get_global_grad_norm()) is not None]
         return norms[0] if len(norms) == 1 else math.hypot(*norms) if norms else None
-
-    def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        raise NotOffered(
-            f"Cannot clip gradients to {value} (clip_grad_value_).",
-            "DeepSpeed clips by norm only.",
-            "Set DeepSpeedPlugin(gradient_clipping=...).",
-        )
-
-    def average_parameters(self, model: Module) -> None:
-        raise NotOffered(
-            "Cannot average parameters over the processes (LocalSGD).",
-            "DeepSpeed keeps them equal or divided by itself.",
-            "Use the backend 'ddp' with LocalSGD.",
-        )
-
-    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
-        raise NotOffered(
-            "Processes were to run out of batches at different times (join_uneven_inputs).",
-            "With DeepSpeed every backward needs all processes.",
-            "Use even_batches=True, or the backend 'ddp'.",
-        )
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -18,12 +18,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import Module, Parameter
 
-from accel_plugins.bundle import Bundle, canonical_name
+from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
+from accel_plugins.parameters import canonical_name
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.schema import given_value, member_name, plain_value
 

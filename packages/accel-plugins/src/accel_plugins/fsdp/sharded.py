@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,11 +23,12 @@ from accel_plugins.manifest import Part
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state import current
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.schema import plain_value
 
-__all__ = ("ShardedStrategy", "inner_optimizer", "owner")
+__all__ = ("ShardedStrategy", "owner")
 
 
 class ShardedStrategy(Strategy):
@@ -140,22 +141,6 @@ class ShardedStrategy(Strategy):
 
         return average
 
-    # ------------------------------------------------------------------ one step
-
-    def average_parameters(self, model: Module) -> None:
-        raise NotOffered(
-            "Cannot average parameters over the processes (LocalSGD).",
-            "With FSDP each process has another part of them, so there is nothing to average.",
-            "Use the backend 'ddp' with LocalSGD.",
-        )
-
-    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
-        raise NotOffered(
-            "Processes were to run out of batches at different times (join_uneven_inputs).",
-            "With FSDP every forward gathers parameters from all processes.",
-            "Use even_batches=True, or the backend 'ddp'.",
-        )
-
     # ------------------------------------------------------------------ checkpoints
 
     @property
@@ -221,12 +206,6 @@ class ShardedStrategy(Strategy):
             # Whoever ended all groups has ended this one, too.
             with suppress(ValueError):
                 torch.distributed.destroy_process_group(group)
-
-
-def inner_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer in a prepared one; another one as it is."""
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
 
 
 def owner(optimizer: Optimizer, models: Sequence[Module]) -> Module:

@@ -43,6 +43,7 @@ from accel_plugins.checkpoint.optimizer_names import by_name, names_parameters, 
 from accel_plugins.checkpoint.shards import PortableWriter, names_in, read_into, read_whole
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
+from accel_plugins.parameters import with_tied_names
 from accel_state import current
 from accel_state.errors import CheckpointError, SettingError
 
@@ -133,25 +134,13 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
         return
     # Mapped, so that each process reads no more than the pages of its shards.
     mapped = {"mmap": zipfile.is_zipfile(whole)} if plain is None else {}
-    weights = pickled.read(whole, **mapped) if plain is None else _with_ties(model, load_weights_file(plain))
+    weights = pickled.read(whole, **mapped) if plain is None else with_tied_names(model, load_weights_file(plain))
     loading.put(model, weights, strict=strict)
 
 
 def put_model(model: Module, shards: dict[str, Any], *, strict: bool = True) -> None:
     """Give a model the shards of this process."""
     set_model_state_dict(model, shards, options=StateDictOptions(strict=strict))
-
-
-def _with_ties(model: Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights with all names of those that have several: a safetensors file keeps the first."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        given = next((weights[name] for name in tied if name in weights), None)
-        if given is not None:
-            weights.update({name: given for name in tied if name not in weights})
-    return weights
 
 
 def load_optimizer(model: Module, optimizer: Optimizer, folder: Path, index: int) -> None:

@@ -17,6 +17,7 @@ from accel_plugins.megatron import saving
 from accel_plugins.megatron.objects import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_plugins.megatron.parallel import from_last_stage, parallel_state, pipeline_parallel
 from accel_plugins.megatron.train_steps import StepOutput, train_step_for
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import DataError
 from accel_state.settings.installed import Requirement
 
@@ -102,9 +103,9 @@ class MegatronEngine(Module):
         """Compute gradients, step and move the schedule; the losses by name, and logits on request."""
         for part in self.module:
             part.zero_grad_buffer()  # type: ignore[operator]
-        _plain(self.optimizer).zero_grad()
+        inner_optimizer(self.optimizer).zero_grad()
         report = self._run(batch_data, forward_only=False)
-        stepped, norm, _ = _plain(self.optimizer).step()
+        stepped, norm, _ = inner_optimizer(self.optimizer).step()
         self.grad_norm = None if norm is None else float(norm)
         if isinstance(self.optimizer, MegatronLMOptimizerWrapper):
             self.optimizer.skipped = not stepped
@@ -276,10 +277,6 @@ def _innermost(part: Any) -> Any:
     return part
 
 
-def _plain(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, MegatronLMOptimizerWrapper) else optimizer
-
-
 def _plain_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, MegatronLMSchedulerWrapper) else scheduler
 
@@ -318,7 +315,7 @@ class Recorder:
         if self._writer is None:
             return
         values = {name: float(loss) for name, loss in report.items() if name != "logits"}
-        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        inner = inner_optimizer(engine.optimizer)
         values["learning-rate"] = float(inner.param_groups[0]["lr"])
         if self._all:
             values["grad-norm"] = engine.grad_norm or 0.0

@@ -11,6 +11,7 @@ from accel_ops.agreement import raise_on_any_rank
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.shards import check_objects
 from accel_plugins.megatron.parallel import dist_checkpointing, mapping, parallel_state, tensor_parallel
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state import current
 from accel_state.errors import CheckpointError, NotOffered
 from accel_state.process import wait_for_everyone
@@ -35,7 +36,7 @@ def save(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
         NotOffered: Megatron-LM could not read what it would write.
     """
     if plugin.use_distributed_optimizer and not plugin.no_save_optim:
-        _demand_readable(_inner(engine.optimizer))
+        _demand_readable(inner_optimizer(engine.optimizer))
     place = folder / FOLDER
     if _is_first():
         place.mkdir(parents=True, exist_ok=True)
@@ -91,9 +92,9 @@ def _restore(engine: Any, plugin: MegatronLMPlugin, found: Any, generators: bool
     plugin.consumed_samples = list(found["consumed_samples"])
     if not optimizer:
         # What the optimizer keeps in 32 bits begins with the weights that were read.
-        _inner(engine.optimizer).reload_model_params()
+        inner_optimizer(engine.optimizer).reload_model_params()
         return
-    _inner(engine.optimizer).load_state_dict(found["optimizer"])
+    inner_optimizer(engine.optimizer).load_state_dict(found["optimizer"])
     if engine.scheduler is not None and "opt_param_scheduler" in found:
         engine.scheduler.load_state_dict(found["opt_param_scheduler"])
     if generators:
@@ -108,9 +109,11 @@ def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
     state: dict[str, Any] = dict(models)
     if optimizer:
         if loading:
-            _begin_states(_inner(engine.optimizer))
+            _begin_states(inner_optimizer(engine.optimizer))
         every = {name: value for shards in models.values() for name, value in shards.items()}
-        state["optimizer"] = _inner(engine.optimizer).sharded_state_dict(every, is_loading=loading, metadata=_FORM)
+        state["optimizer"] = inner_optimizer(engine.optimizer).sharded_state_dict(
+            every, is_loading=loading, metadata=_FORM
+        )
     if not loading:
         state["has_optimizer"] = optimizer
     return state
@@ -148,10 +151,6 @@ def _bare(part: Any) -> Any:
 
 def _part_name(index: int) -> str:
     return "model" if index == 0 else f"model{index}"
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _generators() -> Any:

@@ -7,7 +7,6 @@ calling it with a batch is a whole step, and backward, the optimizer and the sch
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -154,27 +153,6 @@ class MegatronStrategy(Strategy):
             )
         norm = None if self.engine is None else self.engine.grad_norm
         return None if norm is None else torch.tensor(norm)
-
-    def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        raise NotOffered(
-            f"Cannot clip gradients to {value} (clip_grad_value_).",
-            "Megatron-LM clips by norm only.",
-            "Set MegatronLMPlugin(gradient_clipping=...).",
-        )
-
-    def average_parameters(self, model: Module) -> None:
-        raise NotOffered(
-            "Cannot average parameters over the processes (LocalSGD).",
-            "Megatron-LM keeps them equal or divided by itself.",
-            "Use the backend 'ddp' with LocalSGD.",
-        )
-
-    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
-        raise NotOffered(
-            "Processes were to run out of batches at different times (join_uneven_inputs).",
-            "With Megatron-LM every step needs all processes.",
-            "Use even_batches=True, or the backend 'ddp'.",
-        )
 
     # ------------------------------------------------------------------ checkpoints
 

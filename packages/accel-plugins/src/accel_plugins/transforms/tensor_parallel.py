@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import Module
 
+from accel_bigmodel.tied import find_tied_parameters
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
 from accel_plugins.transform import Stage, Transform
@@ -159,12 +160,9 @@ Place = tuple[Module, str]
 
 
 def _ties(model: Module) -> list[list[Place]]:
-    """Where parameters stand that the model has under several names."""
-    places: dict[int, list[Place]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    return [shared for shared in places.values() if len(shared) > 1]
+    """The modules, with the name there, of each parameter that the model has under several names."""
+    split = ((name.rpartition(".") for name in names) for names in find_tied_parameters(model))
+    return [[(model.get_submodule(module), name) for module, _, name in names] for names in split]
 
 
 def _tie(places: list[Place]) -> None:

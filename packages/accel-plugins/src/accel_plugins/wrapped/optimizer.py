@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
 
-__all__ = ("AcceleratedOptimizer", "Stepping")
+__all__ = ("AcceleratedOptimizer", "Stepping", "inner_optimizer")
 
 Step = Callable[[Optimizer, "Closure | None"], bool]
 
@@ -186,6 +186,13 @@ class AcceleratedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, self.scaler)
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that a prepared one wraps; another one as it is."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _recording(closure: Closure, losses: list[Any]) -> Closure:

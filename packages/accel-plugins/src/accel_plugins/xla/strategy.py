@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,9 +12,10 @@ import torch_xla
 import torch_xla.core.xla_model as xla_model
 import torch_xla.runtime as runtime
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_bigmodel.tied import preserved_ties
 from accel_ops.tree import recursively_apply
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
@@ -132,15 +132,6 @@ class XLAStrategy(Strategy):
                 process.transport.all_reduce(mean).wait()
                 mean.div_(process.world_size)
 
-    def join(self, models: Sequence[Module], even_batches: bool | None = None) -> AbstractContextManager[None]:
-        if self.context.process.world_size == 1:
-            return nullcontext()
-        raise NotOffered(
-            "Processes were to run out of batches at different times (join_uneven_inputs).",
-            "On XLA devices all of them execute the same graphs, as often.",
-            "Use even_batches=True.",
-        )
-
     # ------------------------------------------------------------------ checkpoints
 
     def collect(self, part: Part, item: Any) -> Any:
@@ -248,22 +239,8 @@ def move(model: Module, device: torch.device) -> Module:
 
     `Module.to` makes new parameters there, one for each place; the caller rebinds what holds the old ones.
     """
-    shared = list(_shared(model))
-    moved = model.to(device)
-    for first, *others in shared:
-        parameter = moved.get_parameter(first)
-        for name in others:
-            owner, _, attribute = name.rpartition(".")
-            setattr(moved.get_submodule(owner), attribute, parameter)
-    return moved
-
-
-def _shared(model: Module) -> Iterable[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return (every for every in names.values() if len(every) > 1)
+    with preserved_ties(model):
+        return model.to(device)
 
 
 def move_state(optimizer: Optimizer) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from accel_plugins.bundle import Bundle, canonical_name
+from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.fsdp2 import divide
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.parameters import canonical_name
 from accel_plugins.strategy import Strategy
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_state import current

@@ -14,9 +14,9 @@ from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import FSDP_MODEL_NAME, sharded_model_name, shards_name
 from accel_plugins.checkpoint.shards import read_into
 from accel_plugins.fsdp import loading, weights
-from accel_plugins.fsdp.sharded import inner_optimizer
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.manifest import Part
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import SettingError
 from accel_state.settings.schema import member_name
 from accelerate.legacy.weights import is_peft_model
