@@ -34,7 +34,7 @@ class AcceleratorSession(Session):
             fsdp_plugin=plugin,
             kwargs_handlers=handlers,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=case.accumulation, sync_each_batch=not case.hold_back
+                num_steps=case.accumulation, sync_each_batch=not case.no_sync
             ),
         )
         self.process = current.process()

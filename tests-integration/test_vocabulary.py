@@ -171,18 +171,18 @@ IDENTIFIERS: Mapping[str, Retired] = {
     "before_gradients_are_read": Retired("finalize_gradients"),
     "decided_by_main": Retired("raise_on_any_rank"),
     "divided_sequence": Retired("sequence sharding"),
-    "exchanges_layers": Retired("swaps_modules", "accel-plugins"),
+    "exchanges_layers": Retired("swaps_modules"),
     "gathers_each_parameter": Retired("per_parameter_sharding"),
     "gives_partial_gradients": Retired("can_checkpoint_partial_grads"),
-    "hold_back": Retired("no_sync depth", "accel-plugins accel-torch tests-integration"),
+    "hold_back": Retired("no_sync depth"),
     "loss_is": Retired("loss_reduction", "accel-torch"),
     "part_held": Retired("shard_key"),
     "saves_behind": Retired("supports_async_save"),
     "saves_together": Retired("collective_save", "tests-integration"),
     "stand_ins": Retired("placeholders"),
-    "stands_for": Retired("placeholders", "accel-plugins accel-torch"),
+    "stands_for": Retired("placeholder_for"),
     "steady_tensors": Retired("CopyGuard"),
-    "waive": Retired("allow_missing", "accel-plugins accel-torch tests-integration"),
+    "waive": Retired("allow_missing"),
 }
 """Identifiers that are unusual enough to find by themselves."""
 

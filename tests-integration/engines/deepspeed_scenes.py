@@ -329,7 +329,7 @@ def universal(folder: str, load: bool = False) -> list[float]:
     model = layers()
     model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), digits(16))
     if load:
-        accelerator.load_state(folder, waive=("random_states",))
+        accelerator.load_state(folder, allow_missing=("random_states",))
         return list(steps(accelerator, model, optimizer, loader))
     list(steps(accelerator, model, optimizer, loader))
     accelerator.save_state(folder)

@@ -139,7 +139,7 @@ def main(
     loader: Any = DataLoader(Words(kind, classify), batch_size=batch)
     model, optimizer, schedule, loader = accelerator.prepare(made, optimizer, schedule, loader)
     if load:
-        accelerator.load_state(load, waive=["random_states"])
+        accelerator.load_state(load, allow_missing=["random_states"])
     told = _trained(accelerator, model, optimizer, schedule, loader, range(1 if load else 0, epochs), save)
     if accelerator.is_main_process:
         print("RESULT " + json.dumps(told), flush=True)

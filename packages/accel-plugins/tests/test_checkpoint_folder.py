@@ -209,7 +209,7 @@ def test_a_generator_that_was_not_saved_is_named(tmp_path: Path, owner: Strategy
 
     with pytest.raises(CheckpointError, match="no state of numpy_random_seed"):
         load(tmp_path, owner, what)
-    assert load(tmp_path, owner, what, waive={"random_states"}) == 3
+    assert load(tmp_path, owner, what, allow_missing={"random_states"}) == 3
 
 
 @pytest.mark.parametrize("restores", [True, False])
@@ -238,9 +238,9 @@ def test_what_is_waived_may_be_missing(tmp_path: Path, owner: Strategy) -> None:
         (tmp_path / name).unlink()
     (tmp_path / "random_states_0.pkl").rename(tmp_path / "random_states_1.pkl")
 
-    assert load(tmp_path, owner, what, waive={"loaders", "custom", "random_states"}) == 5
+    assert load(tmp_path, owner, what, allow_missing={"loaders", "custom", "random_states"}) == 5
     (tmp_path / "random_states_1.pkl").unlink()
-    assert load(tmp_path, owner, what, waive={"loaders", "custom", "random_states"}) == 0
+    assert load(tmp_path, owner, what, allow_missing={"loaders", "custom", "random_states"}) == 0
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -354,5 +354,5 @@ def test_another_number_of_processes_loads_but_for_the_generators(
 
     with pytest.raises(CheckpointError, match=r"It holds random_states_1\.pkl, so other processes saved it"):
         load(tmp_path, owner, what)
-    assert load(tmp_path, owner, what, waive={"random_states"}) == 2
+    assert load(tmp_path, owner, what, allow_missing={"random_states"}) == 2
     assert what.loaders[0].at == 2

@@ -74,11 +74,11 @@ def test_every_option_trains_like_one_process(two: Group, options: dict[str, Any
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("hold_back", [True, False])
+@pytest.mark.parametrize("no_sync", [True, False])
 def test_parameters_that_stay_whole_train_and_are_clipped_with_the_others(
-    two: Group, accumulation: int, hold_back: bool
+    two: Group, accumulation: int, no_sync: bool
 ) -> None:
-    given = case(ignored_modules="head|body.0").but(accumulation=accumulation, hold_back=hold_back, clip_norm=0.2)
+    given = case(ignored_modules="head|body.0").but(accumulation=accumulation, no_sync=no_sync, clip_norm=0.2)
     plain = Plain(given).run()
     answers = two.run(train, given)
     for answer in answers:

@@ -26,7 +26,7 @@ def run(folder: str, kind: str, load: bool) -> dict[str, Any]:
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         if load:
             # The state of a generator of the CPU does not fit that of a device.
-            accelerator.load_state(folder, load_kwargs={"waive": ("random_states",)})
+            accelerator.load_state(folder, load_kwargs={"allow_missing": ("random_states",)})
         else:
             for _ in range(2):
                 accelerator.backward(model(torch.ones(4, 8, device=accelerator.device)).square().sum())

@@ -62,7 +62,7 @@ def load_together(folders: list[str], missing_ok: bool) -> tuple[str | None, flo
     accelerator, model = trained(0.0)
     try:
         found = accelerator.load_state(
-            folders[accelerator.process_index], missing_ok=missing_ok, waive=("random_states",)
+            folders[accelerator.process_index], missing_ok=missing_ok, allow_missing=("random_states",)
         )
     except CheckpointError as error:
         return error.obstacle, 0.0

@@ -24,12 +24,12 @@ _logger: Final = logging.getLogger(__name__)
 def kind_of(given: object) -> Part | None:
     """The kind of an object, or None when it is none that `prepare` handles.
 
-    A scheduler that is not torch's own counts as one when it can step and has a state. What stands for an object that
-    an engine makes says so by its class attribute `stands_for`.
+    A scheduler that is not torch's own counts as one when it can step and has a state. A placeholder for an
+    object that an engine makes has the kind of that object in its class attribute `placeholder_for`.
     """
-    stands_for: Part | None = getattr(type(given), "stands_for", None)
-    if isinstance(stands_for, Part):
-        return stands_for
+    placeholder_for: Part | None = getattr(type(given), "placeholder_for", None)
+    if isinstance(placeholder_for, Part):
+        return placeholder_for
     if isinstance(given, Module):
         return Part.MODEL
     if isinstance(given, Optimizer):

@@ -106,7 +106,7 @@ def _precise(bundle: Bundle, strategy: Strategy) -> Bundle:
 
 def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
     precision = strategy.context.precision
-    if Duty.PRECISION in manifest.owns and not precision.exchanges_layers:
+    if Duty.PRECISION in manifest.owns and not precision.swaps_modules:
         return []
     return [Step(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
 

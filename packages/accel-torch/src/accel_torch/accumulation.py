@@ -138,13 +138,13 @@ class MicroBatch:
         accumulation.advance()
         if accumulation.weighting is not None:
             accumulation.do_not_weigh()
-        self._hold_back()
+        self._enter_no_sync()
 
-    def _hold_back(self) -> None:
+    def _enter_no_sync(self) -> None:
         accumulation = self._accumulation
         gradient = accumulation.gradient
         if not gradient.sync_gradients and not gradient.plugin.sync_each_batch:
-            self._held = hold_back(accumulation.strategy, self._models)
+            self._held = no_sync_all(accumulation.strategy, self._models)
             self._held.__enter__()
 
     def __exit__(
@@ -168,7 +168,7 @@ class WeightedMicroBatch(MicroBatch):
     def __enter__(self) -> None:
         self._accumulation.advance()
         self._accumulation.weigh(self._weight, self._loss_is)
-        self._hold_back()
+        self._enter_no_sync()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -177,7 +177,7 @@ class WeightedMicroBatch(MicroBatch):
         super().__exit__(kind, error, trace)
 
 
-def hold_back(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:
+def no_sync_all(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:
     """A block in which the gradients of the models are not synchronised between the processes."""
     if len(models) == 1:
         return strategy.no_sync(strategy_model(models[0]))

@@ -43,7 +43,7 @@ def load_state(
 
 def _load(parts: Parts, folder: Path, options: dict[str, Any]) -> None:
     map_location = _place(parts, options.pop("map_location", None))
-    waive = options.pop("waive", ())
+    allow_missing = options.pop("allow_missing", ())
     trusted = not options.pop("weights_only", True)
     parts._accumulation.step = load_folder(
         folder,
@@ -53,7 +53,7 @@ def _load(parts: Parts, folder: Path, options: dict[str, Any]) -> None:
         map_location=map_location,
         model_options=options,
         trusted=trusted,
-        waive=waive,
+        allow_missing=allow_missing,
         hooks=list(parts._registry.load_hooks.values()),
     )
     load_gradients(unwrapped(parts), folder, parts.state.process_index)

@@ -24,7 +24,7 @@ from accel_state import current
 from accel_state.errors import AccelError, NotOffered, NotReady, OutOfMemory, SettingError
 from accel_state.exit_codes import leave_to_resume
 from accel_state.memory import clear_device_cache, should_reduce_batch_size
-from accel_torch.accumulation import hold_back
+from accel_torch.accumulation import no_sync_all
 
 if TYPE_CHECKING:
     from accel_state.identity import Process
@@ -293,7 +293,7 @@ def _restored(accelerator: Accelerator | None) -> Iterator[None]:
     gradient.sync_gradients = False
     holds = Ability.NO_SYNC not in accelerator._engine.manifest.lacks
     try:
-        with hold_back(accelerator._engine.strategy, models) if holds and models else nullcontext():
+        with no_sync_all(accelerator._engine.strategy, models) if holds and models else nullcontext():
             yield
     finally:
         gradient.sync_gradients, accelerator.step = synchronises, counted

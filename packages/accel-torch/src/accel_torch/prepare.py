@@ -169,7 +169,7 @@ def prepare_loader(
 ) -> Any:
     """The loader of this process's part of the data, as the strategy feeds it."""
     options, strategy = parts._options, parts._engine.strategy
-    if getattr(type(loader), "stands_for", None) is Part.LOADER:
+    if getattr(type(loader), "placeholder_for", None) is Part.LOADER:
         # The engine makes the loader, of the part that is this process's.
         return strategy.wrap_loader(loader)
     shards = strategy.shards()

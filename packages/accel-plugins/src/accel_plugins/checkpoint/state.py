@@ -353,7 +353,7 @@ def load_folder(
     map_location: Any = "cpu",
     model_options: dict[str, Any] | None = None,
     trusted: bool = False,
-    waive: Collection[str] = (),
+    allow_missing: Collection[str] = (),
     hooks: Sequence[LoadHook] = (),
 ) -> int:
     """Read everything back; called on every process. Random generators come last, so loading does not move them.
@@ -366,8 +366,7 @@ def load_folder(
         map_location: where tensors are read to before they go to where the objects have theirs.
         model_options: for `Module.load_state_dict`.
         trusted: let registered objects be read from any pickle, which may run code that the file brings.
-        waive: what may be missing: "random_states", "scaler", "loaders", "custom",
-            "extra_state".
+        allow_missing: what may be missing: "random_states", "scaler", "loaders", "custom", "extra_state".
         hooks: called with (models, folder) before anything is read; models they take away are not read.
 
     Returns:
@@ -388,12 +387,12 @@ def load_folder(
         for index, item in enumerate(items):
             with _fitting(source, item):
                 strategy.load(part, item, source, index, map_location=map_location, **options)
-    _load_loaders(source, contents.loaders, process, "loaders" in waive)
-    _load_scaler(source, contents.scaler, "scaler" in waive)
-    _load_custom(source, contents.custom, trusted, "custom" in waive)
-    _load_extra_state(source, strategy, process, "extra_state" in waive)
+    _load_loaders(source, contents.loaders, process, "loaders" in allow_missing)
+    _load_scaler(source, contents.scaler, "scaler" in allow_missing)
+    _load_custom(source, contents.custom, trusted, "custom" in allow_missing)
+    _load_extra_state(source, strategy, process, "extra_state" in allow_missing)
     with _fitting(source, "the random generators"):
-        return _load_random_states(source, process, "random_states" in waive)
+        return _load_random_states(source, process, "random_states" in allow_missing)
 
 
 @contextmanager
@@ -412,10 +411,10 @@ def _fitting(folder: Path, item: object) -> Iterator[None]:
         ) from error
 
 
-def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, waived: bool) -> None:
+def _load_loaders(folder: Path, loaders: Sequence[Any], process: Process, allow_missing: bool) -> None:
     for index, loader in enumerate(loaders):
         path = folder / loader_name(index)
-        if not path.is_file() and (waived or _never_saved(folder, loader)):
+        if not path.is_file() and (allow_missing or _never_saved(folder, loader)):
             continue
         ranks_saved = 1 + len(list(folder.glob(loader_name(index, 1).replace("_rank1", "_rank*"))))
         same_world = ranks_saved == process.world_size
@@ -433,61 +432,61 @@ def _never_saved(folder: Path, loader: Any) -> bool:
     return True
 
 
-def _load_scaler(folder: Path, scaler: Stateful | None, waived: bool) -> None:
+def _load_scaler(folder: Path, scaler: Stateful | None, allow_missing: bool) -> None:
     if scaler is None or not scaler.state_dict():
         return
     path = folder / SCALER_NAME
-    if not (waived and not path.is_file()):
+    if not (allow_missing and not path.is_file()):
         with _fitting(folder, scaler):
             scaler.load_state_dict(pickled.read(path))
 
 
-def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, waived: bool) -> None:
+def _load_custom(folder: Path, custom: Sequence[Any], trusted: bool, allow_missing: bool) -> None:
     saved = len(list(folder.glob(custom_name(0).replace("_0", "_[0-9]*"))))
-    if saved != len(custom) and not waived:
+    if saved != len(custom) and not allow_missing:
         raise CheckpointError(
             f"Cannot load {len(custom)} registered objects from {folder}.",
             f"It holds {saved}.",
-            "Register the same objects in the same order as when it was saved, or waive 'custom'.",
+            "Register the same objects in the same order as when it was saved, or pass allow_missing=('custom',).",
         )
     for index, item in enumerate(custom[:saved]):
         with _fitting(folder, item):
             item.load_state_dict(pickled.read(folder / custom_name(index), trusted=trusted))
 
 
-def _load_extra_state(folder: Path, strategy: Saver, process: Process, waived: bool) -> None:
+def _load_extra_state(folder: Path, strategy: Saver, process: Process, allow_missing: bool) -> None:
     if not strategy.keeps_extra_state:
         return
     path = folder / extra_state_name(process.rank)
     if path.is_file():
         with _fitting(folder, strategy):
             strategy.load_extra_state(pickled.read(path))
-    elif strategy.extra_state() and not waived:
+    elif strategy.extra_state() and not allow_missing:
         raise CheckpointError(
             f"Cannot restore the extra state of {type(strategy).__name__} on process {process.rank} from {folder}.",
             f"There is no {path.name}: fewer processes saved it, or another backend.",
-            "Resume with the backend and the number of processes that saved it, or waive 'extra_state'.",
+            "Resume with the backend and the processes that saved it, or pass allow_missing=('extra_state',).",
         )
 
 
-def _load_random_states(folder: Path, process: Process, waived: bool) -> int:
+def _load_random_states(folder: Path, process: Process, allow_missing: bool) -> int:
     path = folder / random_states_name(process.rank)
     ranks = sorted(int(found[1]) for file in folder.iterdir() if (found := _RANDOM_STATES.fullmatch(file.name)))
-    if not waived and (process.rank not in ranks or ranks[-1] >= process.world_size):
+    if not allow_missing and (process.rank not in ranks or ranks[-1] >= process.world_size):
         raise CheckpointError(
             f"Cannot restore the generators of process {process.rank} of {process.world_size} from {folder}.",
             f"It holds {', '.join(map(random_states_name, ranks)) or 'none'}, so other processes saved it.",
-            "Resume with as many processes as saved it, or waive 'random_states' to go on with other random numbers.",
+            "Resume with as many processes as saved it, or pass allow_missing=('random_states',) to go on with others.",
         )
     if process.rank not in ranks:
         return int(pickled.read(folder / random_states_name(ranks[0]))["step"]) if ranks else 0
     states = dict(pickled.read(path))
     step = int(states.pop("step", 0))
     missing = rng.restore(states)
-    if missing and not waived:
+    if missing and not allow_missing:
         raise CheckpointError(
             f"Cannot restore the random generators of process {process.rank} from {path}.",
             f"It has no state of {', '.join(missing)}.",
-            "Resume on the kind of device that saved it, or waive 'random_states' to go on with other random numbers.",
+            "Resume on the kind of device that saved it, or pass allow_missing=('random_states',).",
         )
     return step

@@ -42,7 +42,7 @@ class DummyOptim:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    stands_for: ClassVar[Part] = Part.OPTIMIZER
+    placeholder_for: ClassVar[Part] = Part.OPTIMIZER
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = list(params)
@@ -65,7 +65,7 @@ class DummyScheduler:
         kwargs: kept for whoever reads them.
     """
 
-    stands_for: ClassVar[Part] = Part.SCHEDULER
+    placeholder_for: ClassVar[Part] = Part.SCHEDULER
 
     def __init__(
         self,

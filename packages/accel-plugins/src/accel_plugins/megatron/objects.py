@@ -31,7 +31,7 @@ class MegatronLMDummyScheduler:
         kwargs: kept for whoever reads them.
     """
 
-    stands_for: ClassVar[Part] = Part.SCHEDULER
+    placeholder_for: ClassVar[Part] = Part.SCHEDULER
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
@@ -55,7 +55,7 @@ class MegatronLMDummyDataLoader:
         >>> model, optimizer, train, valid, test = accelerator.prepare(model, optimizer, data, data, data)
     """
 
-    stands_for: ClassVar[Part] = Part.LOADER
+    placeholder_for: ClassVar[Part] = Part.LOADER
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args: dict[str, Any] = dataset_kwargs

@@ -38,7 +38,7 @@ class Precision:
         dtype: what forward passes compute in; None is the dtype of the weights.
         library: what computes in 8 bits.
         excludes: axes of the mesh that it does not go with.
-        exchanges_layers: whether `setup` is called also where the strategy owns the duty PRECISION: it exchanges
+        swaps_modules: whether `setup` is called also where the strategy owns the duty PRECISION: it exchanges
             layers of the model, which no strategy does.
     """
 
@@ -46,7 +46,7 @@ class Precision:
     dtype: ClassVar[torch.dtype | None] = None
     library: ClassVar[FP8BackendType] = FP8BackendType.NO
     excludes: ClassVar[frozenset[Axis]] = frozenset()
-    exchanges_layers: ClassVar[bool] = False
+    swaps_modules: ClassVar[bool] = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -66,7 +66,7 @@ class Float8(Autocasting):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     library: ClassVar[FP8BackendType]
     excludes: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR})
-    exchanges_layers: ClassVar[bool] = True
+    swaps_modules: ClassVar[bool] = True
 
 
 def choose_float8(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:

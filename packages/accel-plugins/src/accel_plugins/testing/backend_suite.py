@@ -250,7 +250,7 @@ class BackendSuite:
 
     @needs(Ability.SYNCHRONOUS)
     def test_accumulation_without_holding_back_equals_the_big_batch(self, run: Run) -> None:
-        case = self.case(accumulation=3, hold_back=False)
+        case = self.case(accumulation=3, no_sync=False)
         for answer in run(tasks.train, case):
             assert answer["losses"] == self.near(Plain(case).run().losses)
 

@@ -51,7 +51,7 @@ class Case:
         precision: name of the precision.
         steps: optimizer steps.
         accumulation: micro-batches per step.
-        hold_back: whether micro-batches before the last run under `no_sync`.
+        no_sync: whether micro-batches before the last run under `no_sync`.
         clip_norm: total norm to clip to at every step, or None.
         norm_type: which norm.
         clip_value: value to clip to at every step, or None.
@@ -67,7 +67,7 @@ class Case:
     precision: str = "no"
     steps: int = 4
     accumulation: int = 1
-    hold_back: bool = True
+    no_sync: bool = True
     clip_norm: float | None = None
     norm_type: float = 2.0
     clip_value: float | None = None
@@ -265,7 +265,7 @@ class Session:
         total = 0.0
         for number, (inputs, targets) in enumerate(parts, start=1):
             self.gradient.sync_gradients = number == len(parts)
-            if self.gradient.sync_gradients or not self.case.hold_back:
+            if self.gradient.sync_gradients or not self.case.no_sync:
                 total += self._backward_once(inputs, targets, divisor)
             else:
                 with self.strategy.no_sync(self.made):

@@ -30,7 +30,7 @@ def second_half(given: Case, folder: str) -> dict[str, Any]:
     session = Session(given, make_model(9))
     contents = Contents([session.model], [session.optimizer])
     try:
-        load_folder(folder, contents, session.strategy, session.process, waive={"random_states"})
+        load_folder(folder, contents, session.strategy, session.process, allow_missing={"random_states"})
     except CheckpointError as error:
         return {"error": str(error)}
     return {"weights": session.weights(), "losses": session.train(list(batches(given))[HALF:])[0]}

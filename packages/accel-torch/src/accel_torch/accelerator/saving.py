@@ -97,9 +97,10 @@ class SavingPage(Parts):
         Args:
             input_dir: the folder; with automatic naming the newest good one is taken when None, and the next automatic
                 checkpoint gets a number after it.
-            load_kwargs: options for loading, as a dict: `strict=False` for models; `waive=("random_states",)` for what
-                may be missing ("random_states", "scaler", "loaders", "custom", "extra_state"); `weights_only=False` to
-                let registered objects be read from any pickle, which runs the code that it brings.
+            load_kwargs: options for loading, as a dict: `strict=False` for models; `allow_missing=("random_states",)`
+                for what may be missing ("random_states", "scaler", "loaders", "custom", "extra_state");
+                `weights_only=False` to let registered objects be read from any pickle, which runs the code that it
+                brings.
             missing_ok: do nothing when there is no checkpoint yet, for scripts that begin and resume by the same line.
             load_model_func_kwargs: the same as `load_kwargs`, by keyword; `map_location` too.
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from accel_state.uncaught import explain_backend_error
-from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, hold_back
+from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, no_sync_all
 from accel_torch.options import generator_names
 from accel_torch.parts import Parts
 from accel_torch.step import clip_grad_norm, clip_grad_value, fused_backward, unscale_gradients
@@ -229,7 +229,7 @@ class TrainingPage(Parts):
             model: the same for a single one, by keyword.
         """
         given = models if model is None else (*models, model)
-        return hold_back(self._engine.strategy, given or tuple(self._registry.models))
+        return no_sync_all(self._engine.strategy, given or tuple(self._registry.models))
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
