@@ -23,7 +23,7 @@ from torch import nn
 
 from accel_plugins import Bundle, Context
 from accel_plugins.manifest import Duty
-from accel_plugins.order import check, steps
+from accel_plugins.order import check_bundle, steps
 from accel_plugins.precision import choose
 from accel_plugins.precision.config import (
     AORecipeKwargs,
@@ -243,7 +243,7 @@ def prepared(model: nn.Module, *handlers: object) -> Bundle:
     process = current.process()
     strategy = build(MANIFEST, None, Context(process, GradientState(), choose("fp8", process.family, handlers)))
     bundle = Bundle.of([model, torch.optim.SGD(model.parameters(), lr=0.1)])
-    check(MANIFEST, strategy, (), bundle)
+    check_bundle(MANIFEST, strategy, (), bundle)
     for step in steps(MANIFEST, strategy):
         bundle = step.run(bundle)
     return bundle

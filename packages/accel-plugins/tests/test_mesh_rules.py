@@ -38,10 +38,10 @@ class AxesOnly:
 def test_every_combination_is_permitted_or_refused_with_a_reason(axes: frozenset[Axis]) -> None:
     parallelism_config: Any = AxesOnly(axes)
     if mesh.takes(ANY, axes):
-        mesh.check(ANY, parallelism_config)
+        mesh.check_mesh(ANY, parallelism_config)
         return
     with pytest.raises(Conflict) as caught:
-        mesh.check(ANY, parallelism_config)
+        mesh.check_mesh(ANY, parallelism_config)
     assert caught.value.obstacle
     assert caught.value.remedy
     assert all(axis.value in caught.value.failure for axis in axes)
@@ -72,14 +72,14 @@ def test_mesh_rules_refuse_axes_that_a_backend_lacks(
     manifest: Manifest, sizes: dict[str, Any], obstacle: str, remedy: str
 ) -> None:
     with pytest.raises(Conflict) as caught:
-        mesh.check(manifest, ParallelismConfig(**sizes))
+        mesh.check_mesh(manifest, ParallelismConfig(**sizes))
     assert obstacle in caught.value.obstacle
     assert remedy in caught.value.remedy
 
 
 def test_an_engine_that_divides_the_sequence_is_left_to_do_it() -> None:
     engine = Manifest("engine", "a.b:C", axes=frozenset({Axis.SEQUENCE}), owns=frozenset({Duty.SEQUENCE}))
-    mesh.check(engine, ParallelismConfig(sp_size=2))
+    mesh.check_mesh(engine, ParallelismConfig(sp_size=2))
 
 
 def test_an_arrangement_chooses_a_backend_that_takes_it_where_nobody_named_one() -> None:

@@ -244,4 +244,4 @@ def test_a_checkpoint_without_the_extra_state_is_refused_unless_that_is_waived(b
         path.unlink()
     with pytest.raises(CheckpointError, match=r"extra_state_0\.pkl"):
         accelerator.load_state(tmp_path / "saved")
-    accelerator.load_state(tmp_path / "saved", {"waive": ("extra_state",)})
+    accelerator.load_state(tmp_path / "saved", {"allow_missing": ("extra_state",)})

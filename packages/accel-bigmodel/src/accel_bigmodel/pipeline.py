@@ -22,7 +22,7 @@ from accel_state import current
 from accel_state.errors import AccelError, Missing, NotOffered, SettingError
 
 __all__ = (
-    "Stage",
+    "PipelineStage",
     "build_pipeline",
     "find_pippy_batch_size",
     "generate_device_map",
@@ -161,7 +161,7 @@ def build_pipeline(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     num_chunks: int,
-) -> Stage:
+) -> PipelineStage:
     """The stage of this process, on its device; its method `step` runs a batch together with the other processes.
 
     Args:
@@ -180,7 +180,7 @@ def build_pipeline(
             "The example has no tensor with a batch dimension.",
             "Give inputs as example_args= or example_kwargs=.",
         )
-    return Stage(model, split_points, args, kwargs, -(-rows // num_chunks), num_chunks)
+    return PipelineStage(model, split_points, args, kwargs, -(-rows // num_chunks), num_chunks)
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class _Flat(nn.Module):
         return tuple(self.output.take(self.model(*args, **kwargs)))
 
 
-class Stage:
+class PipelineStage:
     """The part of the model that this process runs.
 
     Args:

@@ -16,12 +16,12 @@ from accel_plugins.manifest import Part
 from accel_plugins.parameters import parameter_names, rebind
 from accel_state.labels import PREPARED
 
-__all__ = ("Bundle", "kind_of")
+__all__ = ("Bundle", "part_kind")
 
 _logger: Final = logging.getLogger(__name__)
 
 
-def kind_of(given: object) -> Part | None:
+def part_kind(given: object) -> Part | None:
     """The kind of an object, or None when it is none that `prepare` handles.
 
     A scheduler that is not torch's own counts as one when it can step and has a state. A placeholder for an
@@ -76,7 +76,7 @@ class Bundle:
     def _kind(given: Any, index: int) -> Part | None:
         if given is None or vars_of(given).get(PREPARED, False):
             return None
-        kind = kind_of(given)
+        kind = part_kind(given)
         if kind is None:
             _logger.warning(
                 "prepare() returns argument %d as it is, %s %s: it is neither a model, nor an optimizer, nor a"
@@ -88,7 +88,7 @@ class Bundle:
         return kind
 
     def of_kind(self, kind: Part | None) -> list[Any]:
-        """The list of one kind; None stands for what is not prepared."""
+        """The list of one kind; None means what is not prepared."""
         lists: dict[Part | None, list[Any]] = {
             None: self.unchanged,
             Part.MODEL: self.models,

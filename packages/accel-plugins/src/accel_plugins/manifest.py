@@ -1,7 +1,7 @@
 """What a backend declares about itself: plain data, read without importing torch or the backend.
 
 The entry-point group `accel.backends` leads to objects of `Manifest`. Everything others must know about a backend
-stands here, so nobody has to ask for its name.
+is here, so nobody has to ask for its name.
 """
 
 from __future__ import annotations

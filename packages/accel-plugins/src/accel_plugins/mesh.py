@@ -28,7 +28,7 @@ __all__ = (
     "Exclusion",
     "active_axes",
     "as_markdown",
-    "check",
+    "check_mesh",
     "check_precision",
     "flattened",
     "named",
@@ -141,7 +141,7 @@ EXCLUSIONS: Final = (
     Exclusion(
         _of(Axis.REPLICATE, Axis.TENSOR),
         "Copies are kept alike by DistributedDataParallel, which does not take divided tensors.",
-        "Set dp_shard_size in place of dp_replicate_size, or both above 1.",
+        "Set dp_shard_size instead of dp_replicate_size, or both above 1.",
     ),
     Exclusion(
         _of(Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT),
@@ -162,7 +162,7 @@ def active_axes(parallelism_config: ParallelismConfig) -> frozenset[Axis]:
     return frozenset(Axis(name) for name in parallelism_config.active_mesh_dims)
 
 
-def check(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
+def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> None:
     """Refuse axes that a backend does not support.
 
     Called when a run is assembled, before anything is prepared.

@@ -19,7 +19,7 @@ from accel_state.errors import Conflict
 if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
 
-__all__ = ("Step", "check", "numbered", "steps")
+__all__ = ("Step", "check_bundle", "numbered", "steps")
 
 
 class Step(NamedTuple):
@@ -63,7 +63,7 @@ def steps(
     ]
 
 
-def check(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
+def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Transform], bundle: Bundle) -> None:
     """Let the strategy, the precision and every transform refuse what cannot work, before anything is touched."""
     for given in (*bundle.unchanged, *bundle.models):
         maker = maker_of(given) if isinstance(given, Module) else None

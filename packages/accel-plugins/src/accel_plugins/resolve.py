@@ -126,7 +126,7 @@ def choose(
         if parallelism_config is not None:
             from accel_plugins import mesh
 
-            mesh.check(manifest, parallelism_config)
+            mesh.check_mesh(manifest, parallelism_config)
     barrier.wait("choice", manifest.name, _same_choice, last=True)
     return manifest
 

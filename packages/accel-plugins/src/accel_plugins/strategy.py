@@ -7,7 +7,7 @@ Models that a strategy is given are those that its `setup` returned, without the
 later; whoever calls it sees to that by `layers.strategy_model`.
 
 Each docstring says who calls the method and when, what it may assume, and what it must leave behind. "The Accelerator"
-stands for whoever drives the strategy; the conformance kit drives it by a short loop of its own.
+means whoever drives the strategy; the conformance kit drives it by a short loop of its own.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
 from accel_torch.observers import RUN_OBSERVERS
 from accel_torch.pauses import pause
-from accel_torch.step import Stepping
+from accel_torch.step import OptimizerStepper
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -49,7 +49,7 @@ def prepare(
     bundle = Bundle.of(objects)
     engine = parts._engine
     _check_together(parts, bundle)
-    order.check(engine.manifest, engine.strategy, parts._transforms, bundle)
+    order.check_bundle(engine.manifest, engine.strategy, parts._transforms, bundle)
     bundle.loaders[:] = [
         prepare_loader(parts, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
@@ -123,7 +123,7 @@ def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
 
 
 def _wrapped_optimizer(parts: Parts, optimizer: Any) -> AcceleratedOptimizer:
-    stepping: Any = Stepping(parts._engine.strategy, parts._accumulation, parts._registry)
+    stepping: Any = OptimizerStepper(parts._engine.strategy, parts._accumulation, parts._registry)
     if parts._sentinel is not None:
         stepping = parts._sentinel.watching(stepping)
     guard = parts._accumulation.guard

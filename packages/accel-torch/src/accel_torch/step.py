@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from accel_torch.parts import Parts
     from accel_torch.registry import Registry
 
-__all__ = ("Stepping", "clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradients")
+__all__ = ("OptimizerStepper", "clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradients")
 
 
-class Stepping:
+class OptimizerStepper:
     """How prepared optimizers step: with complete gradients, the way the strategy steps."""
 
     __slots__ = ("_accumulation", "_has_after_step", "_model", "_registry", "_strategy")

@@ -39,7 +39,7 @@ _KEYS: Final = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-"""Where the settings stand in DeepSpeed's table."""
+"""The keys of the settings in DeepSpeed's table."""
 
 
 _SELECT: Final = (
@@ -325,7 +325,7 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Put `kwargs[ds_key_long]` in place of "auto"; note where the table says something else.
+        """Replace "auto" by `kwargs[ds_key_long]`; note where the table says something else.
 
         Args:
             ds_key_long: the dotted key.
@@ -349,7 +349,7 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Put values in place of every "auto" of the table that is known by its dotted key.
+        """Replace every "auto" of the table whose value is given by its dotted key.
 
         Args:
             prefix: begin of the keys that are filled, with its dot.

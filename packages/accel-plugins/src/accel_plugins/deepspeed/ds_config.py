@@ -1,7 +1,7 @@
 """DeepSpeed's configuration: a nested table with dotted keys, and the values that replace "auto" in it.
 
 The configuration is read from a file or given. When something becomes known, because the settings are read or because
-models, optimizers and loaders are prepared, `fill_auto` puts it in place of "auto", and refuses what contradicts it.
+models, optimizers and loaders are prepared, `fill_auto` replaces "auto" by it, and refuses what contradicts it.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def refuse_auto(ds_config: HfDeepSpeedConfig) -> None:
     left = sorted(_auto_keys(ds_config.config))
     if left:
         raise SettingError(
-            "DeepSpeed was to start.",
-            f'Nothing here knows what to put in place of "auto" for {", ".join(left)}.',
+            "Cannot start DeepSpeed.",
+            f"Nothing here knows the value of {', '.join(left)}.",
             "Write numbers there. Sizes of ZeRO stage 3 follow from model.config.hidden_size, learning rates from a "
             "DummyOptim, schedules from a DummyScheduler.",
         )

@@ -236,7 +236,7 @@ def _check_one(plugin: DeepSpeedPlugin, entry: str, given: Any, placeholder: boo
         raise Conflict(
             asked,
             f'The DeepSpeed configuration describes the {entry} too (entry "{entry}").',
-            f'Give accel_plugins.deepspeed.{dummy} in its place, or remove the entry "{entry}".',
+            f'Give accel_plugins.deepspeed.objects.{dummy}, or remove the entry "{entry}".',
         )
     if placeholder and not described:
         raise SettingError(
@@ -267,7 +267,7 @@ def batch_values(
         sizes = _sizes(bundle.loaders, shards) or _sizes(seen, shards)
         if not sizes and bundle.optimizers:
             raise SettingError(
-                "DeepSpeed was to start.",
+                "Cannot start DeepSpeed.",
                 "It has to know the size of a batch, and neither a loader with a batch size was given to prepare() nor "
                 "does the configuration say it.",
                 "Prepare the training loader in the same call, or set train_micro_batch_size_per_gpu.",

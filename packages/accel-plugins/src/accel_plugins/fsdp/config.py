@@ -197,10 +197,10 @@ def _auto_wrap_policy_field() -> ObjectField:
 
 
 def _dtype_name(given: Any) -> str | None:
-    """Name of the dtype that a precision ("bf16"), the name of a dtype or a dtype of torch stands for; None for None.
+    """Name of the dtype that a precision ("bf16"), the name of a dtype or a dtype of torch means; None for None.
 
     Raises:
-        SettingError: it stands for none.
+        SettingError: it means none.
     """
     if given is None:
         return None
@@ -537,15 +537,15 @@ class FullyShardedDataParallelPlugin:
                 f"FullyShardedDataParallelPlugin(sharding_strategy={given_value(self, 'sharding_strategy')!r}) with "
                 f"fsdp_version={self.fsdp_version}.",
                 "Sharding strategies belong to version 1.",
-                "Give reshard_after_forward=True in place of FULL_SHARD and False in place of SHARD_GRAD_OP, and "
-                "dp_replicate_size of a ParallelismConfig in place of a hybrid strategy.",
+                "Give reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP, and "
+                "dp_replicate_size of a ParallelismConfig instead of a hybrid strategy.",
             )
         if not isinstance(self.reshard_after_forward, bool | None):
             raise Conflict(
                 f"FullyShardedDataParallelPlugin(reshard_after_forward={self.reshard_after_forward!r}) with "
                 f"fsdp_version={self.fsdp_version}.",
                 "Version 2 takes True or False there.",
-                "Give reshard_after_forward=True in place of FULL_SHARD and False in place of SHARD_GRAD_OP.",
+                "Give reshard_after_forward=True instead of FULL_SHARD and False instead of SHARD_GRAD_OP.",
             )
         self._refuse_flat_shards()
         if given_value(self, "backward_prefetch") not in (None, "NO_PREFETCH"):
@@ -611,7 +611,7 @@ class FullyShardedDataParallelPlugin:
         """Keep and reduce everything in one precision, where no policy was given.
 
         Args:
-            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which stands for bf16 here), a dtype or its name; None
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which means bf16 here), a dtype or its name; None
                 leaves all dtypes as they are.
             buffer_autocast: version 1: buffers stay in fp32.
             override: also where a policy was given.

@@ -14,12 +14,12 @@ from torch.nn import Module
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, Conflict
 
-__all__ = ("check", "distribute", "put", "send_from_first", "to_device", "train_in_fp32", "weights_of_first")
+__all__ = ("check_weights", "distribute", "put", "send_from_first", "to_device", "train_in_fp32", "weights_of_first")
 
 _logger: Final = logging.getLogger(__name__)
 
 
-def check(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
+def check_weights(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
     """Refuse a model without weights where nobody would give it any."""
     empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
     if empty is not None and config.param_init_fn is None and (rank == 0 or not config.cpu_ram_efficient_loading):
@@ -40,7 +40,7 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
     Args:
         model: the model.
         device: where it goes.
-        initialise: gives the tensors that stand in one module memory and values, where they have none.
+        initialise: gives the tensors of one module memory and values, where they have none.
     """
     if initialise is not None:
         for module in list(model.modules()):

@@ -73,7 +73,7 @@ class ShardedStrategy(Strategy):
             )
         for model in bundle.models:
             blocks_to_shard(model, self.config)
-            loading.check(model, self.config, self.context.process.rank)
+            loading.check_weights(model, self.config, self.context.process.rank)
             if self.context.precision.scaler is not None and self._whole(model):
                 raise NotOffered(
                     "Cannot train unsharded parameters in fp16 (ignored_modules).",

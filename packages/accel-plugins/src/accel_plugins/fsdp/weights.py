@@ -250,7 +250,7 @@ def merged_state(shards: Path) -> dict[str, Tensor]:
         CheckpointError: a shard is missing or damaged.
     """
     state = read_whole(shards)
-    # All weights stand below one name in the files.
+    # All weights are below one name in the files.
     root = state.get(Part.MODEL.value)
     return root if len(state) == 1 and isinstance(root, dict) else state
 

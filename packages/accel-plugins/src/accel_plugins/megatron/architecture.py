@@ -15,12 +15,12 @@ from accel_state.settings.schema import closest
 __all__ = (
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
     "add_model_config_to_megatron_parser",
-    "describe",
     "parse_bert_config",
     "parse_glm4_moe_config",
     "parse_gpt2_config",
     "parse_llama_config",
     "parse_t5_config",
+    "set_sizes",
 )
 
 Parser = Callable[[Any, Any, Any], None]
@@ -52,7 +52,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-def describe(plugin: Any, model: Any, batch_data: Any = None) -> None:
+def set_sizes(plugin: Any, model: Any, batch_data: Any = None) -> None:
     """Bring the sizes of a model into the settings.
 
     Raises:

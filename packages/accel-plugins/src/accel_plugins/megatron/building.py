@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 __all__ = (
     "PADDING",
     "MegatronParts",
-    "build_model",
     "build_optimizer",
+    "build_parts",
     "build_schedule",
     "check_arguments",
     "check_batches",
+    "iterators_of",
     "padded_vocabulary",
     "prepare_schedule",
     "provide_model",
-    "source_of",
     "start",
     "take_sizes",
     "transformer_config",
@@ -124,7 +124,7 @@ def start(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> Megat
         scheduler: a placeholder, one of torch, or None.
     """
     plugin = accelerator.state.megatron_lm_plugin
-    parts = build_model(plugin, accelerator.device)
+    parts = build_parts(plugin, accelerator.device)
     made = build_optimizer(plugin, parts)
     return MegatronParts(parts, made, None if scheduler is None else prepare_schedule(plugin, made, scheduler))
 
@@ -154,7 +154,7 @@ def prepare_schedule(plugin: MegatronLMPlugin, optimizer: Any, scheduler: Any) -
     return scheduler
 
 
-def source_of(accelerator: Any, loader: MegatronLMDummyDataLoader) -> Callable[[], tuple[Any, Any, Any]]:
+def iterators_of(accelerator: Any, loader: MegatronLMDummyDataLoader) -> Callable[[], tuple[Any, Any, Any]]:
     """The function that makes the iterators of a placeholder for data, the same at every call."""
     plugin = accelerator.state.megatron_lm_plugin
     loader.set_megatron_data_args(plugin)
@@ -299,7 +299,7 @@ def _virtual_stages(plugin: MegatronLMPlugin, layers: int, part: int) -> int:
 # ---------------------------------------------------------------------------- the model
 
 
-def build_model(plugin: MegatronLMPlugin, device: torch.device) -> list[Module]:
+def build_parts(plugin: MegatronLMPlugin, device: torch.device) -> list[Module]:
     """The parts of the model that this process holds, wrapped; more than one with an interleaved pipeline."""
     config = None if plugin.custom_model_provider_function is not None else transformer_config(plugin)
     if _parts(config) > 1:
@@ -497,7 +497,7 @@ def _bert(plugin: MegatronLMPlugin, config: Any, stage: Mapping[str, bool], vp_s
         **_usual(plugin, stage),
     )
     if not pretrains and stage["post_process"]:
-        # The head that tells of two sentences stands where that of a classifier does, and differs in its size.
+        # The head for two sentences has the name of a classifier's head, and another size.
         made.binary_head = get_linear_layer(
             config.hidden_size, megatron_args["num_labels"], config.init_method, config.perform_initialization
         )

@@ -250,8 +250,8 @@ class MegatronLMPlugin:
         return_logits: let the engine's outputs have logits, where there is one pipeline stage.
         custom_train_step_class: a train step of yours.
         custom_train_step_kwargs: the arguments with which it is made.
-        custom_model_provider_function: makes a model from `(pre_process, post_process)` in place of the model given.
-        custom_prepare_model_function: given the parts of the model on this process, wraps them in place of DDP.
+        custom_model_provider_function: makes a model from `(pre_process, post_process)`, instead of the model given.
+        custom_prepare_model_function: given the parts of the model on this process, wraps them instead of DDP.
         custom_megatron_datasets_provider_function: makes the three datasets from their three lengths.
         custom_get_batch_function: given `(accelerator, megatron_dataset_flag)`, makes the function that reads a batch.
         custom_loss_function: given `(accelerator)`, makes the function of the loss.
@@ -411,7 +411,7 @@ class MegatronLMPlugin:
         Raises:
             NotOffered: Megatron-LM is not known to have such a model.
         """
-        architecture.describe(self, model, batch_data)
+        architecture.set_sizes(self, model, batch_data)
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Take the size of a batch.

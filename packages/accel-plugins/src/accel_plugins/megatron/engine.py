@@ -231,7 +231,7 @@ class MegatronEngine(Module):
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """Write model, optimizer, schedule and generators into a folder; called on every process."""
         self.log_eval_results()
-        saving.save(self, Path(output_dir), self._plugin)
+        saving.save_engine(self, Path(output_dir), self._plugin)
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """Read what `save_checkpoint` wrote; called on every process.
@@ -239,7 +239,7 @@ class MegatronEngine(Module):
         Raises:
             CheckpointError: the folder holds no such checkpoint, or one of another model.
         """
-        saving.load(self, Path(input_dir), self._plugin)
+        saving.load_engine(self, Path(input_dir), self._plugin)
 
 
 def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[dict[str, Any]]:

@@ -105,11 +105,11 @@ def size_of_one_model(plugin: MegatronLMPlugin) -> int:
 
 
 def create_groups(plugin: MegatronLMPlugin) -> None:
-    """Make the groups of processes; called on every process, once. Those that stand are kept when they are the same.
+    """Make the groups of processes; called on every process, once. Existing groups of the same sizes are kept.
 
     Raises:
         SettingError: the number of processes is not a multiple of the model's.
-        Conflict: groups of other sizes stand already.
+        Conflict: groups of other sizes exist already.
     """
     megatron_args, processes = plugin.megatron_lm_default_args, dist.get_world_size()
     if processes % size_of_one_model(plugin):
@@ -133,7 +133,7 @@ def create_groups(plugin: MegatronLMPlugin) -> None:
 
 
 def _check_same(plugin: MegatronLMPlugin) -> None:
-    standing = (
+    existing = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
@@ -145,10 +145,10 @@ def _check_same(plugin: MegatronLMPlugin) -> None:
         plugin.context_parallel_size,
         plugin.expert_model_parallel_size,
     )
-    if standing != asked:
+    if existing != asked:
         raise Conflict(
-            f"Megatron-LM was asked to divide over {asked} processes (tensors, pipeline, sequence, experts).",
-            f"Its groups of {standing} processes stand already.",
+            f"Cannot shard a model of Megatron-LM over {asked} processes (tensors, pipeline, sequence, experts).",
+            f"Its groups of {existing} processes exist already.",
             "Use the same degrees, or end the run before.",
         )
 

@@ -19,7 +19,7 @@ from accel_state.process import wait_for_everyone
 if TYPE_CHECKING:
     from accel_plugins.megatron.config import MegatronLMPlugin
 
-__all__ = ("FOLDER", "load", "save")
+__all__ = ("FOLDER", "load_engine", "save_engine")
 
 FOLDER: Final = "megatron"
 """Name of the folder of a checkpoint that Megatron-LM fills."""
@@ -29,7 +29,7 @@ _FORM: Final = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Divided optimizer states are written in the form that can be read in any other division."""
 
 
-def save(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
+def save_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     """Let every process write its part of an engine's state.
 
     Raises:
@@ -52,7 +52,7 @@ def save(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     dist_checkpointing.save(state, str(place))
 
 
-def load(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
+def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     """Read what `save` wrote, on as many processes or on others.
 
     Generators are restored where the model is divided as it was; their states are of no use to other parts.
@@ -176,7 +176,7 @@ def _is_first() -> bool:
 
 
 def _look_through(asked: str, place: Path) -> dict[str, Any]:
-    """What stands beside the tensors; nothing in the files is run."""
+    """What the folder holds besides tensors; nothing in the files is run."""
     if not (place / ".metadata").is_file():
         raise CheckpointError(asked, "There is no such folder with files of Megatron-LM.", "Name another checkpoint.")
     check_objects(place)

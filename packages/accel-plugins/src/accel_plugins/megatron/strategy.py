@@ -72,7 +72,7 @@ class MegatronStrategy(Strategy):
             raise Conflict(
                 f"Cannot use gradient_accumulation_steps={steps} with Megatron-LM.",
                 "It accumulates over the micro-batches of a step by itself.",
-                f"Use MegatronLMPlugin(num_micro_batches={steps}) in its place.",
+                f"Use MegatronLMPlugin(num_micro_batches={steps}).",
             )
 
     @property
@@ -130,7 +130,7 @@ class MegatronStrategy(Strategy):
         if isinstance(loader, MegatronLMDummyDataLoader):
             drawn = self._drawn.get(id(loader), 0)
             self._drawn[id(loader)] = drawn + 1
-            source = building.source_of(self._megatron_context, loader)
+            source = building.iterators_of(self._megatron_context, loader)
             return MegatronLoader(source, min(drawn, 2), loader.dataset_args)
         count = self.config.num_micro_batches
         return loader if count == 1 else JoinedLoader(loader, count)

@@ -110,7 +110,7 @@ class GPTTrainStep(AbstractTrainStep):
     """A micro-batch of a decoder: each token is predicted from those before it.
 
     Batches have `input_ids`, and `attention_mask` and `labels` where there are any, as transformers' models take them:
-    labels stand where their tokens stand, and -100 does not count. Megatron's own have `text`, one token longer.
+    labels have the positions of their tokens, and -100 does not count. Megatron's own have `text`, one token longer.
 
     Args:
         accelerator: has `device` and `state.megatron_lm_plugin`.

@@ -351,7 +351,7 @@ def _counterpart(part: Any, engine: Any, forth: bool, linear: bool, norm: bool) 
         if part.weight is None or part.bias is None:
             return None
         kind = engine.LayerNorm if forth else LayerNorm
-        # Both have the attributes by which torch's is made; the sizes stand in the weight's shape.
+        # Both have the attributes by which torch's is made; the sizes are those of the weight's shape.
         return _with_weights(kind(tuple(part.weight.shape), eps=part.eps, **options), part)
     return None
 

@@ -77,7 +77,7 @@ class Region:
 
 
 def autocast_forward(model: Module, region: Region) -> Module:
-    """Make `model.forward` run inside the region and return fp32 in place of narrower floats; returns the model.
+    """Make `model.forward` run inside the region and return fp32 instead of narrower floats; returns the model.
 
     The new forward is a method of the instance: a copy of the model gets one of its own, and a pickled one comes back
     with the forward of its class.

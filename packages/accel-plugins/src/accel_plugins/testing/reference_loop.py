@@ -215,7 +215,7 @@ class Session:
     def prepare(self, bundle: Bundle) -> Bundle:
         """The steps of `prepare`, in order."""
         transforms = self.case.transforms
-        order.check(self.manifest, self.strategy, transforms, bundle)
+        order.check_bundle(self.manifest, self.strategy, transforms, bundle)
         for step in order.steps(self.manifest, self.strategy, transforms):
             bundle = step.run(bundle)
         bundle.optimizers = [

@@ -31,7 +31,7 @@ class ActivationCheckpoint(Transform):
 
     Args:
         select: the blocks of a model; by default those of its lists of blocks of one class.
-        offload: keep activations, in the host's memory, in place of recomputing them.
+        offload: keep activations, in the host's memory, instead of recomputing them.
     """
 
     name: ClassVar[str] = "activation checkpointing"

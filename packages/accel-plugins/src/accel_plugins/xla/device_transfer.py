@@ -80,7 +80,7 @@ class XLADeviceTransfer:
             loader._parallel_loader.close()
 
     def _put_together(self, batch: Any, sent: list[Tensor]) -> Any:
-        """The batch with the tensors that were sent in place of its own."""
+        """The batch with the tensors that were sent instead of its own."""
         places = dict(zip(map(id, _tensors_of(batch)), sent, strict=True))
         moved = recursively_apply(lambda tensor: places.get(id(tensor), tensor), batch)
         return send_to_device(moved, self.device)

@@ -38,7 +38,7 @@ def mesh_of_all_devices() -> Any:
 class BatchSharding:
     """Says how the tensors of a batch are divided: by their first dim, the samples.
 
-    It stands where torch_xla takes a `ShardingSpec`, which would fit tensors of one number of dims only.
+    It replaces a `ShardingSpec` of torch_xla, which would fit tensors of one number of dims only.
 
     Args:
         mesh: the devices.

@@ -85,7 +85,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[Any, Any, Any]:
     from accel_plugins.megatron import building
 
     plugin = accelerator.state.megatron_lm_plugin
-    parts = building.build_model(plugin, accelerator.device)
+    parts = building.build_parts(plugin, accelerator.device)
     optimizer = building.build_optimizer(plugin, parts)
     return parts, optimizer, building.build_schedule(plugin, optimizer)
 
