@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from accel_state.settings.schema import (
     int_at_least,
     listing,
     setting,
+    settings_class,
     settings_of,
 )
 
@@ -40,6 +43,22 @@ class Example:
 def test_each_setting_knows_its_name() -> None:
     assert list(settings_of(Example)) == ["steps", "rate", "quick", "mode", "names", "extra", "unset"]
     assert settings_of(Example)["steps"].flag == "--steps"
+
+
+@pytest.mark.parametrize("decorate", [dataclass, settings_class], ids=["dataclass", "settings_class"])
+def test_variable_flag_and_key_follow_from_the_name_of_the_field(decorate: Any) -> None:
+    family = partial(setting, variable="RUN_{NAME}", flag="--run_{name}", key="run.run_{name}")
+
+    @decorate
+    class Run:
+        batch_size: int = family(type=INTEGER, variable="BATCH")
+        max_steps: int = family(type=INTEGER)
+
+    known = settings_of(Run)
+    assert [(one.variable, one.flag, one.key) for one in known.values()] == [
+        ("BATCH", "--run_batch_size", "run.run_batch_size"),
+        ("RUN_MAX_STEPS", "--run_max_steps", "run.run_max_steps"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final, Literal
 
 from accel_plugins.deepspeed.ds_config import AUTO, AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse
 from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read_setting
-from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
+from accel_state.settings.schema import BOOLEAN, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = ("DeepSpeedPlugin",)
 
@@ -60,19 +61,10 @@ def _norm(text: str) -> float | str | None:
     return None if word == "none" else word if word == AUTO else float(word)
 
 
-def _carried(
-    name: str, said: str, value_type: ValueType = TEXT, variable: str = "", question: str | None = None
-) -> Any:
-    return setting(
-        None,
-        type=value_type,
-        variable=f"ACCELERATE_{variable or 'DEEPSPEED_' + name.upper()}",
-        flag=f"--{name}",
-        key=f"deepspeed_config.{name}",
-        question=question,
-        help=said,
-        group=_GROUP,
-    )
+_carried: Final = partial(
+    setting, variable="ACCELERATE_DEEPSPEED_{NAME}", flag="--{name}", key="deepspeed_config.{name}", group=_GROUP
+)
+"""A setting whose variable, flag and key follow from the name of its field."""
 
 
 @dataclass(init=False)
@@ -128,32 +120,24 @@ class DeepSpeedPlugin:
         group=_GROUP,
     )
     gradient_clipping: float = _carried(
-        "gradient_clipping",
-        "Largest norm of the gradients, or auto.",
-        ValueType("a number, auto or none", _norm),
-        "GRADIENT_CLIPPING",
+        help="Largest norm of the gradients, or auto.",
+        type=ValueType("a number, auto or none", _norm),
+        variable="ACCELERATE_GRADIENT_CLIPPING",
     )
     zero_stage: int = _carried(
-        "zero_stage",
-        "What is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
-        ValueType("a stage from 0 to 3", _stage),
+        help="What is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+        type=ValueType("a stage from 0 to 3", _stage),
         question="Which stage of ZeRO do you want to use? (0, 1, 2 or 3)",
     )
     is_train_batch_min: bool = True
-    offload_optimizer_device: str = _carried(
-        "offload_optimizer_device", "Where optimizer states are kept between uses.", _DEVICES
-    )
-    offload_param_device: str = _carried("offload_param_device", "Where parameters are kept between uses.", _DEVICES)
-    offload_optimizer_nvme_path: str = _carried(
-        "offload_optimizer_nvme_path", "Folder on the NVMe disk for optimizer states."
-    )
-    offload_param_nvme_path: str = _carried("offload_param_nvme_path", "Folder on the NVMe disk for parameters.")
+    offload_optimizer_device: str = _carried(help="Where optimizer states are kept between uses.", type=_DEVICES)
+    offload_param_device: str = _carried(help="Where parameters are kept between uses.", type=_DEVICES)
+    offload_optimizer_nvme_path: str = _carried(help="Folder on the NVMe disk for optimizer states.")
+    offload_param_nvme_path: str = _carried(help="Folder on the NVMe disk for parameters.")
     zero3_init_flag: bool = _carried(
-        "zero3_init_flag", "Divide parameters while the model is built.", BOOLEAN, "DEEPSPEED_ZERO3_INIT"
+        help="Divide parameters while the model is built.", type=BOOLEAN, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
     )
-    zero3_save_16bit_model: bool = _carried(
-        "zero3_save_16bit_model", "Gather 16-bit weights when the model is saved.", BOOLEAN
-    )
+    zero3_save_16bit_model: bool = _carried(help="Gather 16-bit weights when the model is saved.", type=BOOLEAN)
     transformer_moe_cls_names: str = setting(
         None,
         variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from accel_state.errors import Conflict, SettingError
@@ -307,6 +308,12 @@ def _named(*names: str, numbered: int = 0) -> Any:
     return choice(*names, fold=str.upper, numbered=numbered)
 
 
+_fsdp: Final = partial(
+    setting, variable="FSDP_{NAME}", flag="--fsdp_{name}", key="fsdp_config.fsdp_{name}", group=_GROUP
+)
+"""A setting whose variable, flag and key follow from the name of its field."""
+
+
 @object_fields(
     sharding_strategy=_sharding_strategy_field(),
     backward_prefetch=_backward_prefetch_field(),
@@ -358,150 +365,84 @@ class FullyShardedDataParallelPlugin:
         Conflict: the version of FSDP does not have it.
     """
 
-    fsdp_version: int = setting(
-        None,
+    fsdp_version: int = _fsdp(
         type=int_at_least(1),
         variable="FSDP_VERSION",
         flag="--fsdp_version",
         key="fsdp_config.fsdp_version",
         question="Which version of FSDP do you want to use?",
         help="Version of FSDP.",
-        group=_GROUP,
     )
-    sharding_strategy: Any = setting(
-        None,
+    sharding_strategy: Any = _fsdp(
         type=_named(*SHARDING_STRATEGIES, numbered=5),
-        variable="FSDP_SHARDING_STRATEGY",
-        flag="--fsdp_sharding_strategy",
-        key="fsdp_config.fsdp_sharding_strategy",
         help="Sharding strategy of FSDP version 1.",
-        group=_GROUP,
     )
-    reshard_after_forward: Any = setting(
-        None,
+    reshard_after_forward: Any = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_RESHARD_AFTER_FORWARD",
-        flag="--fsdp_reshard_after_forward",
-        key="fsdp_config.fsdp_reshard_after_forward",
         help="Free gathered parameters after forward; with version 2, which does so by default.",
-        group=_GROUP,
     )
-    backward_prefetch: Any = setting(
-        None,
+    backward_prefetch: Any = _fsdp(
         type=_named(*BACKWARD_PREFETCHES, numbered=2),
-        variable="FSDP_BACKWARD_PREFETCH",
-        flag="--fsdp_backward_prefetch",
-        key="fsdp_config.fsdp_backward_prefetch",
         help="When FSDP version 1 gathers the next parameters in backward.",
-        group=_GROUP,
     )
     mixed_precision_policy: Any = None
-    auto_wrap_policy: str | Callable[..., Any] | None = setting(
-        None,
+    auto_wrap_policy: str | Callable[..., Any] | None = _fsdp(
         type=_named(*WRAP_POLICIES),
-        variable="FSDP_AUTO_WRAP_POLICY",
-        flag="--fsdp_auto_wrap_policy",
-        key="fsdp_config.fsdp_auto_wrap_policy",
         question="How should blocks be found that are sharded by themselves?",
         help="How blocks are found that are sharded by themselves.",
-        group=_GROUP,
     )
-    cpu_offload: Any = setting(
-        None,
+    cpu_offload: Any = _fsdp(
         type=BOOLEAN,
         variable="FSDP_OFFLOAD_PARAMS",
         flag="--fsdp_offload_params",
         key="fsdp_config.fsdp_offload_params",
         help="Keep parameters on the host between uses.",
-        group=_GROUP,
     )
     ignored_modules: Iterable[Any] | str | None = setting(
         None, variable="FSDP_IGNORED_MODULES", help="Regular expression for names of modules that stay whole."
     )
-    state_dict_type: Any = setting(
-        None,
+    state_dict_type: Any = _fsdp(
         type=_named(*STATE_DICT_TYPES, numbered=3),
-        variable="FSDP_STATE_DICT_TYPE",
-        flag="--fsdp_state_dict_type",
-        key="fsdp_config.fsdp_state_dict_type",
         help="How checkpoints hold the model; SHARDED_STATE_DICT is the default of version 2.",
-        group=_GROUP,
     )
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
-    use_orig_params: bool | None = setting(
-        None,
+    use_orig_params: bool | None = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_USE_ORIG_PARAMS",
-        flag="--fsdp_use_orig_params",
-        key="fsdp_config.fsdp_use_orig_params",
         help="Let FSDP version 1 show the user's parameters.",
-        group=_GROUP,
     )
     param_init_fn: Callable[[Any], None] | None = None
-    sync_module_states: bool | None = setting(
-        None,
+    sync_module_states: bool | None = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_SYNC_MODULE_STATES",
-        flag="--fsdp_sync_module_states",
-        key="fsdp_config.fsdp_sync_module_states",
         help="Let FSDP version 1 start from the weights of the first process.",
-        group=_GROUP,
     )
-    forward_prefetch: bool | None = setting(
-        None,
+    forward_prefetch: bool | None = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_FORWARD_PREFETCH",
-        flag="--fsdp_forward_prefetch",
-        key="fsdp_config.fsdp_forward_prefetch",
         help="Let FSDP version 1 gather the next parameters in forward.",
-        group=_GROUP,
     )
-    activation_checkpointing: bool | None = setting(
-        None,
+    activation_checkpointing: bool | None = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_ACTIVATION_CHECKPOINTING",
-        flag="--fsdp_activation_checkpointing",
-        key="fsdp_config.fsdp_activation_checkpointing",
         help="Recompute activations of the blocks in backward.",
-        group=_GROUP,
     )
-    activation_checkpointing_offload: bool | None = setting(
-        None,
+    activation_checkpointing_offload: bool | None = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        flag="--fsdp_activation_checkpointing_offload",
-        key="fsdp_config.fsdp_activation_checkpointing_offload",
         help="Keep activations of the blocks on the host.",
-        group=_GROUP,
     )
-    cpu_ram_efficient_loading: bool | None = setting(
-        None,
+    cpu_ram_efficient_loading: bool | None = _fsdp(
         type=BOOLEAN,
-        variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
-        flag="--fsdp_cpu_ram_efficient_loading",
-        key="fsdp_config.fsdp_cpu_ram_efficient_loading",
         help="Only the first process loads the weights.",
-        group=_GROUP,
     )
-    transformer_cls_names_to_wrap: Any = setting(
-        None,
+    transformer_cls_names_to_wrap: Any = _fsdp(
         type=listing(),
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         flag="--fsdp_transformer_layer_cls_to_wrap",
         key="fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         help="Classes of the blocks, for TRANSFORMER_BASED_WRAP.",
-        group=_GROUP,
     )
-    min_num_params: int | None = setting(
-        None,
+    min_num_params: int | None = _fsdp(
         type=int_at_least(0),
-        variable="FSDP_MIN_NUM_PARAMS",
-        flag="--fsdp_min_num_params",
-        key="fsdp_config.fsdp_min_num_params",
         help="Parameters that make a block, for SIZE_BASED_WRAP.",
-        group=_GROUP,
     )
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import Module
 
+from accel_bigmodel.tied import preserved_ties
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, Conflict
 
@@ -49,15 +50,8 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
     if not any(tensor.is_meta for _, tensor in _tensors(model)):
         model.to(device)
         return
-    ties: dict[int, list[tuple[Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            ties.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
-    for places in ties.values():
-        owner, name = places[0]
-        for module, other in places[1:]:
-            setattr(module, other, getattr(owner, name))
+    with preserved_ties(model):
+        model.to_empty(device=device)
 
 
 def train_in_fp32(model: Module) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from accel_plugins.megatron import architecture
 from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.settings.environ import fill_from_environment
-from accel_state.settings.schema import BOOLEAN, FLOAT, TEXT, ValueType, choice, int_at_least, setting, settings_of
+from accel_state.settings.schema import BOOLEAN, FLOAT, ValueType, choice, int_at_least, setting, settings_of
 
 __all__ = (
     "MegatronLMPlugin",
@@ -170,28 +171,16 @@ def _attention(text: str) -> str:
     return "auto" if BOOLEAN.parse(word) else "unfused"
 
 
-def _megatron(
-    name: str, said: str, value_type: ValueType = TEXT, unset: Any = None, question: str | None = None
-) -> Any:
-    return setting(
-        None,
-        type=value_type,
-        variable=f"MEGATRON_LM_{name.upper()}",
-        flag=f"--megatron_lm_{name}",
-        key=f"megatron_lm_config.megatron_lm_{name}",
-        question=question,
-        help=said,
-        group="Megatron-LM",
-        unset=unset,
-    )
-
-
-def _switch(name: str, said: str, unset: bool | None = False) -> Any:
-    return _megatron(name, said, BOOLEAN, unset)
-
-
-def _number(name: str, said: str, unset: int | None = None, question: str | None = None) -> Any:
-    return _megatron(name, said, _COUNT, unset, question)
+_megatron: Final = partial(
+    setting,
+    variable="MEGATRON_LM_{NAME}",
+    flag="--megatron_lm_{name}",
+    key="megatron_lm_config.megatron_lm_{name}",
+    group="Megatron-LM",
+)
+"""A setting whose variable, flag and key follow from the name of its field."""
+_switch: Final = partial(_megatron, type=BOOLEAN, unset=False)
+_number: Final = partial(_megatron, type=_COUNT)
 
 
 @dataclass
@@ -271,54 +260,45 @@ class MegatronLMPlugin:
         >>> accelerator = Accelerator(mixed_precision="bf16", megatron_lm_plugin=plugin)
     """
 
-    tp_degree: int = _number("tp_degree", "Processes that divide a tensor.", 1, "How many processes divide a tensor?")
-    pp_degree: int = _number("pp_degree", "Stages of the pipeline.", 1, "How many stages does the pipeline have?")
-    use_custom_fsdp: bool = _switch("use_custom_fsdp", "Divide parameters as Megatron's own FSDP does.")
-    overlap_cpu_optimizer_d2h_h2d: bool = _switch(
-        "overlap_cpu_optimizer_d2h_h2d", "Copy optimizer states while the device computes."
+    tp_degree: int = _number(
+        help="Processes that divide a tensor.", unset=1, question="How many processes divide a tensor?"
     )
-    no_load_optim: bool = _switch("no_load_optim", "Do not load optimizer states.")
-    eod_mask_loss: bool = _switch("eod_mask_loss", "Leave ends of documents out of the loss.")
-    no_save_optim: bool = _switch("no_save_optim", "Do not save optimizer states.")
-    optimizer_cpu_offload: bool = _switch("optimizer_cpu_offload", "Keep optimizer states on the host.")
-    use_precision_aware_optimizer: bool = _switch(
-        "use_precision_aware_optimizer", "Let the optimizer keep its states in lower precision."
+    pp_degree: int = _number(
+        help="Stages of the pipeline.", unset=1, question="How many stages does the pipeline have?"
     )
-    decoder_last_pipeline_num_layers: int | None = _number(
-        "decoder_last_pipeline_num_layers", "Layers of the last stage of the decoder."
-    )
+    use_custom_fsdp: bool = _switch(help="Divide parameters as Megatron's own FSDP does.")
+    overlap_cpu_optimizer_d2h_h2d: bool = _switch(help="Copy optimizer states while the device computes.")
+    no_load_optim: bool = _switch(help="Do not load optimizer states.")
+    eod_mask_loss: bool = _switch(help="Leave ends of documents out of the loss.")
+    no_save_optim: bool = _switch(help="Do not save optimizer states.")
+    optimizer_cpu_offload: bool = _switch(help="Keep optimizer states on the host.")
+    use_precision_aware_optimizer: bool = _switch(help="Let the optimizer keep its states in lower precision.")
+    decoder_last_pipeline_num_layers: int | None = _number(help="Layers of the last stage of the decoder.")
     recompute_granularity: str | None = _megatron(
-        "recompute_granularity", "What is recomputed: full or selective.", choice("full", "selective")
+        help="What is recomputed: full or selective.", type=choice("full", "selective")
     )
     recompute_method: str | None = _megatron(
-        "recompute_method", "Which layers are recomputed: uniform or block.", choice("uniform", "block")
+        help="Which layers are recomputed: uniform or block.", type=choice("uniform", "block")
     )
-    recompute_num_layers: int | None = _number("recompute_num_layers", "Layers that are recomputed at once.")
+    recompute_num_layers: int | None = _number(help="Layers that are recomputed at once.")
     attention_backend: str | bool = _megatron(
-        "attention_backend",
-        "Implementation of attention.",
-        ValueType("one of flash, fused, unfused, local, auto, or true or false", _attention),
-        "auto",
+        help="Implementation of attention.",
+        type=ValueType("one of flash, fused, unfused, local, auto, or true or false", _attention),
+        unset="auto",
     )
-    expert_model_parallel_size: int = _number(
-        "expert_model_parallel_size", "Processes among which experts are divided.", 1
-    )
-    context_parallel_size: int = _number("context_parallel_size", "Processes among which the sequence is divided.", 1)
-    attention_dropout: float = _megatron("attention_dropout", "Dropout in attention.", FLOAT, 0.0)
-    hidden_dropout: float = _megatron("hidden_dropout", "Dropout in hidden states.", FLOAT, 0.0)
-    attention_softmax_in_fp32: bool = _switch("attention_softmax_in_fp32", "Compute its softmax in 32 bits.", True)
-    expert_tensor_parallel_size: int = _number(
-        "expert_tensor_parallel_size", "Processes among which tensors of experts are divided."
-    )
-    calculate_per_token_loss: bool = _switch("calculate_per_token_loss", "Average the loss over tokens.", True)
-    use_rotary_position_embeddings: bool | None = _switch(
-        "use_rotary_position_embeddings", "Use rotary positions.", None
-    )
-    num_micro_batches: int = _number("num_micro_batches", "Micro-batches in the pipeline.", 1)
-    gradient_clipping: float = _megatron("gradient_clipping", "Largest norm of the gradients.", FLOAT, 1.0)
-    sequence_parallelism: bool = _switch("sequence_parallelism", "Divide the sequence where tensors are not.")
-    recompute_activations: bool = _switch("recompute_activations", "Recompute activations in backward.")
-    use_distributed_optimizer: bool = _switch("use_distributed_optimizer", "Divide optimizer states.")
+    expert_model_parallel_size: int = _number(help="Processes among which experts are divided.", unset=1)
+    context_parallel_size: int = _number(help="Processes among which the sequence is divided.", unset=1)
+    attention_dropout: float = _megatron(help="Dropout in attention.", type=FLOAT, unset=0.0)
+    hidden_dropout: float = _megatron(help="Dropout in hidden states.", type=FLOAT, unset=0.0)
+    attention_softmax_in_fp32: bool = _switch(help="Compute its softmax in 32 bits.", unset=True)
+    expert_tensor_parallel_size: int = _number(help="Processes among which tensors of experts are divided.")
+    calculate_per_token_loss: bool = _switch(help="Average the loss over tokens.", unset=True)
+    use_rotary_position_embeddings: bool | None = _switch(help="Use rotary positions.", unset=None)
+    num_micro_batches: int = _number(help="Micro-batches in the pipeline.", unset=1)
+    gradient_clipping: float = _megatron(help="Largest norm of the gradients.", type=FLOAT, unset=1.0)
+    sequence_parallelism: bool = _switch(help="Divide the sequence where tensors are not.")
+    recompute_activations: bool = _switch(help="Recompute activations in backward.")
+    use_distributed_optimizer: bool = _switch(help="Divide optimizer states.")
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool | str = True

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Final, Literal
 
 from accel_state.errors import NotOffered, SettingError
@@ -137,42 +138,32 @@ def _parse_three(text: str) -> tuple[bool, ...]:
 _THREE: Final = ValueType("three bools, such as true,false,false", _parse_three, lambda v: ",".join(map(str, v)))
 
 
-def _fp8(name: str, value_type: ValueType, said: str, unset: Any = None) -> Any:
-    return setting(
-        None,
-        type=value_type,
-        variable=f"ACCELERATE_FP8_{name.upper()}",
-        flag=f"--fp8_{name}",
-        key=f"fp8_config.fp8_{name}",
-        help=said,
-        group=_GROUP,
-        unset=unset,
-    )
+_fp8: Final = partial(
+    setting, variable="ACCELERATE_FP8_{NAME}", flag="--fp8_{name}", key="fp8_config.fp8_{name}", group=_GROUP
+)
+"""A setting whose variable, flag and key follow from the name of its field."""
 
 
 @settings_class
 class FP8Settings:
     """What `mixed_precision=fp8` means."""
 
-    backend: str | None = _fp8("backend", choice("ao", "te", "msamp"), "Library that computes in 8 bits.")
-    use_autocast_during_eval: bool | None = _fp8(
-        "use_autocast_during_eval", SWITCH, "Compute so in evaluation too.", False
-    )
-    margin: int | None = _fp8("margin", INTEGER, "Margin of the scaling factors, in powers of two.", 0)
+    backend: str | None = _fp8(type=choice("ao", "te", "msamp"), help="Library that computes in 8 bits.")
+    use_autocast_during_eval: bool | None = _fp8(type=SWITCH, help="Compute so in evaluation too.", unset=False)
+    margin: int | None = _fp8(type=INTEGER, help="Margin of the scaling factors, in powers of two.", unset=0)
     interval: int | None = _fp8(
-        "interval", int_at_least(1), "Steps between two computations of the scaling factors.", 1
+        type=int_at_least(1), help="Steps between two computations of the scaling factors.", unset=1
     )
     format: str | None = _fp8(
-        "format",
-        choice("HYBRID", "E4M3", "E5M2", fold=str.upper),
-        "Format: E5M2 in backward only, or one for all.",
-        "HYBRID",
+        type=choice("HYBRID", "E4M3", "E5M2", fold=str.upper),
+        help="Format: E5M2 in backward only, or one for all.",
+        unset="HYBRID",
     )
     amax_history_len: int | None = _fp8(
-        "amax_history_len", int_at_least(1), "Steps whose largest values are remembered.", 1024
+        type=int_at_least(1), help="Steps whose largest values are remembered.", unset=1024
     )
     amax_compute_algo: str | None = _fp8(
-        "amax_compute_algo", choice("max", "most_recent"), "Which of the remembered values scales.", "most_recent"
+        type=choice("max", "most_recent"), help="Which of the remembered values scales.", unset="most_recent"
     )
     override_linear_precision: tuple[bool, ...] | None = setting(
         None,
@@ -182,11 +173,11 @@ class FP8Settings:
         help="Whether forward, the gradient of the input and that of the weights are computed in higher precision.",
         group=_GROUP,
     )
-    opt_level: str | None = _fp8("opt_level", choice("O1", "O2", fold=str.upper), "Level of MS-AMP.", "O2")
+    opt_level: str | None = _fp8(type=choice("O1", "O2", fold=str.upper), help="Level of MS-AMP.", unset="O2")
     enable_fsdp_float8_all_gather: bool | None = _fp8(
-        "enable_fsdp_float8_all_gather", BOOLEAN, "Let FSDP2 gather parameters in 8 bits.", True
+        type=BOOLEAN, help="Let FSDP2 gather parameters in 8 bits.", unset=True
     )
-    pad_inner_dim: bool | None = _fp8("pad_inner_dim", BOOLEAN, "Pad matrices to sizes that 8-bit kernels take.", True)
+    pad_inner_dim: bool | None = _fp8(type=BOOLEAN, help="Pad matrices to sizes that 8-bit kernels take.", unset=True)
     use_mxfp8_block_scaling: bool | None = setting(
         None,
         type=BOOLEAN,

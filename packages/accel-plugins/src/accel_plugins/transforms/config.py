@@ -1,9 +1,12 @@
 """Settings of `torch.compile` and of tensor parallelism; plain data, without torch."""
 
+# ruff: noqa: RUF009 - `setting` makes the fields of every settings class
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, Final
 
 from accel_plugins.transforms import DYNAMO_VARIABLE
@@ -28,6 +31,16 @@ _DEFAULTS: Final = {
 }
 
 
+_dynamo: Final = partial(
+    setting,
+    variable="ACCELERATE_DYNAMO_{NAME}",
+    flag="--dynamo_{name}",
+    key="dynamo_config.dynamo_{name}",
+    group="Resources",
+)
+"""A setting whose variable, flag and key follow from the name of its field."""
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled. What is None comes from the environment, else it is torch's default.
@@ -45,57 +58,39 @@ class TorchDynamoPlugin(KwargsHandler):
         SettingError: there is no such backend or mode.
     """
 
-    backend: DynamoBackend = setting(  # noqa: RUF009 - a field, as the others; its type is an enum
-        None,
+    backend: DynamoBackend = _dynamo(
         type=choice(*map(str, DynamoBackend), fold=str.upper),
         variable=DYNAMO_VARIABLE,
-        flag="--dynamo_backend",
-        key="dynamo_config.dynamo_backend",
         question="Which dynamo backend would you like to use?",
         help="Compile models with this backend of torch.compile.",
-        group="Resources",
     )
-    mode: str = setting(
-        None,
+    mode: str = _dynamo(
         type=choice(*_MODES),
-        variable="ACCELERATE_DYNAMO_MODE",
-        flag="--dynamo_mode",
-        key="dynamo_config.dynamo_mode",
         question="Which mode of torch.compile would you like to use?",
         help="What torch.compile optimises for.",
-        group="Resources",
     )
-    fullgraph: bool = setting(
-        None,
+    fullgraph: bool = _dynamo(
         type=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         flag="--dynamo_use_fullgraph",
         key="dynamo_config.dynamo_use_fullgraph",
         question="Should a model that does not compile as one graph be refused?",
         help="Refuse models that do not compile as one graph.",
-        group="Resources",
     )
-    dynamic: bool = setting(
-        None,
+    dynamic: bool = _dynamo(
         type=SWITCH,
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
         flag="--dynamo_use_dynamic",
         key="dynamo_config.dynamo_use_dynamic",
         question="Should models be compiled for sizes that change?",
         help="Compile for sizes that change.",
-        group="Resources",
     )
     options: Any = None
     disable: bool = False
-    use_regional_compilation: bool = setting(
-        None,
+    use_regional_compilation: bool = _dynamo(
         type=SWITCH,
-        variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-        flag="--dynamo_use_regional_compilation",
-        key="dynamo_config.dynamo_use_regional_compilation",
         question="Should the blocks that a model repeats be compiled instead of the whole model?",
         help="Compile the blocks that a model repeats instead of the whole model.",
-        group="Resources",
     )
 
     def __post_init__(self) -> None:

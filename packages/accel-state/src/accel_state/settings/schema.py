@@ -163,6 +163,9 @@ def listing(item: ValueType = TEXT, separator: str = ",") -> ValueType:
 class Setting(NamedTuple):
     """The definition of one setting, for everything that reads or writes it.
 
+    In `variable`, `flag` and `key`, `{name}` and `{NAME}` are the name of the field, so that settings whose names agree
+    share one spelling: `partial(setting, variable="FSDP_{NAME}", flag="--fsdp_{name}", key="fsdp_config.fsdp_{name}")`.
+
     Args:
         name: attribute name in its settings class.
         type: how its text is parsed and written.
@@ -188,6 +191,14 @@ class Setting(NamedTuple):
     help: str = ""
     group: str = ""
     unset: Any = None
+
+    def of_field(self, name: str) -> Setting:
+        """The definition as that of a field, whose name it gets."""
+        variable, flag, key = (
+            text and text.replace("{name}", name).replace("{NAME}", name.upper())
+            for text in (self.variable, self.flag, self.key)
+        )
+        return self._replace(name=name, variable=variable, flag=flag, key=key)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -252,7 +263,7 @@ def settings_class(cls: type[T]) -> type[T]:
         (80, 1024, ['first'])
     """
     fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
-    _known[cls] = {name: field.metadata[_METADATA_KEY]._replace(name=name) for name, field in fields.items()}
+    _known[cls] = {name: field.metadata[_METADATA_KEY].of_field(name) for name, field in fields.items()}
     for name, known in _known[cls].items():
         setattr(cls, name, known.default)
     setattr(cls, "__init__", _take)  # noqa: B010 - a checker would compare it with the class's own
@@ -270,7 +281,7 @@ def settings_of(settings_class: type) -> Mapping[str, Setting]:
     """Definitions of a settings class by attribute name, in their order."""
     if settings_class not in _known:
         _known[settings_class] = {
-            field.name: field.metadata[_METADATA_KEY]._replace(name=field.name)
+            field.name: field.metadata[_METADATA_KEY].of_field(field.name)
             for field in dataclasses.fields(settings_class)
             if _METADATA_KEY in field.metadata
         }
