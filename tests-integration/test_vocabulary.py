@@ -172,7 +172,7 @@ IDENTIFIERS: Mapping[str, Retired] = {
     "stand_ins": Retired("placeholders"),
     "stands_for": Retired("placeholder_for"),
     "steady_tensors": Retired("CopyGuard"),
-    "waive": Retired("allow_missing"),
+    "waive": Retired("allow_missing", "tests-integration"),
 }
 """Identifiers that are unusual enough to find by themselves."""
 

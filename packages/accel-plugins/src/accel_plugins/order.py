@@ -19,10 +19,10 @@ from accel_state.errors import Conflict
 if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
 
-__all__ = ("Step", "check_bundle", "numbered", "steps")
+__all__ = ("PrepareStep", "check_bundle", "numbered", "steps")
 
 
-class Step(NamedTuple):
+class PrepareStep(NamedTuple):
     """One step of preparing.
 
     Args:
@@ -40,7 +40,7 @@ def steps(
     transforms: Iterable[Transform] = (),
     moves: Callable[[Module], bool] = lambda model: True,
     trains: bool = True,
-) -> list[Step]:
+) -> list[PrepareStep]:
     """The steps for models of a run, in order.
 
     Args:
@@ -54,10 +54,10 @@ def steps(
     autocast = _autocast(manifest, strategy)
     early = autocast if manifest.phase(Job.AUTOCAST) is Phase.BEFORE else []
     return [
-        Step("place", lambda bundle: _place(bundle, strategy, moves)),
+        PrepareStep("place", lambda bundle: _place(bundle, strategy, moves)),
         *(_transformation(transform, strategy) for transform in before),
         *early,
-        *([Step(manifest.name, lambda bundle: _set_up(bundle, manifest.name, strategy))] if trains else []),
+        *([PrepareStep(manifest.name, lambda bundle: _set_up(bundle, manifest.name, strategy))] if trains else []),
         *([] if early else autocast),
         *(_transformation(transform, strategy, around=True) for transform in after),
     ]
@@ -80,7 +80,7 @@ def check_bundle(manifest: Manifest, strategy: Strategy, transforms: Iterable[Tr
             transform.check(bundle, strategy.context)
 
 
-def numbered(planned: Sequence[Step]) -> str:
+def numbered(planned: Sequence[PrepareStep]) -> str:
     """The steps as text: "1. place, 2. bf16, 3. ddp"."""
     return ", ".join(f"{number}. {step.name}" for number, step in enumerate(planned, start=1))
 
@@ -104,11 +104,11 @@ def _precise(bundle: Bundle, strategy: Strategy) -> Bundle:
     return bundle
 
 
-def _autocast(manifest: Manifest, strategy: Strategy) -> list[Step]:
+def _autocast(manifest: Manifest, strategy: Strategy) -> list[PrepareStep]:
     precision = strategy.context.precision
     if Duty.PRECISION in manifest.owns and not precision.swaps_modules:
         return []
-    return [Step(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
+    return [PrepareStep(f"precision {precision.name}", lambda bundle: _precise(bundle, strategy))]
 
 
 def _set_up(bundle: Bundle, name: str, strategy: Strategy) -> Bundle:
@@ -117,7 +117,7 @@ def _set_up(bundle: Bundle, name: str, strategy: Strategy) -> Bundle:
     return bundle
 
 
-def _transformation(transform: Transform, strategy: Strategy, around: bool = False) -> Step:
+def _transformation(transform: Transform, strategy: Strategy, around: bool = False) -> PrepareStep:
     """The step of a transform; `around` says whether the strategy has made the models before."""
 
     def change(model: Module) -> Module:
@@ -126,4 +126,4 @@ def _transformation(transform: Transform, strategy: Strategy, around: bool = Fal
             note_layer(changed, model)
         return changed
 
-    return Step(transform.name, lambda bundle: _changed(bundle, change))
+    return PrepareStep(transform.name, lambda bundle: _changed(bundle, change))

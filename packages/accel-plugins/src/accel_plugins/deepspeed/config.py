@@ -15,7 +15,14 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final, Literal
 
-from accel_plugins.deepspeed.ds_config import AUTO, AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse
+from accel_plugins.deepspeed.ds_config import (
+    AUTO_ENTRY,
+    AutoValue,
+    HfDeepSpeedConfig,
+    contradictions,
+    fill_auto,
+    refuse,
+)
 from accel_plugins.precision.config import FP8Settings, no_msamp
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.environ import read_setting
@@ -58,7 +65,7 @@ def _stage(text: str) -> int:
 
 def _norm(text: str) -> float | str | None:
     word = text.strip().lower()
-    return None if word == "none" else word if word == AUTO else float(word)
+    return None if word == "none" else word if word == AUTO_ENTRY else float(word)
 
 
 _carried: Final = partial(
@@ -198,7 +205,7 @@ class DeepSpeedPlugin:
         """Take a setting that was not given from the environment; where its value is from, or None."""
         known, given = settings_of(type(self))[name], getattr(self, name)
         if given is not None:
-            if isinstance(given, str) and name != "hf_ds_config" and given != AUTO:
+            if isinstance(given, str) and name != "hf_ds_config" and given != AUTO_ENTRY:
                 setattr(self, name, known.parse(given, "argument"))
             return f"DeepSpeedPlugin({name}={given!r})"
         found = read_setting(known)
@@ -210,10 +217,10 @@ class DeepSpeedPlugin:
     def _made_table(self) -> dict[str, Any]:
         """A table for those who gave none; the entries for given settings follow."""
         return {
-            "train_batch_size": AUTO,
-            "train_micro_batch_size_per_gpu": AUTO,
-            "gradient_accumulation_steps": AUTO,
-            "gradient_clipping": AUTO,
+            "train_batch_size": AUTO_ENTRY,
+            "train_micro_batch_size_per_gpu": AUTO_ENTRY,
+            "gradient_accumulation_steps": AUTO_ENTRY,
+            "gradient_clipping": AUTO_ENTRY,
             "zero_optimization": {
                 "stage": _DEFAULT_STAGE if self.zero_stage is None else self.zero_stage,
                 "offload_optimizer": {"device": self.offload_optimizer_device or "none"},
@@ -237,7 +244,7 @@ class DeepSpeedPlugin:
         known = [
             AutoValue(_KEYS[name], getattr(self, name), source, needed=True)
             for name, source in sources.items()
-            if getattr(self, name) != AUTO
+            if getattr(self, name) != AUTO_ENTRY
         ]
         known += [AutoValue(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()]
         fill_auto(ds_config, known)
@@ -250,7 +257,7 @@ class DeepSpeedPlugin:
         """Let the settings show what the table says."""
         ds_config = self.hf_ds_config
         defaults: dict[str, Any] = {name: "none" for name in _KEYS if name.startswith("offload_")}
-        defaults |= {"gradient_clipping": AUTO, "zero3_save_16bit_model": False}
+        defaults |= {"gradient_clipping": AUTO_ENTRY, "zero3_save_16bit_model": False}
         for name, key in _KEYS.items():
             setattr(self, name, ds_config.get_value(key, defaults.get(name)))
         for what in ("optimizer", "param"):
@@ -304,7 +311,7 @@ class DeepSpeedPlugin:
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether an entry is left to be found out."""
-        return bool(self.get_value(ds_key_long) == AUTO)
+        return bool(self.get_value(ds_key_long) == AUTO_ENTRY)
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
@@ -384,8 +391,8 @@ class DeepSpeedPlugin:
             self._leaves_steps_open = False
             self.hf_ds_config.set_value("gradient_accumulation_steps", steps)
             self.gradient_accumulation_steps = steps
-        configured = self.get_value("gradient_accumulation_steps", AUTO)
-        return None if configured == AUTO else int(configured)
+        configured = self.get_value("gradient_accumulation_steps", AUTO_ENTRY)
+        return None if configured == AUTO_ENTRY else int(configured)
 
     # ------------------------------------------------------------------ building models in parts
 

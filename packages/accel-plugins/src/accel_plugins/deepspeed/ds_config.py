@@ -15,7 +15,7 @@ from accel_state.errors import Conflict, SettingError
 from accel_state.untrusted import parse_json, read_limited
 
 __all__ = (
-    "AUTO",
+    "AUTO_ENTRY",
     "OFFLOADING",
     "AutoValue",
     "HfDeepSpeedConfig",
@@ -177,7 +177,7 @@ def _parsed(text: str, asked: str) -> dict[str, Any]:
     return table
 
 
-AUTO: Final = "auto"
+AUTO_ENTRY: Final = "auto"
 
 
 class AutoValue(NamedTuple):
@@ -208,7 +208,7 @@ def fill_auto(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) ->
     refuse(contradictions(ds_config, known))
     for auto in known:
         present = ds_config.get_value(auto.key)
-        if present == AUTO or (present is None and auto.needed):
+        if present == AUTO_ENTRY or (present is None and auto.needed):
             ds_config.set_value(auto.key, auto.value)
     ds_config.set_stage_and_offload()
 
@@ -219,7 +219,7 @@ def contradictions(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue
         f"{auto.key} is {present!r} in the DeepSpeed configuration, and {auto.value!r} by {auto.source}"
         for auto in auto_values
         if auto.binding
-        and (present := ds_config.get_value(auto.key)) not in (None, AUTO)
+        and (present := ds_config.get_value(auto.key)) not in (None, AUTO_ENTRY)
         and not _same(present, auto.value)
     ]
 
@@ -258,7 +258,7 @@ def _auto_keys(table: Mapping[str, Any], before: str = "") -> Iterator[str]:
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _auto_keys(value, f"{before}{name}.")
-        elif value == AUTO:
+        elif value == AUTO_ENTRY:
             yield before + name
 
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch.nn import Module
 
 from accel_ops import recursively_apply
-from accel_plugins.deepspeed.ds_config import AUTO, OFFLOADING, AutoValue, fill_auto, refuse_auto
+from accel_plugins.deepspeed.ds_config import AUTO_ENTRY, OFFLOADING, AutoValue, fill_auto, refuse_auto
 from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler, map_pytorch_optim_to_deepspeed
 from accel_state.errors import Conflict, SettingError
 
@@ -262,8 +262,8 @@ def batch_values(
     Raises:
         SettingError: neither a loader nor the configuration says the size.
     """
-    micro = plugin.get_value("train_micro_batch_size_per_gpu", AUTO)
-    if micro == AUTO:
+    micro = plugin.get_value("train_micro_batch_size_per_gpu", AUTO_ENTRY)
+    if micro == AUTO_ENTRY:
         sizes = _sizes(bundle.loaders, shards) or _sizes(seen, shards)
         if not sizes and bundle.optimizers:
             raise SettingError(

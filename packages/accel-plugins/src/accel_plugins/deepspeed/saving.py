@@ -18,7 +18,7 @@ from accel_plugins.checkpoint import pickled
 from accel_state.current import Process
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 
-__all__ = ("LOAD_OPTIONS", "load_engine", "put_weights", "save_engine", "tag_of", "whole_weights")
+__all__ = ("LOAD_OPTIONS", "load_engine", "put_engine_weights", "save_engine", "tag_of", "whole_weights")
 
 LOAD_OPTIONS: Final = {
     "strict": "load_module_strict",
@@ -193,7 +193,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
     return gathered or {}
 
 
-def put_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool) -> None:
+def put_engine_weights(engine: Any, weights: Mapping[str, Tensor], strict: bool) -> None:
     """Put whole weights into an engine's model, and into the copies that its optimizer keeps.
 
     Raises:

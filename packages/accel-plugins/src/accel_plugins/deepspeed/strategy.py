@@ -252,7 +252,7 @@ class DeepSpeedStrategy(Strategy):
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         if engines.is_engine(model):
-            saving.put_weights(model, weights, strict)
+            saving.put_engine_weights(model, weights, strict)
         else:
             super().load_weights(model, weights, strict)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-from accel_plugins.deepspeed.ds_config import AUTO
+from accel_plugins.deepspeed.ds_config import AUTO_ENTRY
 from accel_plugins.deepspeed.manifest import REQUIREMENT
 from accel_state.errors import SettingError
 from accel_state.settings.installed import importable, installed_version
@@ -50,10 +50,10 @@ def transformers_view(table: Mapping[str, Any], in_parts: bool) -> Any:
     ds_config = HfDeepSpeedConfig(copy.deepcopy(dict(table)))
     ds_config.del_config_sub_tree("train_batch_size")
     for key, value in _WHILE_BUILDING.items():
-        if ds_config.get_value(key) == AUTO:
+        if ds_config.get_value(key) == AUTO_ENTRY:
             ds_config.set_value(key, value)
     for own in ("fp16", "bf16"):
-        if ds_config.get_value(f"{own}.enabled") == AUTO:
+        if ds_config.get_value(f"{own}.enabled") == AUTO_ENTRY:
             ds_config.set_value(f"{own}.enabled", False)
     from transformers.integrations import HfDeepSpeedConfig as View
 
