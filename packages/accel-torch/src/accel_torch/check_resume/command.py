@@ -137,7 +137,7 @@ class _Check:
         if failure is None and not made:
             failure = "the script trains on no loader that accelerator.prepare() made, so that no step can be followed"
         elif made and made <= steps[-1]:
-            failure = f"the script made {made} steps; give --at less than that"
+            failure = f"the script made {made} steps; give --at less than that{f'; {failure}' if failure else ''}"
         if failure is not None:
             reason = f"the straight run shows nothing: {failure}"
             return [Outcome(at, count, "not verified", reason) for at in steps for count in arguments.processes]

@@ -13,7 +13,17 @@ __all__ = ("Difference", "Notes", "compare_notes", "controls")
 LOSS_TOLERANCE: Final = 1e-4
 """Relative difference of losses of other numbers of processes: they add the same float32 terms in other orders."""
 
-_ORDER: Final = ("loader", "generator", "loss", "gradient", "scheduler", "optimizer", "weights", "registered")
+_ORDER: Final = (
+    "loader",
+    "generator",
+    "loss",
+    "gradient",
+    "scheduler",
+    "optimizer",
+    "weights",
+    "buffers",
+    "registered",
+)
 """Groups of state in the order in which one that differs makes the next ones differ, within a step."""
 
 
@@ -95,7 +105,9 @@ def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Differenc
     for rank in ranks:
         loaded, saved = resumed.beginning(rank), straight.steps(rank)[at]
         # Loaders are compared by what they give: a script may skip batches by itself.
-        expected = _without(saved["pieces"], ("loader", "gradients"))
+        # Buffers of other ranks get those of the first one in the next forward, or differ after it.
+        later = ("loader", "gradients", "buffers") if rank else ("loader", "gradients")
+        expected = _without(saved["pieces"], later)
         yield from _pieces(expected, loaded["pieces"] if loaded else {}, at, rank, loaded=True)
     for step in range(at + 1, straight.last_step + 1):
         for rank in ranks:
@@ -251,6 +263,10 @@ def controls(straight: Notes, resumed: Notes, at: int) -> tuple[list[str], list[
         for group, paths in first.items():
             if any(note["pieces"].get(group) != paths for note in steps.values()):
                 used.add(group)
-                if group in fresh and fresh[group] == steps[at]["pieces"].get(group):
+                if (
+                    group in fresh
+                    and not (rank and group.startswith("buffers"))
+                    and fresh[group] == steps[at]["pieces"].get(group)
+                ):
                     unseen.add(group)
     return sorted(used, key=_place), sorted(unseen, key=_place)

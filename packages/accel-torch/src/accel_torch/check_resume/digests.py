@@ -35,6 +35,8 @@ _DEPTH: Final = 4
 def state_pieces(parts: Parts, full: bool) -> Pieces:
     """Digests of everything that a checkpoint of an Accelerator holds, except the positions of loaders.
 
+    Buffers that `state_dict` leaves out are among them.
+
     Called on every process.
 
     Args:
@@ -45,7 +47,8 @@ def state_pieces(parts: Parts, full: bool) -> Pieces:
     registry, engine = parts._registry, parts._engine
     found: Pieces = {}
     for index, model in enumerate(registry.models):
-        found[f"weights of model {index}"] = digests_of(dict(_tensors_of(model)), full)
+        found[f"weights of model {index}"] = digests_of(dict(model.named_parameters()), full)
+        found[f"buffers of model {index}"] = digests_of(dict(model.named_buffers()), full)
     for index, optimizer in enumerate(registry.optimizers):
         found[f"optimizer {index}"] = digests_of(optimizer.state_dict(), full)
     for index, scheduler in enumerate(registry.schedulers):
@@ -58,12 +61,6 @@ def state_pieces(parts: Parts, full: bool) -> Pieces:
         for name, state in snapshot().items():
             found[f"generator {name}"] = {"state": _digest(state)}
     return {group: paths for group, paths in found.items() if paths}
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, those too that `state_dict` leaves out."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def digests_of(state: Any, full: bool = False) -> dict[str, str]:
@@ -182,7 +179,7 @@ def _state_of(value: Any, passed: set[int], depth: int) -> Any:
     if isinstance(value, (bool, int, float, str, torch.Tensor, np.ndarray)):
         return value
     if isinstance(value, nn.Module):
-        return dict(_tensors_of(value))
+        return {**dict(value.named_parameters()), **dict(value.named_buffers())}
     for kind, read in _GENERATORS.items():
         if isinstance(value, kind):
             return read(value)

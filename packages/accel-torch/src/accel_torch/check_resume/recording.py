@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
@@ -49,12 +49,20 @@ class RunRecorder:
         self._gradients: dict[str, str] = {}
         self._fresh: Pieces | None = None
         self._loaded = self._begun = False
+        self._saves = 0
+        self._plain_steps: dict[int, int] = {}
         register_optimizer_step_pre_hook(self._before_optimizer_step)
+        register_optimizer_step_post_hook(self._after_optimizer_step)
+
+    @property
+    def _steps(self) -> int:
+        """Steps that this process made; a script may step the optimizers inside of the prepared ones."""
+        return PROGRESS.steps or max(self._plain_steps.values(), default=0)
 
     @property
     def step(self) -> int:
         """Steps since the straight run began."""
-        return self.task.resumed_at + PROGRESS.steps
+        return self.task.resumed_at + self._steps
 
     # ------------------------------------------------------------------ called by the Accelerator and its loaders
 
@@ -71,20 +79,49 @@ class RunRecorder:
             return backward(loss, *arguments, **options)
 
         accelerator.backward = noted  # type: ignore[method-assign]
+        self._lead_checkpoints(accelerator)
+
+    def _lead_checkpoints(self, accelerator: Accelerator) -> None:
+        """Lead automatic names of checkpoints away from the folder of the script's project.
+
+        There a straight run might find checkpoints of earlier runs, and a resumed one would not find the right one.
+        """
+        project = accelerator._options.project
+        load, save = accelerator.load_state, accelerator.save_state
+
+        def load_state(input_dir: Any = None, *arguments: Any, **options: Any) -> Any:
+            automatic = input_dir is None and project.automatic_checkpoint_naming
+            if automatic and not self.task.resumes and options.get("missing_ok"):
+                return None
+            return load(self.task.checkpoint if automatic and self.task.resumes else input_dir, *arguments, **options)
+
+        def save_state(output_dir: Any = None, *arguments: Any, **options: Any) -> Any:
+            if not project.automatic_checkpoint_naming:
+                return save(output_dir, *arguments, **options)
+            self._saves += 1
+            given = output_dir or Path(self.task.notes, f"checkpoint_{self._saves}")
+            project.automatic_checkpoint_naming = False
+            try:
+                return save(given, *arguments, **options)
+            finally:
+                project.automatic_checkpoint_naming = True
+
+        accelerator.load_state = load_state  # type: ignore[method-assign]
+        accelerator.save_state = save_state  # type: ignore[method-assign]
 
     def loader_prepared(self, accelerator: Accelerator, loader: Any) -> None:
         """Take part between the batches of a prepared loader."""
         if not hasattr(loader, "between_batches"):
             return
         number = len(accelerator._registry.loaders)
-        before, steps = loader.between_batches, PROGRESS.steps
+        before, steps = loader.between_batches, self._steps
 
         def between(first: bool) -> None:
             nonlocal steps
             if before is not None:
                 before(first)
-            trained = not first and PROGRESS.steps > steps and accelerator.gradient_state.sync_gradients
-            steps = PROGRESS.steps
+            trained = not first and self._steps > steps and accelerator.gradient_state.sync_gradients
+            steps = self._steps
             if trained:
                 self._after_step(accelerator)
 
@@ -132,6 +169,9 @@ class RunRecorder:
                     name = (name_of(parameter) if name_of else None) or f"parameter {index} of group {group}"
                     gradients[name] = parameter.grad
         self._gradients |= digests_of(gradients)
+
+    def _after_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        self._plain_steps[id(optimizer)] = self._plain_steps.get(id(optimizer), 0) + 1
 
     def _after_step(self, accelerator: Accelerator) -> None:
         step, saves = self.step, self.step in self.task.save_at
