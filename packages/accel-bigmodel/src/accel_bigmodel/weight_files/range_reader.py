@@ -3,7 +3,10 @@
 A range whose bytes are those of the tensor is read straight into its memory. A tensor of another dtype, device or
 memory format is filled through a staging buffer of 4 MiB per thread; where the device gains from it, the buffer is
 pinned and each thread copies on a stream of its own. So a load needs little memory beside the tensors themselves.
-No page is fetched by POSIX_FADV_WILLNEED: Linux then caches single pages, and reading them takes twice the CPU time.
+
+On a cold page cache, how a file is read decides how large the parts are that Linux caches. So each piece begins at a
+multiple of 4 MiB and is read from a file that was opened for it. POSIX_FADV_WILLNEED would make Linux cache single
+pages, and reading them takes twice the CPU time.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ __all__ = ("PIECE", "RangeReader")
 PIECE: Final = 1 << 22
 """Bytes that a thread reads before it takes more work; the size of its staging buffer."""
 
-BLOCK: Final = 1 << 19
+BLOCK: Final = 1 << 20
 """Bytes that the processor converts at a time: they are still in its cache when they are converted."""
 
 _LARGEST_ELEMENT: Final = 16
@@ -129,14 +132,14 @@ class _Piece:
 
 
 def _grouped(ranges: Iterator[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Ranges in groups of at most `most` bytes; longer ones are cut, at the end of a page where elements allow."""
+    """Ranges in groups of at most `most` bytes; longer ones are cut at multiples of it where elements allow."""
     group: list[tuple[int, int]] = []
     room = most
     for offset, length in ranges:
         while length > room:
             # A range that is cut begins a group, so that each piece begins with an element.
             if not group:
-                cut = room - offset % min(mmap.PAGESIZE, room) // _LARGEST_ELEMENT * _LARGEST_ELEMENT
+                cut = room - offset % room // _LARGEST_ELEMENT * _LARGEST_ELEMENT
                 group.append((offset, cut))
                 offset, length = offset + cut, length - cut
             yield group
@@ -258,67 +261,46 @@ class RangeReader:
 
 
 class _ReadingThread:
-    """One thread of a reader, with the file that it has open and its staging buffer."""
+    """One thread of a reader, with its staging buffer."""
 
     def __init__(self, reader: RangeReader) -> None:
         self._reader = reader
-        self._file: FileIO | None = None
-        self._path: Path | None = None
-        self._drops_pages = False
         self._streams: dict[torch.device, Any] = {}
 
     def run(self, inference: bool) -> None:
         """Read until nothing is left."""
-        try:
-            # A tensor that was made in inference mode is only written to in that mode, which is one of this thread.
-            with torch.inference_mode(inference), torch.no_grad():
-                while (work := self._reader.next()) is not None:
-                    if isinstance(work, _Piece):
-                        self._read(work)
-                        self._reader.count(work.size)
-                    else:
-                        target, source = work
-                        target.copy_(source)
-                        self._reader.count(source.numel() * source.dtype.itemsize)
-        finally:
-            if self._file is not None:
-                self._file.close()
+        # A tensor that was made in inference mode is only written to in that mode, which is one of this thread.
+        with torch.inference_mode(inference), torch.no_grad():
+            while (work := self._reader.next()) is not None:
+                if isinstance(work, _Piece):
+                    self._read(work)
+                    self._reader.count(work.size)
+                else:
+                    target, source = work
+                    target.copy_(source)
+                    self._reader.count(source.numel() * source.dtype.itemsize)
 
     def _read(self, piece: _Piece) -> None:
-        if piece.is_direct():
-            self._read_block(piece, direct=True)
-        elif _has_streams(piece.target.device):
-            self._read_block(piece, direct=False)
-        else:
-            for block in piece.blocks():
-                self._read_block(block, direct=False)
+        direct = piece.is_direct()
+        in_blocks = not direct and not _has_streams(piece.target.device)
+        with _opened(piece) as file:
+            for block in piece.blocks() if in_blocks else (piece,):
+                self._read_block(file, block, direct)
 
-    def _read_block(self, piece: _Piece, direct: bool) -> None:
+    def _read_block(self, file: FileIO, piece: _Piece, direct: bool) -> None:
         size = piece.size
         buffer = piece.target if direct else self._buffer(piece.target.device)[:size]
         memory = memoryview((ctypes.c_char * size).from_address(buffer.data_ptr())).cast("B")
-        path = piece.part.path
         for offset, length in piece.ranges:
             try:
-                self._fill(memory[:length], path, offset)
+                self._fill(memory[:length], file, offset)
             except (OSError, EOFError) as error:
-                raise CheckpointError(
-                    f"Cannot read {length} bytes at offset {offset} of {str(path)!r}.",
-                    f"{type(error).__name__}: {error}.",
-                    "The file changed or its disk fails: fetch it again, or load another checkpoint.",
-                ) from error
+                raise _unreadable(piece.part.path, offset, length, error) from error
             memory = memory[length:]
         if not direct:
             self._move(buffer.view(piece.part.dtype).view(piece.target.shape), piece.target)
 
-    def _fill(self, memory: memoryview, path: Path, offset: int) -> None:
-        if path != self._path:
-            if self._file is not None:
-                self._file.close()
-            self._file, self._path = open_regular(path), path
-            self._drops_pages = os.fstat(self._file.fileno()).st_size > self._reader.cache_limit
-        file = self._file
-        assert file is not None
+    def _fill(self, memory: memoryview, file: FileIO, offset: int) -> None:
         file.seek(offset)
         left = memory
         while left:
@@ -326,7 +308,7 @@ class _ReadingThread:
             if not count:
                 raise EOFError(f"the file ends {len(left)} bytes too early")
             left = left[count:]
-        if self._drops_pages:
+        if os.fstat(file.fileno()).st_size > self._reader.cache_limit:
             _drop_pages(file, offset, offset + len(memory))
 
     @cached_property
@@ -352,6 +334,21 @@ class _ReadingThread:
             # The device converts: the host would do so in memory that is not pinned.
             target.copy_(data.to(device, non_blocking=True) if data.dtype != target.dtype else data, non_blocking=True)
         stream.synchronize()
+
+
+def _opened(piece: _Piece) -> FileIO:
+    try:
+        return open_regular(piece.part.path)
+    except OSError as error:
+        raise _unreadable(piece.part.path, *piece.ranges[0], error) from error
+
+
+def _unreadable(path: Path, offset: int, length: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot read {length} bytes at offset {offset} of {str(path)!r}.",
+        f"{type(error).__name__}: {error}.",
+        "The file changed or its disk fails: fetch it again, or load another checkpoint.",
+    )
 
 
 def _has_streams(device: torch.device) -> bool:
