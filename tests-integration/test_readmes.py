@@ -24,7 +24,9 @@ EXAMPLES = [block for page in PAGES if page not in TUTORIALS for block in page.b
 BY_ITSELF = [block for block in EXAMPLES if "part of a script for" not in block.marks]
 
 # A tutorial starts several runs on several processes, which takes a busy machine minutes.
-pytestmark = pytest.mark.timeout(900)
+# Its scripts do not import torch once more in each process.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("preloaded_python")]
+PRELOADED = ("accel_torch.accelerator", "accel_plugins.fsdp.fsdp2", "sklearn.datasets")
 LIMIT = 240.0
 
 # A new shell where this environment's programs come first, as after `source .venv/bin/activate`.

@@ -19,7 +19,8 @@ from accel_state.settings.installed import importable
 from accel_state.testing.processes import run_command
 
 # The first test also builds and installs.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("preloaded_python")]
+PRELOADED = ("accel_torch.accelerator",)
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "tests-integration" / "accel-backend-example"
@@ -47,7 +48,7 @@ accelerator.end_training()
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def installed(preloaded_python: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables with which Python finds the example, installed from its wheel."""
     processes = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if importable("accel_backend_example"):

@@ -15,6 +15,10 @@ SCRIPT = str(ROOT / "docs" / "tutorials" / "train_digits.py")
 LAUNCH = [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2"]
 
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+PRELOADED = ("accel_torch.accelerator", "sklearn.datasets")
+
+
 def train(output: Path, *arguments: str) -> Finished:
     return run_command(
         [*LAUNCH, "--mixed_precision", "bf16", SCRIPT, "--output", str(output), *arguments],

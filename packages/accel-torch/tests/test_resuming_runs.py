@@ -26,6 +26,7 @@ from accel_torch import ProjectConfiguration
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals"),
     pytest.mark.timeout(400),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
 
 SCRIPT = str(Path(__file__).with_name("resuming_script.py"))

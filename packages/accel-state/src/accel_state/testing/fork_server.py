@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import array
 import atexit
+import builtins
 import contextlib
+import fcntl
 import gc
 import importlib
 import importlib.util
+import io
 import multiprocessing
 import os
 import pickle
@@ -24,18 +27,25 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypedDict
 
 import torch
 
 from accel_state.settings.environ import publish
 from accel_state.testing.fresh import fresh
 
-__all__ = ("ForkServer", "Forked", "main", "serve")
+__all__ = ("REQUEST_BYTES", "ForkServer", "Forked", "Start", "main", "serve")
 
-_REQUEST_BYTES = 1 << 20
+REQUEST_BYTES = 1 << 20
 """The largest request: environment and path of a process, and names of modules."""
+
+_MOST_FILES = 64
+"""The most open files of a request."""
+
+_FREE_FILES = 500
+"""Descriptors from here on are not in use."""
 
 _PRELOADED = ("torch.", "accel_")
 """Modules of these packages are imported before the fork, once the process of the tests has imported them."""
@@ -44,6 +54,24 @@ _NOT_PRELOADED = ("torch._inductor", "accel_state.testing.simulated_")
 """Modules that start threads, which forked processes would lack, or that register a device with torch."""
 
 _STATUS = struct.Struct("i")
+
+
+class Start(TypedDict):
+    """How an interpreter was started, for a process that runs the script in its place."""
+
+    arguments: list[str]
+    """Path of the script, and its arguments."""
+    unbuffered: bool
+    command: list[str]
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    files: list[int]
+    """Numbers of its open files, in the order in which they are passed."""
+    umask: int
+    ignored: list[int]
+    """Signals that it ignores."""
+    processors: set[int]
 
 
 class Forked:
@@ -58,6 +86,10 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._status: IO[bytes] | None = os.fdopen(status, "rb", buffering=0)
+
+    def fileno(self) -> int:
+        """A descriptor that can be read from when it has ended; valid as long as `poll` returns None."""
+        return self._status.fileno() if self._status is not None else -1
 
     def poll(self) -> int | None:
         """Its exit code (negative for a signal), or None while it runs."""
@@ -96,7 +128,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "accel_state.testing.fork_server", str(theirs.fileno())],
@@ -125,18 +157,32 @@ class ForkServer:
             output: the descriptor that its standard output and error go to.
             environment: its variables.
         """
+        return self._fork((dict(environment), sys.path, os.getcwd()), (calls, answers, output), ())
+
+    def run(self, start: Start, files: Sequence[int], modules: Sequence[str]) -> Forked:
+        """Fork a process that runs a script in place of an interpreter.
+
+        Args:
+            start: how the interpreter was started.
+            files: its open files, in the order of `start["files"]`.
+            modules: what the process has imported.
+        """
+        return self._fork(start, files, modules)
+
+    def _fork(self, request: Any, files: Sequence[int], modules: Sequence[str]) -> Forked:
         status, theirs = os.pipe()
-        fds = array.array("i", (calls, answers, output, theirs))
+        fds = array.array("i", (theirs, *files))
         with self._one_request:
-            request = pickle.dumps((dict(environment), sys.path, os.getcwd(), self._to_preload()))
-            self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            message = pickle.dumps((request, self._to_preload(modules)))
+            self._socket.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             pid = _STATUS.unpack(self._socket.recv(_STATUS.size))[0]
         os.close(theirs)
         return Forked(pid, status)
 
-    def _to_preload(self) -> list[str]:
-        """Modules that this process has imported since the last request, in the order in which it began with them."""
-        names = [name for name in list(sys.modules) if name not in self._preloaded and _can_preload(name)]
+    def _to_preload(self, modules: Sequence[str]) -> list[str]:
+        """These, and what this process has imported since the last request, in the order in which it began with it."""
+        imported = [name for name in list(sys.modules) if _can_preload(name)]
+        names = [name for name in dict.fromkeys((*imported, *modules)) if name not in self._preloaded]
         self._preloaded.update(names)
         return names
 
@@ -165,15 +211,18 @@ def main() -> None:
             received = _receive(requests)
             if received is None:
                 os._exit(0)
-            (environment, path, folder, modules), (calls, answers, output, status) = received
+            (request, modules), (status, *files) = received
             _preload(modules)
             pid = os.fork()
             if pid == 0:
                 for fd in (requests.detach(), awake, wake, status, *children.values()):
                     os.close(fd)
-                _become_member(output, environment, path, folder)
+                if isinstance(request, dict):
+                    _run(request, files)  # type: ignore[arg-type]
+                calls, answers, output = files
+                _become_member(output, *request)
                 serve(calls, answers)
-            for fd in (calls, answers, output):
+            for fd in files:
                 os.close(fd)
             children[pid] = status
             requests.send(_STATUS.pack(pid))
@@ -181,7 +230,7 @@ def main() -> None:
 
 def _receive(requests: socket.socket) -> tuple[Any, Sequence[int]] | None:
     """A request and its descriptors, or None when the other end is closed."""
-    message, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+    message, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, _MOST_FILES)
     return (pickle.loads(message), fds) if message else None
 
 
@@ -225,6 +274,91 @@ def _become_member(output: int, environment: Mapping[str, str], path: list[str],
     os.environ.update(environment)
     sys.path[:] = path
     os.chdir(folder)
+
+
+def _run(start: Start, files: Sequence[int]) -> NoReturn:
+    """Run a script as a new interpreter does, and end."""
+    _become_interpreter(start, files)
+    script, *arguments = start["arguments"]
+    path = os.path.join(os.getcwd(), script)
+    sys.argv[:] = [script, *arguments]
+    sys.path[:] = [os.path.dirname(os.path.realpath(path)), *start["path"]]
+    main_module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(main_module).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main_module
+    code = 0
+    try:
+        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main_module))
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if ended.code is not None and not isinstance(ended.code, int):
+            sys.stderr.write(f"{ended.code}\n")
+    except BaseException as error:
+        # Without the frame of this function.
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    _end_interpreter(code)
+
+
+def _end_interpreter(code: int) -> NoReturn:
+    """End as an interpreter does, except that torch does not free what it has."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def _become_interpreter(start: Start, files: Sequence[int]) -> None:
+    """Give a forked process what a new interpreter has from the one that started it."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in start["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    os.setsid()
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, _FREE_FILES) for file in files]
+    for fd in {0, 1, 2, *files}:
+        os.close(fd)
+    for file, number in zip(apart, start["files"], strict=True):
+        os.dup2(file, number, inheritable=True)
+        os.close(file)
+    unbuffered = start["unbuffered"]
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = _stream(number, mode, unbuffered) if number in start["files"] else None
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.umask(start["umask"])
+    os.sched_setaffinity(0, start["processors"])
+    os.environ.clear()
+    os.environ.update(start["environment"])
+    os.chdir(start["folder"])
+    sys.orig_argv[:] = start["command"]
+    sys.excepthook = sys.__excepthook__
+    torch.set_num_threads(1)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        # Python's own generators are seeded anew in a fork.
+        numpy.random.seed()
+
+
+def _stream(number: int, mode: str, unbuffered: bool) -> IO[str]:
+    """A standard stream; standard error writes whole lines, and what it cannot encode with backslashes."""
+    if mode == "r":
+        return open(number, encoding="utf-8", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(number, mode, closefd=False)),
+        encoding="utf-8",
+        errors="backslashreplace" if number == 2 else "strict",
+        line_buffering=number == 2 or os.isatty(number),
+        write_through=unbuffered,
+    )
 
 
 def _module(name: str, file: str) -> ModuleType:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -51,6 +52,7 @@ __all__ = (
     "gpus",
     "on_devices",
     "one",
+    "preloaded_python",
     "processes",
     "room_for",
     "three",
@@ -194,6 +196,21 @@ def processes() -> Iterator[Callable[[int], Processes]]:
             return groups[count]
 
         yield group
+
+
+@pytest.fixture(scope="module")
+def preloaded_python(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Scripts that the tests of a module start have imported torch already; see `accel_state.testing.preloaded`.
+
+    They have also imported the modules that the variable PRELOADED of the test's module names.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    from accel_state.testing.preloaded import PreloadedPython
+
+    with PreloadedPython(getattr(request.module, "PRELOADED", ())):
+        yield
 
 
 @pytest.fixture(scope="module")

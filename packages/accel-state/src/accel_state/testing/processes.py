@@ -40,7 +40,16 @@ except ImportError:
     # Windows: ports are chosen at random, without a lock.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ("Finished", "Outcome", "Processes", "ProcessesFailed", "ReservedPort", "free_port", "run_command")
+__all__ = (
+    "Finished",
+    "Outcome",
+    "Processes",
+    "ProcessesFailed",
+    "ReservedPort",
+    "fork_server_of",
+    "free_port",
+    "run_command",
+)
 
 _GRACE = 5.0
 _END = 60.0
@@ -269,10 +278,15 @@ def _start(
             pass_fds=(calls, answers),
             start_new_session=True,
         )
+    return fork_server_of(rank).fork(calls, answers, output, environment)
+
+
+def fork_server_of(rank: int) -> ForkServer:
+    """The server that forks the processes of a rank; it starts with the first call."""
     with _starting:
         if rank not in _servers or not _servers[rank].alive:
             _servers[rank] = ForkServer()
-    return _servers[rank].fork(calls, answers, output, environment)
+        return _servers[rank]
 
 
 def run_command(

@@ -1,0 +1,88 @@
+"""Hands a script over to a process that has imported torch already; see `accel_state.testing.preloaded`.
+
+Every interpreter that finds this folder in PYTHONPATH imports this file when it starts, and nothing but the standard
+library with it. The interpreter passes its open files, environment and folder on, forwards signals, and ends as the
+script ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_PARENT = "ACCEL_LAUNCHER_PID"
+"""Number of the launcher that this process has to die with, see `accel_cli.launch.runner`."""
+
+
+def _script(arguments: list[str]) -> list[str] | None:
+    """Path and arguments of the script, or None for another way to start Python."""
+    rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    return rest if rest and rest[0].endswith(".py") else None
+
+
+def _hand_over(address: str, arguments: list[str]) -> None:
+    """Let another process run the script, and end with it; return where it is not there any more."""
+    import array
+    import contextlib
+    import pickle
+    import signal
+    import socket
+    import struct
+
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        return
+    _die_with_launcher()
+    files = [int(name) for name in os.listdir("/proc/self/fd")]
+    kept = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            if os.get_inheritable(file):
+                kept.append(file)
+    umask = os.umask(0)
+    os.umask(umask)
+    ignored = [int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+    start = {
+        "arguments": arguments,
+        "unbuffered": sys.orig_argv[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED")),
+        "command": sys.orig_argv,
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "files": kept,
+        "umask": umask,
+        "ignored": ignored,
+        "processors": os.sched_getaffinity(0),
+    }
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if number not in ignored:
+            signal.signal(number, lambda number, _: connection.send(struct.pack("i", number)))
+    connection.sendmsg([pickle.dumps(start)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", kept))])
+    answer = connection.recv(4)
+    code = struct.unpack("i", answer)[0] if answer else 255
+    if code < 0:
+        with contextlib.suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _die_with_launcher() -> None:
+    launcher = os.environ.pop(_PARENT, "")
+    if launcher:
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+        if os.getppid() != int(launcher):
+            os._exit(128 + signal.SIGKILL)
+
+
+_ADDRESS, _, _PREFIX = os.environ.get("PRELOADED_PYTHON", "").partition("|")
+_ARGUMENTS = _script(sys.orig_argv[1:])
+if sys.prefix == _PREFIX and _ARGUMENTS is not None:
+    _hand_over(_ADDRESS, _ARGUMENTS)
