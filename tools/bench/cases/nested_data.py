@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from bench.case import Call, Case, Scope, Side, Work
 
 OVER_GLOO: Final = (
-    'CPU time of two processes over gloo, the mean of both. "Raw" is plain torch.distributed on the same tensors, one '
-    "collective for all small ones or one for each large one, without any check."
+    'CPU time of two processes over gloo, the mean of both. "Raw" is plain torch.distributed on the same tensors, '
+    "without any check: torch.cat, one collective and a split for all small ones, or one collective for each large one."
 )
 IN_ONE: Final = "CPU time of a call in one process."
 ONE_TENSOR: Final = 'For one tensor, "raw" is the bare method of the tensor.'
+BARE_CAT: Final = 'For concatenate, "raw" calls torch.cat for each leaf.'
 
 Data = Callable[[], Any]
 
@@ -94,66 +96,95 @@ def concatenates(scope: Scope) -> Call:
     return lambda: function(both)
 
 
+def bare_cat(scope: Scope) -> Call:
+    """`torch.cat` of each leaf of two batches, the least that joining them takes."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    pairs = list(zip(tree_leaves(deep()), tree_leaves(deep()), strict=True))
+    return lambda: list(map(torch.cat, pairs))
+
+
 def floats(scope: Scope) -> Call:
     """What conversion to float32 is without any library."""
     return half().float  # type: ignore[no-any-return]
 
 
-def tensors(data: Data, packed: bool) -> list[Any]:
-    """What plain torch.distributed sends."""
-    import torch
-
-    value = data()
-    leaves = list(value.values()) if isinstance(value, dict) else value
-    return [torch.cat([leaf.reshape(-1) for leaf in leaves])] if packed else [leaf.view(-1) for leaf in leaves]
-
-
-def raw(operation: str, data: Data, packed: bool, scope: Scope) -> Call:
-    """The collective of plain torch.distributed."""
+def plain(operation: str) -> Callable[[Any], Any]:
+    """A collective of torch.distributed on one tensor, in place or into a new one of shape (2, ...)."""
     import torch.distributed as dist
 
-    given = tensors(data, packed)
     if operation == "gather":
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        return lambda: [gather(tensor.new_empty(2 * tensor.numel()), tensor) for tensor in given]
-    if operation == "broadcast":
-        return lambda: [dist.broadcast(tensor, 0) for tensor in given]
-    return lambda: [dist.all_reduce(tensor) for tensor in given]
+
+        def gathered(tensor: Any) -> Any:
+            rows = tensor.new_empty(2, *tensor.shape)
+            gather(rows.view(-1), tensor.view(-1))
+            return rows
+
+        return gathered
+
+    def changed(tensor: Any) -> Any:
+        dist.broadcast(tensor, 0) if operation == "broadcast" else dist.all_reduce(tensor)
+        return tensor
+
+    return changed
 
 
-def collective(
-    name: str, limit: float, operation: str, data: Data, by_torch: Callable[[Scope], Call] | None = None
-) -> Case:
+def raw_of_small(operation: str, scope: Scope) -> Call:
+    """All tensors of one shape in one, the collective, and one view for each."""
+    import torch
+
+    run, leaves = plain(operation), list(small().values())
+    rows = len(leaves[0])
+    return lambda: run(torch.cat(leaves)).split(rows, -2)
+
+
+def raw_of_large(operation: str, scope: Scope) -> Call:
+    """The collective on each tensor."""
+    run, leaves = plain(operation), large()
+    return lambda: [run(leaf) for leaf in leaves]
+
+
+def collective(name: str, limit: float, operation: str, data: Data, by_torch: Side | None = None) -> Case:
     """The case of a collective."""
     side = calls(operation, data)
     work = Work(side, side, by_torch, processes=2)
     return Case("collectives", name, "CPU ms", "ours/peer", limit, work, OVER_GLOO)
 
 
-def operation(name: str, limit: float, side: Side, by_torch: Side | None = None) -> Case:
+def of_small(operation: str, limit: float) -> tuple[Case, Case]:
+    """A collective on many small tensors, beside the original and beside plain torch."""
+    case = collective(f"{operation} 64 x (8, 16)", limit, operation, small, partial(raw_of_small, operation))
+    return case, replace(case, figure="ours/raw", limit=2.5)
+
+
+def of_large(operation: str, limit: float) -> Case:
+    """A collective on a few large tensors."""
+    return collective(f"{operation} 4 x 1 MiB", limit, operation, large, partial(raw_of_large, operation))
+
+
+def operation(name: str, limit: float, side: Side, by_torch: Side | None = None, method: str = IN_ONE) -> Case:
     """The case of an operation in one process."""
-    method = ONE_TENSOR if by_torch else IN_ONE
     return Case("operations", name, "CPU us", "ours/peer", limit, Work(side, side, by_torch), method)
 
 
 CASES: Final = (
-    *(
-        collective(f"{name} {what}", limit, name, data, partial(raw, name, data, packed))
-        for what, data, packed, limits in (
-            ("64 x (8, 16)", small, True, {"gather": 0.05, "reduce": 0.04, "broadcast": 0.1}),
-            ("4 x 1 MiB", large, False, {"gather": 0.8, "reduce": 0.6, "broadcast": 1.0}),
-        )
-        for name, limit in limits.items()
-    ),
+    *of_small("gather", 0.05),
+    *of_small("reduce", 0.04),
+    *of_small("broadcast", 0.1),
+    of_large("gather", 0.8),
+    of_large("reduce", 0.65),
+    of_large("broadcast", 1.05),
     collective("pad_across_processes 64 ragged", 0.04, "pad_across_processes", ragged),
     collective("gather_object 10 KB", 0.65, "gather_object", text),
-    collective("broadcast_object_list 10 KB", 0.65, "broadcast_object_list", text),
+    collective("broadcast_object_list 10 KB", 0.7, "broadcast_object_list", text),
     operation("send_to_device 200 leaves", 0.4, calls("send_to_device", deep, "cpu")),
     operation("recursively_apply 200 leaves", 0.25, applies_identity),
     operation("find_device 200 leaves", 0.5, calls("find_device", deep)),
-    operation("concatenate 2 x 200 leaves", 0.5, concatenates),
+    operation("concatenate 2 x 200 leaves", 0.5, concatenates, bare_cat, BARE_CAT),
     operation("slice_tensors 200 leaves", 0.5, calls("slice_tensors", deep, slice(0, 1))),
     operation("get_data_structure 200 leaves", 0.5, calls("get_data_structure", deep)),
     operation("convert_to_fp32 200 leaves", 0.5, calls("convert_to_fp32", deep)),
-    operation("convert_to_fp32 one tensor", 0.9, calls("convert_to_fp32", half), floats),
+    operation("convert_to_fp32 one tensor", 0.9, calls("convert_to_fp32", half), floats, ONE_TENSOR),
 )

@@ -17,6 +17,7 @@ IMPORTS: Final = (
     "made is frozen first: otherwise the figure depends on whether the collection of all of it, which is due at some "
     "time, falls into it."
 )
+OVER_TORCH: Final = "An import of one package counts what it adds to torch."
 DROP_IN: Final = 'CPU time of a process that imports nothing but the drop-in; "raw" imports accel_torch.'
 COMMANDS: Final = (
     'CPU time of commands that only tell something; "raw" is `python -c pass`. The original has neither `explain` nor '
@@ -67,6 +68,13 @@ def imports(name: str, ours: str, peer: str, limit: float) -> tuple[Case, Case]:
     work = Work(partial(statements, ours), partial(statements, peer), once=True)
     case = partial(Case, "startup", name, figure="ours/peer", work=work, method=IMPORTS)
     return case(unit="CPU ms", limit=limit), case(unit="modules", limit=None)
+
+
+def import_of(module: str) -> tuple[Case, Case]:
+    """What the import of one package takes, and how many modules it loads."""
+    work = Work(partial(statements, f"import {module}"), once=True)
+    case = partial(Case, "startup", f"import {module}", figure="ours", limit=None, work=work, method=OVER_TORCH)
+    return case(unit="CPU ms"), case(unit="modules")
 
 
 # ---------------------------------------------------------------- commands
@@ -150,6 +158,8 @@ ON_CPU: Final = partial(launch, ("--cpu", *ONE))
 CASES: Final = (
     *imports("import and Accelerator()", making("accel_torch"), making("accelerate"), 0.5),
     *imports("eight old names and Accelerator()", EIGHT, EIGHT, 0.9),
+    *import_of("accel_state"),
+    *import_of("accel_ops"),
     Case(
         "startup",
         "import accelerate",

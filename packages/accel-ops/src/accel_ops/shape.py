@@ -188,20 +188,20 @@ class _Concatenation:
         first = parts[0]
         kind = type(first)
         joined: Any
-        if isinstance(first, torch.Tensor):
+        # Exact types first: asking whether an object is a tensor is slow for others.
+        if kind is list or kind is tuple:
+            joined = self._sequence(parts)
+            if kind is tuple:
+                joined = tuple(joined)
+        elif kind is dict:
+            joined = self._mapping(parts)
+        elif isinstance(first, torch.Tensor):
             self._check_tensors(parts)
             joined = self._join_tensors(parts) if first.dim() else torch.stack(parts)
-        elif kind is list or kind is tuple or isinstance(first, (list, tuple)):
-            self._check_alike(parts, (list, tuple))
-            joined = self._columns(range(len(first)), list(zip(*parts, strict=True)))
-            if kind is not list:
-                joined = tuple(joined) if kind is tuple else honor_type(first, joined)
+        elif isinstance(first, (list, tuple)):
+            joined = honor_type(first, self._sequence(parts))
         elif isinstance(first, Mapping):
-            self._check_alike(parts, Mapping)
-            columns = [tuple([part[name] for part in parts]) for name in first]
-            joined = dict(zip(first, self._columns(first, columns), strict=True))
-            if kind is not dict:
-                joined = mapping_like(first, joined)
+            joined = mapping_like(first, self._mapping(parts))
         else:
             if len(parts) > 1:
                 self._check_tensors(parts)
@@ -210,45 +210,51 @@ class _Concatenation:
             self._path.pop()
         return joined
 
-    def _columns(self, keys: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The parts under each key, joined; most are tensors, for which no further call is made."""
-        usual, join_tensors = torch.Tensor, self._join_tensors
-        try:
-            return [
-                join_tensors(column) if type(column[0]) is usual and column[0].dim() else self.join(column, key)
-                for key, column in zip(keys, columns, strict=True)
-            ]
-        except TypeError:
-            for key, column in zip(keys, columns, strict=True):
-                if isinstance(column[0], torch.Tensor):
-                    self._check_tensors(column, key)
-            raise
+    def _sequence(self, parts: tuple[Any, ...]) -> list[Any]:
+        length = len(parts[0])
+        for part in parts:
+            if not isinstance(part, (list, tuple)) or len(part) != length:
+                raise self._structure_error()
+        return self._columns(range(length), list(zip(*parts, strict=True)))
 
-    def _check_tensors(self, column: tuple[Any, ...], *key: Any) -> None:
-        for part in column:
+    def _mapping(self, parts: tuple[Any, ...]) -> dict[Any, Any]:
+        first = parts[0]
+        for part in parts:
+            if not isinstance(part, Mapping) or part.keys() != first.keys():
+                raise self._structure_error()
+        columns = [tuple([part[name] for part in parts]) for name in first]
+        return dict(zip(first, self._columns(first, columns), strict=True))
+
+    def _columns(self, keys: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The parts under each key, joined."""
+        if columns and type(columns[0][0]) is torch.Tensor:
+            # Most containers hold tensors alone, which are joined without a look at each.
+            try:
+                return list(map(self._join_tensors, columns))
+            except (TypeError, RuntimeError):
+                pass
+        return [self.join(column, key) for key, column in zip(keys, columns, strict=True)]
+
+    def _check_tensors(self, parts: tuple[Any, ...]) -> None:
+        for part in parts:
             if not isinstance(part, torch.Tensor):
-                where = self._where(*key)
+                where = self._where()
                 raise UnknownKind(
                     "Cannot concatenate nested data with leaves that are not tensors.",
                     f"{f'The leaf {where}' if where else 'An item'} is of type {type(part).__name__}.",
                     "Give tensors, or lists, tuples and mappings of tensors.",
                 ) from None
 
-    def _check_alike(self, parts: tuple[Any, ...], kind: Any) -> None:
-        """Refuse containers of other kinds, lengths or keys than the first."""
-        first = parts[0]
-        for part in parts[1:]:
-            alike = isinstance(part, kind) and len(part) == len(first)
-            if not alike or (kind is Mapping and part.keys() != first.keys()):
-                where = self._where()
-                raise ShapeMismatch(
-                    "Cannot concatenate data of different structures.",
-                    f"{f'At {where}' if where else 'At the top'}, types, lengths or keys differ.",
-                    "Give items that have the same keys and lengths everywhere.",
-                )
+    def _structure_error(self) -> ShapeMismatch:
+        where = self._where()
+        return ShapeMismatch(
+            "Cannot concatenate data of different structures.",
+            f"{f'At {where}' if where else 'At the top'}, types, lengths or keys differ.",
+            "Give items that have the same keys and lengths everywhere.",
+        )
 
-    def _where(self, *key: Any) -> str:
-        return "".join(f"[{name!r}]" for name in (*self._path, *key))
+    def _where(self) -> str:
+        return "".join(f"[{name!r}]" for name in self._path)
 
 
 def _as_it_is(leaf: torch.Tensor) -> torch.Tensor:
