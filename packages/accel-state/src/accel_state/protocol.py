@@ -109,7 +109,18 @@ class EagerHeader:
         generation: how often the buffers were renewed; views of them are of use until it changes.
     """
 
-    __slots__ = ("_flat", "_memory", "_received", "_sent", "_size", "_table", "_world_size", "capacity", "generation")
+    __slots__ = (
+        "_compared",
+        "_flat",
+        "_memory",
+        "_received",
+        "_sent",
+        "_size",
+        "_table",
+        "_world_size",
+        "capacity",
+        "generation",
+    )
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -129,6 +140,7 @@ class EagerHeader:
         self.generation += 1
         self._memory = memoryview(self._sent.numpy().data)
         self._table = self._received.numpy()
+        self._compared = self._table[:, :_COMPARED_BYTES]
 
     def own_payload(self, length: int) -> torch.Tensor:
         """Where this process writes its payload, uint8 of shape (length,)."""
@@ -145,7 +157,7 @@ class EagerHeader:
 
     def are_equal(self) -> bool:
         """Whether the fingerprints and flags that were received are those of this process."""
-        return self._table[:, :_COMPARED_BYTES].tobytes() == bytes(self._memory[:_COMPARED_BYTES]) * self._world_size
+        return self._compared.tobytes() == bytes(self._memory[:_COMPARED_BYTES]) * self._world_size
 
     def lengths(self) -> list[int]:
         """Bytes of payload that each process announced."""

@@ -46,12 +46,15 @@ class AllGatherByAllToAll:
         group: the processes, connected by gloo.
     """
 
-    __slots__ = ("_copies", "_group", "_last", "_rows", "_world_size")
+    __slots__ = ("_bound", "_copies", "_group", "_last", "_world_size")
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._world_size = group.size()
-        self._copies = self._rows = self._new_copies()
+        self._copies = self._new_copies()
+        # Output and tensor of the last call, and what was made for them: eager headers use the same ones in each call,
+        # and a view costs as much as the copy of a header.
+        self._bound: tuple[Any, ...] = (None,) * 5
         # Keeps the buffers of the last call: a thread of the backend that released them would have to take the GIL.
         self._last: tuple[Any, ...] = ()
 
@@ -59,23 +62,24 @@ class AllGatherByAllToAll:
         """Start to collect `tensor` of every process into `output`, by rank; both are contiguous."""
         if self._last and not self._last[0].is_completed():
             # The last call may still read from its buffer.
-            self._copies = self._rows = self._new_copies()
-        # gloo knows only some dtypes; bytes are the same for all.
-        given = tensor.view(-1).view(torch.uint8)
-        shape = (self._world_size, given.numel())
-        if self._rows.shape != shape:
-            self._rows = self._copies_for(shape)
-        self._rows.copy_(given)
-        output = output.view(-1).view(torch.uint8).view(shape)
+            self._copies, self._bound = self._new_copies(), (None,) * 5
+        if self._bound[0] is not output or self._bound[1] is not tensor:
+            self._bound = self._bind(output, tensor)
+        _, _, given, rows, received = self._bound
+        rows.copy_(given)
         # dist.all_to_all_single would check again what the caller has checked, for a quarter of the cost of the call.
-        work = self._group.alltoall_base(output, self._rows, [], [], _OPTIONS)
-        self._last = (work, output, self._rows)
+        work = self._group.alltoall_base(received, rows, [], [], _OPTIONS)
+        self._last = (work, received, rows)
         return work
 
-    def _copies_for(self, shape: tuple[int, int]) -> torch.Tensor:
+    def _bind(self, output: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Both, and as bytes, of which gloo knows how to send all: what is given, copies of it, what is received."""
         # Views made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            return self._copies[: shape[0] * shape[1]].view(shape)
+            given = tensor.view(-1).view(torch.uint8)
+            shape = (self._world_size, given.numel())
+            rows = self._copies[: shape[0] * shape[1]].view(shape)
+            return output, tensor, given, rows, output.view(-1).view(torch.uint8).view(shape)
 
     def _new_copies(self) -> torch.Tensor:
         with torch.inference_mode(False):
