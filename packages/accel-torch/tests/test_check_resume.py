@@ -52,6 +52,14 @@ def test_a_fault_of_the_script_is_named(fault: str, verdict: str, what: str) -> 
     assert outcome["what"].startswith(what)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+def test_a_sharded_run_resumes(backend: str) -> None:
+    code, (outcome,) = check("--backend", backend, "--at", "4", "--steps", "3", "--processes", "2", SCRIPT, "sharded")
+    assert code == 0, outcome
+
+
 @pytest.mark.timeout(300)
 def test_a_script_that_makes_too_few_steps_is_not_verified() -> None:
     code, (outcome,) = check("--at", "500", SCRIPT)

@@ -142,6 +142,9 @@ class RunRecorder:
             # Generators of processes cannot be given to another number of them.
             allowed = () if accelerator.num_processes == self.task.saved_on else ("random_states",)
             accelerator.load_state(self.task.checkpoint, allow_missing=allowed)
+        # Loading may step an optimizer, with gradients of zero, so that it makes its states.
+        self._plain_steps.clear()
+        self._gradients = {}
         note = {"step": self.step, "loaded": self.task.resumes, "pieces": _state_of(accelerator)}
         if self.task.resumes:
             note |= {"fresh": self._fresh, "full": state_pieces(accelerator, full=True)}
