@@ -15,4 +15,5 @@ MANIFEST: Final = Manifest(
     label=None,
     axes=frozenset({Axis.REPLICATE}),
     tier=1,
+    protocol=2,
 )

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_backend_example import residues
 from accel_backend_example.compression import Compressor
 from accel_backend_example.config import ExampleConfig
-from accel_plugins import Bundle, Context, Part, Strategy
+from accel_plugins import Bundle, Context, Strategy
 
 __all__ = ("TopKStrategy",)
 
@@ -23,10 +21,9 @@ __all__ = ("TopKStrategy",)
 class TopKStrategy(Strategy):
     """Every process holds the whole model and sends the largest entries of its gradients.
 
-    What it has not sent yet belongs to the state of the run, so each process writes a file of its own for it.
+    What it has not sent yet belongs to the state of the run, so it is in the extra state of each process.
     """
 
-    saves_together: ClassVar[bool] = True
     config: ExampleConfig
 
     def __init__(self, context: Context, config: ExampleConfig) -> None:
@@ -88,30 +85,19 @@ class TopKStrategy(Strategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def collect(self, part: Part, item: Any) -> Any:
-        state = super().collect(part, item)
-        return (state, self._unsent(item)) if part is Part.MODEL else state
+    def extra_state(self) -> Mapping[str, Any]:
+        return {"unsent": [self._unsent(model) for model in self._compressors]}
 
-    def _unsent(self, model: Module) -> dict[str, Tensor]:
+    def _unsent(self, model: DistributedDataParallel) -> dict[str, Tensor]:
         """By name in the user's model, what this process has not sent yet."""
-        kept = self._compressors[model].unsent if model in self._compressors else {}
+        kept = self._compressors[model].unsent
         return {name: kept[parameter] for name, parameter in self.unwrap(model).named_parameters() if parameter in kept}
 
-    def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
-        rank = self.context.process.rank
-        if part is Part.MODEL:
-            state, unsent = state
-            residues.write(unsent, folder, index, rank)
-        if rank == 0:
-            super().save(part, state, folder, index, safe_serialization=safe_serialization)
-
-    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
-        super().load(part, item, folder, index, **options)
-        if part is Part.MODEL and item in self._compressors:
-            unsent = residues.read(folder, index, self.context.process.rank)
-            named = dict(self.unwrap(item).named_parameters())
-            device = self.context.process.device
-            self._compressors[item].unsent = {named[name]: kept.to(device) for name, kept in unsent.items()}
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        device = self.context.process.device
+        for (model, compressor), unsent in zip(self._compressors.items(), state["unsent"], strict=True):
+            named = dict(self.unwrap(model).named_parameters())
+            compressor.unsent = {named[name]: kept.to(device) for name, kept in unsent.items()}
 
     # ------------------------------------------------------------------ the end
 
