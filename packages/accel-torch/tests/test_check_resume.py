@@ -87,11 +87,13 @@ def beginning(step: int, fresh: dict[str, str] | None = None, **pieces: str) -> 
     """What a rank notes before its first step."""
     made = note(step, **pieces)
     fresh_groups = note(step, **(fresh or {}))["pieces"]
-    return {"step": step, "pieces": made["pieces"], "full": made["full"], "fresh": fresh_groups}
+    return {"step": step, "loaded": True, "pieces": made["pieces"], "full": made["full"], "fresh": fresh_groups}
 
 
 def straight_run() -> Notes:
-    return Notes([[beginning(0, weights="w0"), note(1, weights="w1"), note(2, weights="w2"), note(3, weights="w3")]])
+    steps = [note(step, weights=f"w{step}") for step in (1, 2, 3)]
+    saved = {**{name: steps[0][name] for name in ("step", "pieces", "full")}, "saved": True}
+    return Notes([[beginning(0, weights="w0"), steps[0], saved, *steps[1:]]])
 
 
 def test_runs_with_equal_notes_are_equal() -> None:

@@ -77,6 +77,11 @@ class CheckResume:
             default=(1,),
             help="numbers of processes: the first one runs straight, and all of them resume (2,3; default: 1)",
         )
+        parser.add_argument(
+            "--in_window",
+            action="store_true",
+            help="save one batch after each step, in the middle of an accumulation window",
+        )
         parser.add_argument("--steps", type=int, default=5, help="steps to compare after each checkpoint (default: 5)")
         parser.add_argument(
             "--resume_args",
@@ -131,7 +136,7 @@ class _Check:
         """Run straight, then resume at each step on each number of processes."""
         arguments, steps = self._arguments, sorted(set(self._arguments.at))
         task = Task("", str(self._folder / "checkpoints"), steps[-1] + arguments.steps, tuple(steps))
-        task = replace(task, saved_on=arguments.processes[0])
+        task = replace(task, saved_on=arguments.processes[0], in_window=arguments.in_window)
         straight, failure = self._run(task, arguments.processes[0])
         made = straight.last_step
         if failure is None and not made:

@@ -77,7 +77,11 @@ class Notes:
 
     def beginning(self, rank: int = 0) -> dict[str, Any] | None:
         """The note that a rank took before its first step."""
-        return next((note for note in self.ranks[rank] if "samples" not in note), None)
+        return next((note for note in self.ranks[rank] if "loaded" in note), None)
+
+    def saved(self, at: int, rank: int = 0) -> dict[str, Any]:
+        """The note that a rank took when the checkpoint of a step was saved."""
+        return next(note for note in self.ranks[rank] if "saved" in note and note["step"] == at)
 
     @property
     def last_step(self) -> int:
@@ -103,10 +107,10 @@ def compare_notes(straight: Notes, resumed: Notes, at: int) -> Difference | None
 def _equal_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Difference]:
     ranks = range(len(straight.ranks))
     for rank in ranks:
-        loaded, saved = resumed.beginning(rank), straight.steps(rank)[at]
+        loaded, saved = resumed.beginning(rank), straight.saved(at, rank)
         # Loaders are compared by what they give: a script may skip batches by itself.
         # Buffers of other ranks get those of the first one in the next forward, or differ after it.
-        later = ("loader", "gradients", "buffers") if rank else ("loader", "gradients")
+        later = ("loader", "buffers") if rank else ("loader",)
         expected = _without(saved["pieces"], later)
         yield from _pieces(expected, loaded["pieces"] if loaded else {}, at, rank, loaded=True)
     for step in range(at + 1, straight.last_step + 1):
@@ -150,7 +154,7 @@ def unsaved_variables(straight: Notes, resumed: Notes) -> list[str]:
 
 
 def _other_world(straight: Notes, resumed: Notes, at: int) -> Iterator[Difference]:
-    loaded, saved = resumed.beginning(), straight.steps()[at]
+    loaded, saved = resumed.beginning(), straight.saved(at)
     yield from _pieces(saved["full"], loaded["full"] if loaded else {}, at, None, loaded=True)
     after = [step for step in straight.steps() if step > at]
     ours = _global_order([straight.steps(rank) for rank in range(len(straight.ranks))], after)
@@ -259,14 +263,13 @@ def controls(straight: Notes, resumed: Notes, at: int) -> tuple[list[str], list[
         begun, steps = straight.beginning(rank), straight.steps(rank)
         loaded = resumed.beginning(rank)
         fresh = (loaded or {}).get("fresh") or {}
-        first = _without(begun["pieces"] if begun else {}, ("gradients",))
-        for group, paths in first.items():
+        for group, paths in (begun["pieces"] if begun else {}).items():
             if any(note["pieces"].get(group) != paths for note in steps.values()):
                 used.add(group)
                 if (
                     group in fresh
                     and not (rank and group.startswith("buffers"))
-                    and fresh[group] == steps[at]["pieces"].get(group)
+                    and fresh[group] == straight.saved(at, rank)["pieces"].get(group)
                 ):
                     unseen.add(group)
     return sorted(used, key=_place), sorted(unseen, key=_place)

@@ -50,6 +50,7 @@ class RunRecorder:
         self._fresh: Pieces | None = None
         self._loaded = self._begun = False
         self._saves = 0
+        self._to_save: int | None = None
         self._plain_steps: dict[int, int] = {}
         register_optimizer_step_pre_hook(self._before_optimizer_step)
         register_optimizer_step_post_hook(self._after_optimizer_step)
@@ -122,6 +123,10 @@ class RunRecorder:
                 before(first)
             trained = not first and self._steps > steps and accelerator.gradient_state.sync_gradients
             steps = self._steps
+            if self._to_save is not None and not first:
+                if trained:
+                    raise SystemExit("check-resume: the script steps after each batch; leave --in_window out.")
+                self._save(accelerator, self._to_save)
             if trained:
                 self._after_step(accelerator)
 
@@ -145,7 +150,7 @@ class RunRecorder:
         # Loading may step an optimizer, with gradients of zero, so that it makes its states.
         self._plain_steps.clear()
         self._gradients = {}
-        note = {"step": self.step, "loaded": self.task.resumes, "pieces": _state_of(accelerator)}
+        note = {"step": self.step, "loaded": self.task.resumes, "pieces": self._state_of(accelerator)}
         if self.task.resumes:
             note |= {"fresh": self._fresh, "full": state_pieces(accelerator, full=True)}
         self._write(note)
@@ -160,7 +165,7 @@ class RunRecorder:
         self._loaded = True
         accelerator = self._accelerators[-1]()
         if accelerator is not None:
-            self._fresh = _state_of(accelerator)
+            self._fresh = self._state_of(accelerator)
 
     def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         accelerator = self._accelerators[-1]() if self._accelerators else None
@@ -177,12 +182,10 @@ class RunRecorder:
         self._plain_steps[id(optimizer)] = self._plain_steps.get(id(optimizer), 0) + 1
 
     def _after_step(self, accelerator: Accelerator) -> None:
-        step, saves = self.step, self.step in self.task.save_at
+        step = self.step
         registry = accelerator._registry
-        pieces = {**_state_of(accelerator), "gradients": self._gradients}
+        pieces = {**self._state_of(accelerator), "gradients": self._gradients}
         note: dict[str, Any] = {"step": step, "pieces": pieces, "samples": self._samples, "losses": self._losses}
-        if saves:
-            note["full"] = state_pieces(accelerator, full=True)
         last = step >= self.task.last_step
         if last:
             known = [accelerator, *registry.custom, *registry.loaders, *registry.schedulers, *registry.optimizers]
@@ -192,25 +195,40 @@ class RunRecorder:
             note["variables"] = variables_of(sys._getframe(), self.script, known)
         self._write(note)
         self._samples, self._losses, self._gradients = [], [], {}
-        if saves:
-            accelerator.save_state(self.task.folder_of(step))
+        if step in self.task.save_at:
+            self._to_save = step
+            if not self.task.in_window:
+                self._save(accelerator, step)
         if last:
             raise StopRun
+
+    def _save(self, accelerator: Accelerator, step: int) -> None:
+        """Save the checkpoint of a step; what was read since belongs to it."""
+        self._to_save = None
+        self._samples, self._losses = [], []
+        full = state_pieces(accelerator, full=True)
+        self._write({"step": step, "saved": True, "pieces": self._state_of(accelerator), "full": full})
+        accelerator.save_state(self.task.folder_of(step))
+
+    def _state_of(self, accelerator: Accelerator) -> Pieces:
+        """Digests of what this process would put into a checkpoint, and the positions of its loaders."""
+        pieces = state_pieces(accelerator, full=False)
+        registry = accelerator._registry
+        for index, loader in enumerate(registry.loaders):
+            if hasattr(loader, "progress"):
+                at = loader.progress
+                pieces[f"loader {index}"] = {"position": f"epoch {at.epoch}, batch {at.steps}"}
+        if self.task.in_window:
+            for index, model in enumerate(registry.models):
+                held = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+                pieces[f"gradients of model {index} so far"] = digests_of(held)
+        return pieces
 
     def _write(self, note: dict[str, Any]) -> None:
         accelerator = self._accelerators[-1]()
         rank = 0 if accelerator is None else accelerator.process_index
         with Path(self.task.notes, f"rank_{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
-
-
-def _state_of(accelerator: Accelerator) -> Pieces:
-    """Digests of what this process would put into a checkpoint, and the positions of its loaders."""
-    pieces = state_pieces(accelerator, full=False)
-    for index, loader in enumerate(accelerator._registry.loaders):
-        if hasattr(loader, "progress"):
-            pieces[f"loader {index}"] = {"position": f"epoch {loader.progress.epoch}, batch {loader.progress.steps}"}
-    return pieces
 
 
 class _Observer:

@@ -21,6 +21,7 @@ class Task:
         save_at: steps after which a checkpoint is saved.
         resumed_at: step whose checkpoint the run loads; 0 for the straight run.
         saved_on: processes of the straight run.
+        in_window: whether a checkpoint is saved one batch after its step, in the middle of an accumulation window.
         resume_arguments: further arguments of the script; empty where the command loads for the script.
     """
 
@@ -30,6 +31,7 @@ class Task:
     save_at: tuple[int, ...] = ()
     resumed_at: int = 0
     saved_on: int = 1
+    in_window: bool = False
     resume_arguments: tuple[str, ...] = ()
 
     @property
