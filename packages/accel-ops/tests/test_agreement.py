@@ -234,7 +234,7 @@ def test_the_missing_is_named_and_later_operations_meet(absent: int) -> None:
         outcomes = on_all(present, lambda rank: barrier(rank, deadline=1.0).wait("done", last=True))
         for outcome in outcomes:
             assert isinstance(outcome, CheckpointError)
-            assert f"Process {absent} did not come within 1 s" in str(outcome)
+            assert f"Process {absent} did not arrive within 1 s" in str(outcome)
     # The absent one has taken part in two operations less.
     assert on_all(ranks, works) == ["0,1,2"] * 3
 
@@ -253,7 +253,7 @@ def test_a_rank_that_comes_past_the_deadline_meets_nobody(late: int) -> None:
 
     for outcome in on_all(world(2), save):
         assert isinstance(outcome, CheckpointError)
-        assert "did not come within 0.5 s" in str(outcome)
+        assert "did not arrive within 0.5 s" in str(outcome)
 
 
 def test_a_rank_that_comes_after_a_failure_of_another_raises_it() -> None:

@@ -23,7 +23,7 @@ from accel_ops import gather, gather_object, reduce, where_is_everyone
 from accel_state import PartialState, current
 from accel_state.errors import CollectiveError
 from accel_state.process import wait_for_everyone
-from accel_state.testing.processes import Outcome, Processes, run_command
+from accel_state.testing.processes import Processes, RankOutcome, run_command
 from accel_state.transport.torch_dist import TorchDistTransport
 
 HERE = Path(__file__).name
@@ -32,7 +32,7 @@ LATEST = TIMEOUT + 30.0
 SOON = 50.0
 
 
-Cases = Mapping[Callable[..., Any], "Future[list[Outcome]]"]
+Cases = Mapping[Callable[..., Any], "Future[list[RankOutcome]]"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
         yield {function: pool.submit(on_three, function, *arguments) for function, arguments in calls}
 
 
-def on_three(function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
+def on_three(function: Callable[..., Any], *arguments: Any) -> list[RankOutcome]:
     with Processes(3, timeout=100) as group:
         # They have started and loaded all they need, so that they meet within a short timeout.
         group.run(has_met)
@@ -183,7 +183,7 @@ def host_dies() -> tuple[str, float]:
     return dies(0)
 
 
-def survivors(outcomes: list[Outcome], died: int) -> list[tuple[str, float]]:
+def survivors(outcomes: list[RankOutcome], died: int) -> list[tuple[str, float]]:
     assert outcomes[died].exitcode == -signal.SIGKILL
     alive = [outcome for outcome in outcomes if outcome.rank != died]
     assert all(outcome.ok for outcome in alive), "\n".join(map(str, outcomes))

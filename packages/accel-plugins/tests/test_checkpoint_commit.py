@@ -294,7 +294,7 @@ def test_a_process_that_does_not_come_is_named_after_the_deadline(two: Processes
     told = two.run(save_together, str(tmp_path / "a"), None, absent)
 
     assert told[absent] == "absent"
-    assert f"Process {absent} did not come within 3 s" in told[1 - absent]
+    assert f"Process {absent} did not arrive within 3 s" in told[1 - absent]
     assert entries(tmp_path) == set()
 
 

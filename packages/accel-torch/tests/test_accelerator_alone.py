@@ -61,7 +61,7 @@ def test_other_libraries_find_sharding_in_the_environment_while_the_run_lasts() 
 
 def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    run = current.run()
+    run = current.require_run()
     engine = run.strategy
     manifest = dataclasses.replace(engine.manifest, owns=frozenset({Duty.ACCUMULATION}))
     current.set_run(run._replace(strategy=engine._replace(manifest=manifest)))

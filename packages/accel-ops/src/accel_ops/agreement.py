@@ -1,18 +1,18 @@
-"""One agreement for all that processes do together outside of training: any rank fails, all raise.
+"""The agreement of all ranks outside of training: when one rank fails, all ranks raise.
 
     barrier = StoreBarrier(process, "save/step-100", "Cannot save the checkpoint step-100.", deadline=600)
-    folder = barrier.wait("open", name)      # rank 0's name, once every rank has called this
-    with barrier.reporting():                # what is raised here is raised on every rank
+    folder = barrier.wait("open", name)      # rank 0's name, once every rank has called wait
+    with barrier.reporting():                # an exception in this block is raised on every rank
         write(folder)
     barrier.wait("write", last=True)
 
-The ranks meet in the store of the run, not in a collective: it works from any thread and beside collectives, one that
-fails says so and goes on, and one that is missing is named when the deadline passes. Nobody asks again and again: the
-store answers each request when what it asks for is there. An agreement of W ranks takes each rank at most 4 requests,
-and rank 0 at most W + 8, with which it also removes all keys. A failure takes the rank that fails W more.
+The ranks meet in the store of the run, not in a collective. So an agreement works in any thread and during collectives,
+a rank that fails reports the failure and continues, and the error names the ranks that are missing at the deadline. No
+rank polls: the store answers a request once its key exists. An agreement of W ranks costs each rank at most 4 requests
+and rank 0 at most W + 8, which include the removal of all keys. A failure costs the failing rank W more.
 
-Each `StoreBarrier` is one operation, with a number that is the same on all ranks. A rank that did not take part in an
-operation, because it raised before, finds itself named as missing there, and takes the next number.
+Each `StoreBarrier` is one operation, whose number is the same on all ranks. A rank that raised before an operation is
+reported as missing in it, and takes part in the next one.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ _ANSWER: Final = 10.0
 """Seconds for a request that does not wait for other processes."""
 
 _LATER: Final = 5.0
-"""Seconds by which the other ranks outwait rank 0, whose deadline began when it came; at most half a deadline."""
+"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half a deadline."""
 
 _FAREWELL: Final = 10.0
-"""Seconds that rank 0 stays after the end of an operation: often its process hosts the store that the others read."""
+"""Seconds that rank 0 stays after an operation: its process often hosts the store that the other ranks read."""
 
 _MOST_NAMED: Final = 16
 _PAUSE: Final = 0.2
-"""Seconds before a request is made again whose connection broke, or whose answer was not signed by a rank."""
+"""Seconds before a retry of a request whose connection broke, or whose answer has no valid signature of a rank."""
 _MOST_BREAKS: Final = 3
 
 _WELL: Final = b"+"
 _BADLY: Final = b"-"
-"""How what a rank posts begins, and the result: a value follows, or a failure."""
+"""First byte of the entry of a rank, and of the result: a value or a failure follows."""
 
 
 def first(values: Sequence[str]) -> str:
-    """The value of rank 0; what `StoreBarrier.wait` returns by default."""
+    """The value of rank 0, which `StoreBarrier.wait` returns by default."""
     return values[0]
 
 
 class _Connection:
-    """What one process keeps for the operations over one store.
+    """What one process keeps for its operations over one store.
 
     Attributes:
-        free: connections that no operation uses; one that waits for others keeps its own busy.
-        operations: how many there were of each topic.
-        failed: keys of operations that failed, by topic; those read them that come late.
+        free: idle connections; an operation that waits for other ranks occupies its own.
+        operations: number of operations of each topic.
+        failed: keys of failed operations, by topic; late ranks read them.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ _connections: Final[WeakKeyDictionary[Any, _Connection]] = WeakKeyDictionary()
 
 
 def _connection_of(process: Process) -> _Connection | None:
-    """The way to the other ranks; None where there are no others, or simulated ones that say what this one says."""
+    """The connection to the other ranks; None without other ranks, or with simulated ones."""
     store: Any = process.transport.store()
     if store is None:
         return None
@@ -93,18 +93,18 @@ def _connection_of(process: Process) -> _Connection | None:
 
 
 class StoreBarrier:
-    """One operation of all ranks, in phases that none leaves before all have come to its end.
+    """One operation of all ranks, in phases: no rank leaves a phase before all ranks have completed it.
 
     Attributes:
         rank: index of this process among those that take part.
 
     Args:
         process: who this process is.
-        topic: what the operation is; all ranks give the same one. Operations of one topic follow each other.
-        asked: first part of the errors, such as "Cannot save the checkpoint step-100."
-        deadline: seconds to wait for the others at each phase.
-        error: class of the errors that this raises by itself.
-        remedy: last part of the errors for a failure of another rank.
+        topic: names the operation, equal on all ranks. Operations of one topic run one after another.
+        asked: first part of the errors, for example "Cannot save the checkpoint step-100."
+        deadline: seconds to wait for the other ranks in each phase.
+        error: class of the errors that the barrier itself raises.
+        remedy: last part of the errors when another rank failed.
         group: a process group, a DeviceMesh of one dimension or an axis of the mesh of the run, whose processes alone
             take part; by default all do. Where this class says rank 0, it means the first of the group.
 
@@ -140,17 +140,17 @@ class StoreBarrier:
     def wait(
         self, phase: str, value: str = "", combine: Callable[[Sequence[str]], str] = first, *, last: bool = False
     ) -> str:
-        """Return what `combine` makes of the values of all ranks, once every rank has called this.
+        """Wait until every rank has called this; return the result of `combine` for the values of all ranks.
 
         Args:
-            phase: name of the phase; each is waited for once.
+            phase: name of the phase, for errors.
             value: what this rank contributes.
             combine: called on rank 0 with the values in the order of the ranks.
-            last: the operation ends with this phase.
+            last: whether the operation ends with this phase.
 
         Raises:
-            AccelError: a rank failed (`error`, or the class that was raised there if it is one of
-                `accel_state.errors`), or did not come before the deadline (`error`).
+            AccelError: a rank failed (`error`, or the class raised there if it is one of `accel_state.errors`), or did
+                not call this before the deadline (`error`).
         """
         if self._connection is None:
             return combine([value] * self._world_size)
@@ -161,14 +161,14 @@ class StoreBarrier:
                     self.leave()
                 return answer
         except BaseException as error:
-            # What `combine` raised, or an interrupt; a failure that all know of is not reported again.
+            # An error of `combine`, or an interrupt; `fail` does not report a failure that all ranks know.
             self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Let every other rank raise this error at its next or present `wait` of this operation; never raises itself.
+        """Raise this error on every other rank, in its present or next `wait` of this operation; raises nothing here.
 
-        Returns when the other ranks have heard it, after ten seconds at the latest.
+        Returns when the other ranks have received it, after ten seconds at the latest.
         """
         if self._connection is None or self._over:
             return
@@ -181,20 +181,20 @@ class StoreBarrier:
                 told = self._tell(control, failure)
             self._leave(told)
         except AccelError:
-            # The store went with the process that hosts it; the others learn that by themselves.
+            # The process that hosts the store has ended; the other ranks notice that themselves.
             self._end()
 
     def leave(self) -> None:
-        """End the operation, all phases of which went well; called on every rank, or as `last=True` of `wait`.
+        """End an operation whose phases all succeeded; called on every rank, or as `last=True` of `wait`.
 
-        The process that hosts the store stays until the others have heard the last result; rank 0 removes the keys.
+        The process that hosts the store waits until the other ranks have the last result; rank 0 removes the keys.
         """
         if self._connection is not None and not self._over:
             self._leave()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report to the other ranks whatever the block raises."""
+        """Report any exception of the block to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -202,10 +202,10 @@ class StoreBarrier:
             raise
 
     def check(self) -> None:
-        """Raise the failure that another rank has reported in this operation, if any; does not wait for one.
+        """Raise a failure that another rank has already reported in this operation; returns at once otherwise.
 
         Raises:
-            AccelError: one has.
+            AccelError: another rank has failed.
         """
         if self._connection is None or self._over:
             return
@@ -236,7 +236,7 @@ class StoreBarrier:
     def _collect(
         self, control: ControlStore, value: str, combine: Callable[[Sequence[str]], str], until: float, phase: str
     ) -> bytes:
-        """The result that rank 0 makes of the values of all, and tells them; or the failure that is there already."""
+        """Combine the values of all ranks on rank 0, and publish the result or the first failure."""
         known = self._result(control)
         if known is not None:
             return known
@@ -247,13 +247,13 @@ class StoreBarrier:
             absent = _absent(control, posts)
             if absent:
                 return self._missed(control, absent, phase)
-            # Something may be there under their keys that they did not sign.
+            # A key may hold an entry without a valid signature.
             found = control.get_many(posts, _ANSWER)
             missing = [rank for rank, post in enumerate(posts, 1) if post not in found]
             if missing:
                 return self._missed(control, missing, phase)
         if not all(post.startswith(_WELL) for post in found.values()):
-            # A rank that has failed puts marks where posts are missing.
+            # A failed rank has filled the missing posts with marks.
             return self._receive(control, [self._key()], until)[self._key()]
         try:
             answer = combine([value, *(found[post][1:].decode() for post in posts)])
@@ -265,20 +265,20 @@ class StoreBarrier:
         return control.compare_set(self._key(), _WELL + answer.encode(), _ANSWER)
 
     def _contribute(self, control: ControlStore, value: str, until: float, phase: str) -> bytes:
-        """The result, once this rank has posted its value."""
+        """Post the value of this rank, and wait for the result."""
         control.set(self._post(self.rank), _WELL + value.encode(), _ANSWER)
         found = self._receive(control, [self._key()], until)
-        # Rank 0 would have told by now who is missing.
+        # Without an answer, rank 0 is missing too.
         return found.get(self._key()) or self._missed(control, [0, *_absent(control, self._posts())], phase)
 
     def _missed(self, control: ControlStore, missing: list[int], phase: str) -> bytes:
-        """Tell the others who did not come, and return what counts: another rank may have been first."""
+        """Publish the missing ranks, and return the valid result: another rank may have published one before."""
         named = missing[:_MOST_NAMED]
         failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
         return control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
 
     def _receive(self, control: ControlStore, keys: list[str], until: float) -> dict[str, bytes]:
-        """What is under the keys, as soon as all are there; less when time is up."""
+        """The values of the keys, once all exist; at the deadline those that exist."""
         breaks = 0
         while True:
             left = until - time.monotonic()
@@ -288,14 +288,14 @@ class StoreBarrier:
                     return found
                 breaks = 0
             except StoreUnreachable as error:
-                # A connection that broke is a host that is gone; one that is silent may come back.
+                # A broken connection means that the host is gone; a silent one may recover.
                 breaks += error.__cause__ is not None
                 if left <= 0 or breaks == _MOST_BREAKS:
                     raise
             time.sleep(max(min(_PAUSE, until - time.monotonic()), 0.0))
 
     def _result(self, control: ControlStore) -> bytes | None:
-        """What the present phase has come to, if it has."""
+        """The result of the present phase; None while there is none."""
         key = self._key()
         return control.get_many([key], _ANSWER).get(key)
 
@@ -307,7 +307,7 @@ class StoreBarrier:
                 self._connection.operations[self._topic] += 1
 
     def _heed(self, result: bytes) -> None:
-        """Raise a failure; after one of an operation that the others ended without this rank, take the next number."""
+        """Raise a failure, unless the other ranks ended that operation without this rank: then take the next number."""
         failure = json.loads(result[1:])
         if self._is_skipped(failure):
             return
@@ -315,7 +315,7 @@ class StoreBarrier:
         raise self._described(failure)
 
     def _is_skipped(self, failure: Mapping[str, Any]) -> bool:
-        """Whether an operation failed because this rank did not take part in it; then the next one is taken."""
+        """Whether an operation failed because this rank was missing; if so, take the next number."""
         if self._index or self._collects or self.rank not in failure.get("missing", ()):
             return False
         if self.rank == 0:
@@ -326,15 +326,15 @@ class StoreBarrier:
         return True
 
     def _tell(self, control: ControlStore, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Tell the others of a failure, and return the one that counts, which is the first; None to be called again."""
+        """Publish a failure, and return the first failure published; None if the caller has to try again."""
         mine = _BADLY + json.dumps(failure).encode()
         told = control.compare_set(self._key(), mine, _ANSWER)
         if told.startswith(_WELL):
-            # This phase went well before; the next one reports the failure.
+            # This phase has already succeeded; the next one reports the failure.
             self._index += 1
             return None
         if told == mine and (self.rank or self._collects):
-            # Rank 0 waits for all posts, and hears it when none is missing.
+            # Rank 0 waits for all posts, so fill the missing ones.
             for post in self._posts():
                 control.compare_set(post, _BADLY, _ANSWER)
         counts: Mapping[str, Any] = json.loads(told[1:])
@@ -352,7 +352,7 @@ class StoreBarrier:
         return self._taken
 
     def _end(self) -> None:
-        """Let another operation have the connection."""
+        """Return the connection for the next operation."""
         self._over = True
         if self._connection is not None and self._taken is not None:
             self._connection.free.append(self._taken)
@@ -363,20 +363,20 @@ class StoreBarrier:
         return f"accel/agreement/{self._topic}/{self._number}"
 
     def _key(self) -> str:
-        """Where the result of the present phase is."""
+        """The key of the result of the present phase."""
         return f"{self._operation}/{self._index}"
 
     def _post(self, rank: int) -> str:
         return f"{self._key()}/{rank}"
 
     def _posts(self) -> list[str]:
-        """Where rank 0 reads what the others post; it has no need to post anything itself."""
+        """The keys of the posts of all ranks except rank 0, which posts nothing."""
         return [self._post(rank) for rank in range(1, self._world_size)]
 
     # ------------------------------------------------------------------ ending
 
     def _leave(self, failure: Mapping[str, Any] | None = None) -> None:
-        """Say that this rank has heard the end of the operation; rank 0 waits for the others and cleans up."""
+        """Confirm that this rank has the final result; rank 0 waits for all confirmations and removes the keys."""
         self._over = True
         control = self._control
         gone = set(failure.get("missing", ())) if failure else set()
@@ -390,13 +390,13 @@ class StoreBarrier:
             if self.rank not in gone and control.add(count, _ANSWER) == hearers:
                 control.set(all_heard, b"", _ANSWER)
         except StoreUnreachable:
-            # What was agreed stands; somebody is gone already.
+            # The agreement remains valid; a process has ended before it confirmed.
             return
         finally:
             self._end()
 
     def _clean(self, control: ControlStore, marks: list[str], well: bool) -> None:
-        """Remove the keys of this operation; where it failed, which those read that come late, with a later one."""
+        """Remove the keys of this operation; a later operation removes those of a failed one."""
         assert self._connection is not None
         phases = [f"{self._operation}/{index}" for index in range(self._index + (not well))]
         posts = [f"{phase}/{rank}" for phase in phases for rank in range(1, self._world_size)]
@@ -412,10 +412,10 @@ class StoreBarrier:
             missing += " and others" if failure.get("more") else ""
             return self._error(
                 f"{self._asked} ({failure['phase']})",
-                f"Process {missing} did not come within {failure['seconds']:g} s. {self._everyone()}",
+                f"Process {missing} did not arrive within {failure['seconds']:g} s. {self._everyone()}",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
-        # Rank 0 compared the values of all; the result is not a failure of rank 0.
+        # Without a rank: the values of the ranks differ.
         who = "" if failure["rank"] is None else f"Process {self._ranks[failure['rank']]} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
@@ -424,13 +424,13 @@ class StoreBarrier:
         return self._error(self._asked, f"{who}{failure['type']}: {failure['text']}", self._remedy)
 
     def _everyone(self) -> str:
-        """Where every process was."""
+        """The last known position of every process."""
         process = self._process
         return describe_all_ranks(protocol_state(process.transport).monitor, process.rank, process.world_size)
 
     @contextmanager
     def _store_named(self) -> Iterator[None]:
-        """Raise what the store does not answer as an error of this operation."""
+        """Turn an unreachable store into an error of this operation."""
         try:
             yield
         except StoreUnreachable as error:
@@ -453,22 +453,22 @@ def raise_on_any_rank(
     *,
     group: Group = None,
 ) -> T:
-    """Run `work` on every rank; what it raises on one is raised on all.
+    """Run `work` on every rank; an exception on one rank raises on all.
 
     Args:
         process: who this process is.
-        topic: what the work is; all ranks give the same one.
-        work: what each rank does; its own exception is raised where it has one.
-        asked: first part of the error for a rank that failed or did not come.
-        deadline: seconds to wait for the others.
+        topic: names the work, equal on all ranks.
+        work: runs on each rank; a rank on which it raises gets its own exception.
+        asked: first part of the error when a rank failed or is missing.
+        deadline: seconds to wait for the other ranks.
         error: class of that error.
         group: a process group or an axis of a mesh, whose processes alone take part; see `gather`.
 
     Returns:
-        What `work` returned on this rank.
+        The result of `work` on this rank.
 
     Raises:
-        AccelError: it failed elsewhere, or a rank did not come before the deadline.
+        AccelError: it failed on another rank, or a rank is missing at the deadline.
 
     Example:
         >>> from accel_state import current
@@ -492,19 +492,19 @@ def all_agree(
     *,
     group: Group = None,
 ) -> str:
-    """The value that all ranks give; where one gives another, all raise.
+    """The value that all ranks give; if values differ, all ranks raise.
 
     Args:
         process: who this process is.
-        topic: what the value is; all ranks give the same one.
-        value: that of this rank.
+        topic: names the value, equal on all ranks.
+        value: the value of this rank.
         asked: first part of the error.
-        deadline: seconds to wait for the others.
+        deadline: seconds to wait for the other ranks.
         error: class of that error.
         group: a process group or an axis of a mesh, whose processes alone take part; see `gather`.
 
     Raises:
-        AccelError: the values differ, or a rank did not come before the deadline.
+        AccelError: the values differ, or a rank is missing at the deadline.
 
     Example:
         >>> from accel_state import current
@@ -520,14 +520,14 @@ def all_agree(
             owners.setdefault(given, []).append(rank)
         if len(owners) > 1:
             shown = "; ".join(f"{given!r} on {format_ranks(who)}" for given, who in owners.items())
-            raise error(asked, f"The processes do not agree: {shown}.", "Give every process the same.")
+            raise error(asked, f"The processes do not agree: {shown}.", "Give every process the same value.")
         return values[0]
 
     return StoreBarrier(process, topic, asked, deadline, error, group=group).wait("value", value, same, last=True)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An error in the form in which the other ranks receive it."""
+    """An error as the other ranks receive it."""
     parts = [error.failure, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
     return {"type": type(error).__name__, "text": str(error), "parts": parts}
 

@@ -124,7 +124,7 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
     else:
         return
     raise UnknownKind(
-        f"{operation}() was given nested data that it cannot use.",
+        f"Cannot use the nested data given to {operation}().",
         f"{f'The leaf {path}' if path else 'The value'} is {obstacle}.",
         remedy,
     )
@@ -138,7 +138,7 @@ def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -
     """
     if leaf.dim() == 0 or leaf.shape[0] % count:
         raise SettingError(
-            f"{operation}() was to split {path or 'a tensor'} of shape {tuple(leaf.shape)} between {count} processes.",
+            f"Cannot split {path or 'a tensor'} of shape {tuple(leaf.shape)} between {count} processes ({operation}).",
             "Its first dimension is not a multiple of that." if leaf.dim() else "It has no dimension to split.",
             "Pad it first, for example with pad_input_tensors().",
         )
@@ -211,8 +211,8 @@ def check_writable(tensor: Any) -> None:
 
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise UnknownKind(
-            "A DTensor was to be overwritten with a value.",
-            f"Its placements are {tensor.placements}: each process holds a partial sum.",
+            f"Cannot overwrite a DTensor with placements {tensor.placements}.",
+            "Each process holds a partial sum, not a part of the value.",
             "Redistribute it to Shard or Replicate first.",
         )
 
@@ -235,7 +235,7 @@ class Plan:
         small: positions of the leaves that travel packed, in that order.
         large: positions of the others, in that order.
         layout: where the small ones are in the packed buffer.
-        devices: where the leaves lie, as far as that is not where the transport moves tensors; else empty.
+        devices: of the leaves, if one of them is not on the device of the transport; else empty.
     """
 
     __slots__ = (
@@ -298,7 +298,7 @@ class Plan:
         return buffer
 
     def empty_pack(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """An uninitialised buffer for the small leaves, where they lie."""
+        """An uninitialised buffer for the small leaves, on their device."""
         return torch.empty(self.layout.nbytes, dtype=torch.uint8, device=leaves[0].device)
 
     def on_devices(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

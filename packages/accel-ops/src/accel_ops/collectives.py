@@ -54,7 +54,7 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False,
     Raises:
         SettingError: `dst` is not a rank of the group, the call gives it with `differentiable`, or this process is not
             in the group.
-        UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
+        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent; the error has its path.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
 
@@ -90,7 +90,7 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
 
     Raises:
         SettingError: `src` is not a rank of the group, or this process is not in the group.
-        UnknownKind: a leaf is no tensor, or one that cannot travel; its path is named.
+        UnknownKind: a leaf is not a tensor, or a tensor that cannot be sent; the error has its path.
         ShapeMismatch: on every process, when their calls, structures, shapes or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
     """
@@ -118,7 +118,8 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
 def scatter(tensor: Any = None, src: int | None = None, *, group: Group = None) -> Any:
     """The part of one process's tensors that is for this process: equal slices of the first dimension, by rank.
 
-    The structure and the shapes travel along, so only `src` gives data. With one process they come back as they are.
+    The call also sends the structure and the shapes, so only `src` gives data. With one process the data are returned
+    unchanged.
 
     Args:
         tensor: on `src`, a tensor, or nested data with tensors alone at the leaves, each with a first dimension that

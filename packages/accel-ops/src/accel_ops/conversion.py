@@ -28,7 +28,7 @@ def send_to_device(
 ) -> Any:
     """Nested data with its tensors, and all other objects that have a `.to`, on `device`.
 
-    Tensors that lie there already are not touched. What cannot be moved stays as it is.
+    Tensors that are on it already are not copied. Objects that cannot be moved stay as they are.
 
     Args:
         tensor: a tensor, an object with `.to`, or nested data.
@@ -109,7 +109,7 @@ class ConvertOutputsToFp32:
 
     def __getstate__(self) -> NoReturn:
         raise CannotPickle(
-            "A model that was prepared for mixed precision was to be pickled.",
+            "Cannot pickle a model that was prepared for mixed precision.",
             "Its forward function belongs to this process.",
             "Pickle what `unwrap_model(model)` returns, or save its state dict.",
         )

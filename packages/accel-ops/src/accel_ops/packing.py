@@ -1,6 +1,6 @@
 """Many small tensors in one run of bytes, and back.
 
-Tensors of one dtype lie side by side, so that packing is one `cat` per dtype and unpacking one copy per dtype in which
+Tensors of one dtype are adjacent, so that packing is one `cat` per dtype and unpacking one copy per dtype in which
 every tensor gets storage of its own. (Views of one buffer would let one small tensor keep all of it alive.)
 """
 

@@ -1,11 +1,13 @@
-"""Looks through a pickle without running it: only what a table of rules admits may be made.
+"""Checks a pickle without running it: a table of rules says which objects it may create.
 
-A pickle is a program. `check` follows its opcodes on a stack that holds descriptions in place of objects, so nothing is
-imported, called or allocated. It admits the opcodes that pickles of data need, the names of a table, and for each name
-the one way in which its own pickles make it. A pickle that passes does the same in `pickle` and in `torch.load`: both
-follow the same opcodes to the same calls, with arguments that the rules have seen.
+A pickle is a program. `check_pickle` interprets its opcodes on a stack of descriptions instead of objects, so it
+imports, calls and allocates nothing that the pickle names. It accepts only the opcodes that pickles of data need, the
+names in the table, and for each name the one way in which pickles of data create it. An accepted pickle does the same
+in `pickle` and in `torch.load`: both interpret the same opcodes and make the same calls, whose arguments the rules have
+checked.
 
-A rule for a name sees descriptions (`Made`, `Global`) of what would be made, and the memory left for it (`Budget`).
+A rule for a name receives descriptions (`Made`, `Global`) of the objects, and the memory budget that is left
+(`Budget`).
 """
 
 from __future__ import annotations
@@ -19,28 +21,28 @@ from typing import Any, Final, TypeAlias
 __all__ = (
     "BYTES_PER_BYTE",
     "Budget",
-    "Call",
+    "CallRule",
     "Global",
     "Made",
     "PickleRefused",
     "Rule",
     "Rules",
-    "check",
+    "check_pickle",
     "demand",
     "is_made",
     "numbers_in",
 )
 
 BYTES_PER_BYTE: Final = 64
-"""How many bytes of memory each byte of a file may take."""
+"""Bytes of memory that the content may take for each byte of the file."""
 
 _FREE_BYTES: Final = 1 << 28
 
 _DEPTH: Final = 200
-"""How deep containers may lie inside of each other, so that no recursive reader of the data runs out of stack."""
+"""The deepest nesting of containers, so that recursive readers of the data do not overflow their stack."""
 
 _KEY_SIZE: Final = 4096
-"""How many values a key of a mapping may hold. A tuple of shared tuples takes exponential time to hash."""
+"""The most values inside a key of a mapping: hashing a tuple of shared tuples takes exponential time."""
 
 _TOO_LARGE: Final = 1 << 40
 _LARGEST_KEY: Final = 2**61 - 2
@@ -50,7 +52,7 @@ _FREE_NODES: Final = 1 << 22
 
 
 class PickleRefused(ValueError):
-    """A pickle is damaged, or does what no pickle of data does."""
+    """A pickle is damaged, or does something that pickles of data do not do."""
 
 
 def demand(condition: object, text: str) -> None:
@@ -99,14 +101,14 @@ class Global:
 
 
 class Made:
-    """Describes a container or an object that the reader would make.
+    """Describes a container or an object that the unpickler would create.
 
     Attributes:
-        kind: "tuple", "list", "dict", "set", or the name of what made it.
-        parts: what it holds; keys and values in turn for mappings, arguments for objects.
-        state: what BUILD gave it.
-        facts: what a rule wants to know about it later.
-        carries: whether a tuple holds names that are not data; only a call may take it.
+        kind: "tuple", "list", "dict", "set", or the name of the callable that created it.
+        parts: its items; for mappings keys and values alternate, for objects the arguments of the call.
+        state: the argument of its BUILD opcode.
+        facts: what its rule keeps for later checks.
+        carries: whether it is a tuple that holds names other than data; only a call may take it.
     """
 
     __slots__ = ("carries", "facts", "kind", "parts", "rule", "size", "state")
@@ -121,25 +123,25 @@ class Made:
         self.size = 1
 
 
-Call: TypeAlias = Callable[[Global, list[Any], Budget], Any]
+CallRule: TypeAlias = Callable[[Global, list[Any], Budget], Any]
 Build: TypeAlias = Callable[[Made, Any, Budget], None]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How pickles of data use one name.
+    """How pickles of data may use one name.
 
     Args:
-        call: checks the arguments of a call and describes its result; no call is admitted without it.
-        new: the same of `cls.__new__`.
-        build: checks the state that an object is given, once, after it is made; no state is admitted without it.
+        call: checks the arguments of a call and describes its result; without it, calls are refused.
+        new: the same for `cls.__new__`.
+        build: checks the state of an object, set once after its creation; without it, states are refused.
         constant: the name itself is data, such as a dtype.
         items: it is a mapping, whose items are set one by one.
         key: it may be a key of a mapping.
     """
 
-    call: Call | None = None
-    new: Call | None = None
+    call: CallRule | None = None
+    new: CallRule | None = None
     build: Build | None = None
     constant: bool = False
     items: bool = False
@@ -155,20 +157,22 @@ def is_made(value: Any, *kinds: str) -> bool:
 
 
 def numbers_in(value: Any) -> list[int]:
-    """The integers of a tuple or `torch.Size`, none of them negative.
+    """The integers of a tuple or `torch.Size`, which must not be negative.
 
     Raises:
         PickleRefused: it is something else.
     """
     demand(is_made(value, "tuple", "list", "torch.Size"), "a shape is not a tuple")
-    demand(all(type(part) is int and 0 <= part < 2**63 for part in value.parts), "a shape has parts that are none")
+    demand(
+        all(type(part) is int and 0 <= part < 2**63 for part in value.parts), "a shape has a part that is not a size"
+    )
     return list(value.parts)
 
 
 class _Reading:
-    """The state of a reader: its stack, its marks and its memo."""
+    """The interpreter of one pickle: its position, stack, marks and memo."""
 
-    def __init__(self, data: bytes | mmap, start: int, rules: Rules, storage: Call | None, budget: Budget) -> None:
+    def __init__(self, data: bytes | mmap, start: int, rules: Rules, storage: CallRule | None, budget: Budget) -> None:
         self.data = data
         self.at = start
         self.start = start
@@ -181,7 +185,7 @@ class _Reading:
         self.done = False
 
     def run(self) -> Any:
-        """Follow the opcodes to the last one."""
+        """Interpret all opcodes; returns the description of the result."""
         data, steps = self.data, _STEPS
         end = len(data)
         while not self.done:
@@ -233,7 +237,7 @@ class _Reading:
         return items
 
     def remember(self, index: int) -> None:
-        # The memo of Python's own reader is an array: a large index alone would take gigabytes.
+        # Python stores the memo in an array: one large index would take gigabytes.
         demand(index <= self.at - self.start, "it remembers a value under a number that is too large")
         self.memo[index] = self.top()
 
@@ -344,7 +348,7 @@ class _Reading:
 
 
 def _size_of(state: Any) -> int:
-    """Values in the state of an object, one level deep: what its hash looks at."""
+    """Number of values in the state of an object, one level deep, which is what its hash reads."""
     if not isinstance(state, Made):
         return 1
     return sum(part.size if isinstance(part, Made) else 1 for part in state.parts)
@@ -470,23 +474,23 @@ _STEPS: Final[dict[int, Callable[[_Reading], None]]] = {
 """The opcodes of pickled data of protocols 2 to 5, as `pickle` and `torch.save` write them."""
 
 
-def check(
-    data: bytes | mmap, rules: Rules, budget: Budget, *, storage: Call | None = None, start: int = 0
+def check_pickle(
+    data: bytes | mmap, rules: Rules, budget: Budget, *, storage: CallRule | None = None, start: int = 0
 ) -> tuple[Any, int]:
-    """Look through one pickle.
+    """Check one pickle.
 
     Args:
         data: holds the pickle.
-        rules: what it may make, by module and name.
-        budget: how much memory that may take.
-        storage: describes what a persistent id refers to; none is admitted without it.
-        start: where the pickle begins.
+        rules: the objects it may create, by module and name.
+        budget: the memory that they may take.
+        storage: describes the object of a persistent id; without it, persistent ids are refused.
+        start: offset of the pickle in `data`.
 
     Returns:
-        A description of what it makes, and where it ends.
+        A description of the object it creates, and the offset of its end.
 
     Raises:
-        PickleRefused: it is damaged, or makes something else or more.
+        PickleRefused: it is damaged, creates an object without a rule, or exceeds the budget.
     """
     reading = _Reading(data, start, rules, storage, budget)
     try:
@@ -498,7 +502,7 @@ def check(
 
 
 def _demand_tree(root: Any, budget: Budget) -> None:
-    """Refuse data that contain themselves, lie too deep, or that shared parts make huge to walk."""
+    """Refuse data that contain themselves, are nested too deep, or are huge to walk because of shared parts."""
     known: dict[int, tuple[int, int]] = {}
     open_: set[int] = set()
     limit = BYTES_PER_BYTE * budget.size + _FREE_NODES
@@ -518,7 +522,7 @@ def _demand_tree(root: Any, budget: Budget) -> None:
         count = 1 + len(made.parts) + sum(size for size, _ in sizes)
         depth = 1 + max((depth for _, depth in sizes), default=0)
         demand(count <= limit, "its shared parts make more data than it has bytes for")
-        demand(depth <= _DEPTH, f"its data lie more than {_DEPTH} levels deep")
+        demand(depth <= _DEPTH, f"its data are nested more than {_DEPTH} levels deep")
         known[id(made)] = count, depth
         open_.discard(id(made))
 

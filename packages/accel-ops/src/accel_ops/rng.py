@@ -22,14 +22,14 @@ __all__ = ("restore", "set_seed", "snapshot", "synchronize_rng_state", "synchron
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the state of one kind of generator is read and written."""
+    """Reads and writes the state of one kind of generator."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
 
 
 def _numpy_state() -> Any:
-    """What `numpy.random.set_state` takes, with a tensor for the array: its pickle asks for nothing of numpy."""
+    """The argument of `numpy.random.set_state`, with a tensor for the array: its pickle imports nothing of numpy."""
     state = np.random.get_state()
     if not isinstance(state, tuple):
         return state
@@ -38,7 +38,7 @@ def _numpy_state() -> Any:
 
 
 def _set_numpy_state(state: Any) -> None:
-    """Set a state that may come from anywhere: numpy itself reads beyond its key when the position is too large."""
+    """Check and set a state of any origin: numpy reads beyond the key when the position is too large."""
     if isinstance(state, Mapping) and state.get("bit_generator") == _TWISTER:
         inner = state["state"]
         state = _TWISTER, inner["key"], inner["pos"], state.get("has_gauss", 0), state.get("gauss", 0.0)
@@ -49,7 +49,7 @@ def _set_numpy_state(state: Any) -> None:
         if name != _TWISTER or not fits or not (words < 2**32).all():
             raise ValueError(f"it is not a key of {_TWISTER_WORDS} words of {_TWISTER}")
         if not 0 <= int(position) <= _TWISTER_WORDS or int(has_gauss) not in (0, 1):
-            raise ValueError(f"its position {position} lies outside of its key")
+            raise ValueError(f"its position {position} is outside of its key")
         state = name, words.astype(np.uint32), int(position), int(has_gauss), float(gauss)
     np.random.set_state(state)
 
@@ -58,7 +58,7 @@ _TWISTER: Final = "MT19937"
 _TWISTER_WORDS: Final = 624
 
 _PYTHON = _Source(random.getstate, random.setstate)
-# numpy's generators are imported when they are first used: that takes milliseconds.
+# The functions above import numpy's generators at the first use, because the import takes milliseconds.
 _NUMPY = _Source(_numpy_state, _set_numpy_state)
 _TORCH = _Source(torch.get_rng_state, torch.set_rng_state)
 
@@ -68,18 +68,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: from 0 to 2**32 - 1, with the rank added.
-        device_specific: add the rank, so that each process draws other numbers.
-        deterministic: let torch use deterministic algorithms alone.
+        device_specific: add the rank to the seed, so that each process draws different numbers.
+        deterministic: let torch use only deterministic algorithms.
 
     Raises:
-        SettingError: numpy cannot be seeded with it.
+        SettingError: the seed is not an int, or is outside of the range of numpy.
     """
     process = current.process_or_start() if device_specific else current.process_or_none()
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise _no_seed(seed, "It is no whole number.")
+        raise _seed_error(seed, f"It is of type {type(seed).__name__}.")
     chosen = int(seed) + (process.rank if process is not None and device_specific else 0)
     if not 0 <= chosen < 2**32:
-        raise _no_seed(chosen, "It is outside of the range of numpy's generator.")
+        raise _seed_error(chosen, "numpy's generator takes seeds from 0 to 2**32 - 1.")
     random.seed(chosen)
     np.random.seed(chosen)
     torch.manual_seed(chosen)
@@ -106,12 +106,12 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
     """Give all processes the states that kinds of generators have on process 0, in one collective.
 
     Args:
-        rng_types: of "torch", "python", "numpy", "generator", and the names of device families that are present.
+        rng_types: names among "torch", "python", "numpy", "generator", and the available device families.
         generator: the generator for "generator".
 
     Raises:
         SettingError: an unknown kind, or "generator" without one.
-        CollectiveError: a process is gone or did not come in time.
+        CollectiveError: a process ended or did not call this in time.
     """
     sources = [_source(str(kind), generator) for kind in rng_types]
     states = [source.read() for source in sources]
@@ -133,10 +133,10 @@ def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
     """Set the generators to what `snapshot` returned.
 
     Args:
-        states: by key; further keys are not looked at.
+        states: by key; other keys are ignored.
 
     Returns:
-        The keys that are missing; their generators were left as they are.
+        The missing keys; their generators keep their states.
 
     Raises:
         CheckpointError: a state cannot be used.
@@ -149,8 +149,8 @@ def restore(states: Mapping[str, Any]) -> tuple[str, ...]:
             source.write(states[key])
         except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
             raise CheckpointError(
-                f"The state of the random number generator {key!r} was to be restored.",
-                f"It cannot be used: {error}",
+                f"Cannot restore the random number generator {key!r}.",
+                f"Its state cannot be used: {error}",
                 "Restore from a checkpoint that was made with the same kind of device.",
             ) from error
     return tuple(key for key in sources if key not in states)
@@ -167,7 +167,7 @@ def _source(kind: str, generator: torch.Generator | None) -> _Source:
     if kind == "generator":
         if generator is None:
             raise SettingError(
-                "The state of a generator was to be synchronised.",
+                "Cannot synchronise the state of a generator.",
                 "No generator was given.",
                 "Give it as `generator`, or take 'generator' out of rng_types.",
             )
@@ -178,12 +178,12 @@ def _source(kind: str, generator: torch.Generator | None) -> _Source:
             sources[family.rng_name] = _Source(family.current_rng_state, family.set_current_rng_state)
     if kind not in sources:
         raise SettingError(
-            f"The random number generators of kind {kind!r} were to be synchronised.",
-            "There are none here.",
+            f"Cannot synchronise random number generators of kind {kind!r}.",
+            "This process has no generators of this kind.",
             f"Give one of {', '.join(map(repr, (*sources, 'generator')))}.",
         )
     return sources[kind]
 
 
-def _no_seed(seed: Any, obstacle: str) -> SettingError:
-    return SettingError(f"The seed {seed!r} was given.", obstacle, f"Give a whole number from 0 to {2**32 - 1}.")
+def _seed_error(seed: Any, obstacle: str) -> SettingError:
+    return SettingError(f"Cannot seed generators with {seed!r}.", obstacle, f"Give an int from 0 to {2**32 - 1}.")

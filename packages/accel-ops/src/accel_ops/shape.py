@@ -47,7 +47,7 @@ def pad_across_processes(
             processes alone take part; by default all do.
 
     Raises:
-        UnknownKind: a leaf is no tensor; its path is named.
+        UnknownKind: a leaf is not a tensor; the error has its path.
         SettingError: a dtype cannot hold `pad_index`, or this process is not in the group.
         ShapeMismatch: on every process, when their calls, structures, numbers of dimensions or dtypes differ.
         CollectiveError: a process is gone or did not come in time.
@@ -86,7 +86,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         dim: the dimension of the batch.
 
     Raises:
-        UnknownKind: a leaf is no tensor; its path is named.
+        UnknownKind: a leaf is not a tensor; the error has its path.
     """
     size = -(-batch_size // num_processes) * num_processes
 
@@ -167,7 +167,7 @@ def _check_value(value: float, leaves: Sequence[torch.Tensor]) -> None:
         least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         if value != int(value) or not least <= value <= most:
             raise SettingError(
-                f"pad_across_processes() was asked to pad with pad_index={value}.",
+                f"Cannot pad with pad_index={value} in pad_across_processes().",
                 f"Tensors of {dtype} cannot hold it.",
                 "Give another value, or convert the tensors first.",
             )

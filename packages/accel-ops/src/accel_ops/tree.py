@@ -23,6 +23,7 @@ __all__ = (
     "find_batch_size",
     "find_device",
     "flatten",
+    "function_name",
     "get_data_structure",
     "get_shape",
     "honor_type",
@@ -34,7 +35,6 @@ __all__ = (
     "listify",
     "map_children",
     "mapping_like",
-    "name_of",
     "rebuild",
     "recursively_apply",
 )
@@ -95,7 +95,7 @@ def recursively_apply(
     """
 
     apply = func if not (args or kwargs) else _with_arguments(func, args, kwargs)
-    # The type that is met most, if it passes the test for certain, is looked at before a call is made for the leaf.
+    # Most leaves have this type: comparing it first avoids a call of test_type for each.
     usual = torch.Tensor if test_type is is_torch_tensor else None
 
     def walk(value: Any) -> Any:
@@ -112,7 +112,7 @@ def recursively_apply(
 
     def refuse(value: Any) -> None:
         if error_on_other_type:
-            raise _unsupported(data, value, test_type, name_of(func))
+            raise _unsupported(data, value, test_type, function_name(func))
 
     return walk(data)
 
@@ -145,7 +145,7 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
     """The tensors of `data` and a hashable picture of the containers around them.
 
     Raises:
-        UnknownKind: a leaf is no tensor; its path and `operation` are named.
+        UnknownKind: a leaf is not a tensor; the error has its path and `operation`.
     """
     leaves: list[torch.Tensor] = []
     # Appending returns None, which is what a leaf looks like in the structure.
@@ -169,7 +169,7 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], TreeSpec]:
 
 
 def map_children(value: Any, walk: Callable[[Any], Any], refuse: Callable[[Any], None] | None = None) -> Any:
-    """A container of any kind with `walk` applied to what it holds; others are kept, after `refuse` was told."""
+    """A container of any kind with `walk` applied to its items; other values are kept, after `refuse` has seen them."""
     if isinstance(value, (list, tuple)):
         return honor_type(value, [walk(item) for item in value])
     if isinstance(value, Mapping):
@@ -207,8 +207,8 @@ def leaves_with_paths(data: Any) -> Iterator[tuple[str, Any]]:
     yield from _with_paths("", data)
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """What to call a function in a message."""
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a function in messages."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
@@ -222,7 +222,7 @@ def _with_paths(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:
-    """Names, as in a path, and values of what a container holds; None for what is no container."""
+    """Names, as in a path, and values of what a container holds; None for other values."""
     if is_namedtuple(value):
         return [(f".{name}", item) for name, item in zip(value._fields, value, strict=True)]
     if isinstance(value, (list, tuple)):
@@ -273,9 +273,9 @@ def _unsupported(data: Any, value: Any, test_type: Callable[[Any], bool], operat
     path = next((path for path, leaf in leaves_with_paths(data) if leaf is value), "")
     where = f"The leaf {path}" if path else "The value"
     return UnknownKind(
-        f"{operation}() was given nested data that it cannot use.",
-        f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which is no tensor"
-        + ("." if test_type is is_torch_tensor else f" and does not pass {name_of(test_type)}()."),
+        f"Cannot use the nested data given to {operation}().",
+        f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which is not a tensor"
+        + ("." if test_type is is_torch_tensor else f" and does not pass {function_name(test_type)}()."),
         "Give tensors, or lists, tuples, mappings and dataclasses of tensors; take other values out first.",
     )
 
@@ -285,21 +285,21 @@ def find_batch_size(data: Any) -> int:
 
     Raises:
         SettingError: a container on the way to the first leaf is empty.
-        UnknownKind: the first leaf is no tensor, or a tensor without dimensions.
+        UnknownKind: the first leaf is not a tensor, or is a tensor without dimensions.
     """
     first = data
     while isinstance(first, (list, tuple, Mapping)):
         if not first:
             raise SettingError(
-                "The batch size of nested data was asked for.",
-                f"An empty {type(first).__name__} holds no tensor that would have one.",
-                "Give data with a tensor in front.",
+                "Cannot find the batch size of nested data.",
+                f"An empty {type(first).__name__} contains no tensor.",
+                "Give data whose first leaf is a tensor.",
             )
         first = next(iter(first.values() if isinstance(first, Mapping) else first))
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         what = "a tensor without dimensions" if isinstance(first, torch.Tensor) else f"of type {type(first).__name__}"
         raise UnknownKind(
-            "The batch size of nested data was asked for.",
+            "Cannot find the batch size of nested data.",
             f"The first leaf is {what}, and has no batch size.",
             "Give data whose first leaf is a tensor with a batch dimension.",
         )

@@ -30,7 +30,7 @@ __all__ = (
     "process_or_start",
     "publish_for_run",
     "replace_process",
-    "run",
+    "require_run",
     "run_or_none",
     "set_gradient",
     "set_process",
@@ -143,7 +143,7 @@ def replace_process(process: Process) -> Iterator[Process]:
         _slot.process = before
 
 
-def run() -> Run:
+def require_run() -> Run:
     """The run.
 
     Raises:

@@ -104,7 +104,7 @@ def _mesh(config: ParallelismConfig, world_size: int, device_type: str) -> Any:
 
 
 def _show(name: str, plugin: Any) -> None:
-    run = current.run()
+    run = current.require_run()
     current.set_run(run._replace(given={**run.given, name: plugin}))
 
 
@@ -114,7 +114,7 @@ def _given(name: str) -> Any:
     Raises:
         NoState: there is none. Other libraries use `hasattr` to find out whether a run has such a configuration.
     """
-    given = current.run().given
+    given = current.require_run().given
     if name not in given:
         raise NoState(
             f"Cannot read AcceleratorState.{name}.",
@@ -135,7 +135,7 @@ class _RunPlugins:
     @property
     def dynamo_plugin(self) -> Any:
         """Configuration of torch.compile."""
-        return current.run().given.get("dynamo_plugin")
+        return current.require_run().given.get("dynamo_plugin")
 
     @dynamo_plugin.setter
     def dynamo_plugin(self, plugin: Any) -> None:
@@ -153,7 +153,7 @@ class _RunPlugins:
     @property
     def torch_tp_plugin(self) -> Any:
         """Configuration of PyTorch's tensor parallelism."""
-        return current.run().given.get("torch_tp_plugin")
+        return current.require_run().given.get("torch_tp_plugin")
 
     @torch_tp_plugin.setter
     def torch_tp_plugin(self, plugin: Any) -> None:
@@ -171,24 +171,24 @@ class _RunPlugins:
     @property
     def is_fsdp2(self) -> bool:
         """Whether the run uses version 2 of FSDP."""
-        return getattr(current.run().given.get("fsdp_plugin"), "fsdp_version", None) == 2
+        return getattr(current.require_run().given.get("fsdp_plugin"), "fsdp_version", None) == 2
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The DeepSpeed configurations by name."""
-        given = current.run().given.get("deepspeed_plugin")
+        given = current.require_run().given.get("deepspeed_plugin")
         return given if given is None or isinstance(given, Mapping) else {_ONLY: given}
 
     @property
     def deepspeed_plugin(self) -> Any:
         """The DeepSpeed configuration in use: the selected one, before any selection the first one."""
         plugins = self.deepspeed_plugins
-        return plugins[current.run().selected or next(iter(plugins))] if plugins else None
+        return plugins[current.require_run().selected or next(iter(plugins))] if plugins else None
 
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, plugin: Any) -> None:
         _show("deepspeed_plugin", plugin)
-        current.set_run(current.run()._replace(selected=None))
+        current.set_run(current.require_run()._replace(selected=None))
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The DeepSpeed configuration of this name.
@@ -214,7 +214,7 @@ class _RunPlugins:
             if plugin is not chosen:
                 plugin.deselect()
         chosen.select(_from_accelerator_state=True)
-        current.set_run(current.run()._replace(selected=name))
+        current.set_run(current.require_run()._replace(selected=name))
 
     def _named(self, name: str | None) -> Any:
         plugins = self.deepspeed_plugins
@@ -304,7 +304,7 @@ class AcceleratorState(_RunPlugins, PartialState):
         Raises:
             SettingError: an assigned value is not a `DistributedType`.
         """
-        return current.run().distributed_type
+        return current.require_run().distributed_type
 
     @distributed_type.setter
     def distributed_type(self, label: DistributedType | str) -> None:
@@ -314,22 +314,22 @@ class AcceleratorState(_RunPlugins, PartialState):
                 "There is no such distributed type.",
                 f"Assign one of {', '.join(map(str, DistributedType))}.",
             )
-        current.set_run(current.run()._replace(distributed_type=DistributedType(label)))
+        current.set_run(current.require_run()._replace(distributed_type=DistributedType(label)))
 
     @property
     def mixed_precision(self) -> str:
         """Precision mode of the run."""
-        return current.run().mixed_precision
+        return current.require_run().mixed_precision
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """The sizes of the axes of the mesh, or None."""
-        return current.run().parallelism_config
+        return current.require_run().parallelism_config
 
     @property
     def device_mesh(self) -> Any:
         """The device mesh of the run, or None."""
-        return current.run().mesh
+        return current.require_run().mesh
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

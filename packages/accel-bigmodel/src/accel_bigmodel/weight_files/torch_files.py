@@ -19,7 +19,18 @@ from typing import IO, Any, Final
 
 import torch
 
-from accel_ops.pickle_check import Budget, Global, Made, PickleRefused, Rule, Rules, check, demand, is_made, numbers_in
+from accel_ops.pickle_check import (
+    Budget,
+    Global,
+    Made,
+    PickleRefused,
+    Rule,
+    Rules,
+    check_pickle,
+    demand,
+    is_made,
+    numbers_in,
+)
 from accel_state.untrusted import open_regular
 
 __all__ = (
@@ -120,7 +131,7 @@ def _check_archive(file: IO[bytes], source: Any, size: int) -> None:
         demand(records.has_record(name) and name in lengths, f"storage {key} is not in the file")
         return min(length(name), lengths[name])
 
-    check(pickled, torch_rules(), budget, storage=_Storages(size_of, fields=5))
+    check_pickle(pickled, torch_rules(), budget, storage=_Storages(size_of, fields=5))
 
 
 def _check_sequence(data: bytes | mmap, size: int) -> None:
@@ -132,10 +143,10 @@ def _check_sequence(data: bytes | mmap, size: int) -> None:
         return left
 
     storages = _Storages(size_of, fields=6)
-    magic, at = check(data, {}, budget)
+    magic, at = check_pickle(data, {}, budget)
     demand(magic == _MAGIC, "it was not written by torch.save")
     for number, allowed in enumerate(({}, {}, torch_rules(), {})):
-        _, at = check(data, allowed, budget, storage=storages if number == 2 else None, start=at)
+        _, at = check_pickle(data, allowed, budget, storage=storages if number == 2 else None, start=at)
     total = sum(STORAGES[_split(kind)] * count for kind, _, count in storages.known.values())
     demand(total <= size - at, "its storages are larger than the file")
 

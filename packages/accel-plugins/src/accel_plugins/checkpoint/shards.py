@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from accel_bigmodel.weight_files.torch_files import check_torch_file, plain_rules
-from accel_ops.pickle_check import Budget, Global, Made, Rule, Rules, check, demand, is_made
+from accel_ops.pickle_check import Budget, Global, Made, Rule, Rules, check_pickle, demand, is_made
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import walk
 from accel_state.errors import AccelError, CheckpointError
@@ -252,7 +252,7 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with BufferedReader(open_regular(path)) as file:
             content = file.read()
-        described, _ = check(content, metadata_rules(), Budget(len(content)))
+        described, _ = check_pickle(content, metadata_rules(), Budget(len(content)))
         demand(_is(described, f"{_METADATA}.Metadata"), "it is not a description of tensors")
         found: Metadata = pickle.loads(content)  # what was checked, whatever becomes of the file
         return found

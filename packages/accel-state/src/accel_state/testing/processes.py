@@ -42,9 +42,9 @@ except ImportError:
 
 __all__ = (
     "Finished",
-    "Outcome",
     "Processes",
     "ProcessesFailed",
+    "RankOutcome",
     "ReservedPort",
     "fork_server_of",
     "free_port",
@@ -64,7 +64,7 @@ machine resolves itself, such as localhost, still work.
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The result of a call on one rank.
 
     Args:
@@ -97,7 +97,7 @@ class Outcome:
 class ProcessesFailed(AssertionError):
     """Raised when a rank raised, died or hung; the message shows what every rank printed."""
 
-    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, outcomes: Sequence[RankOutcome]) -> None:
         super().__init__("\n".join(str(outcome) for outcome in outcomes))
         self.outcomes = tuple(outcomes)
 
@@ -163,7 +163,7 @@ class Processes:
         *args: Any,
         timeout: float | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> list[Outcome]:
+    ) -> list[RankOutcome]:
         """Like `run`, but returns failures and does not raise."""
         if any(member.process.poll() is not None for member in self._members):
             self.close()
@@ -220,15 +220,15 @@ class _Member:
         except (EOFError, OSError, ValueError):
             self._answer = None
 
-    def receive(self, deadline: float) -> Outcome:
+    def receive(self, deadline: float) -> RankOutcome:
         assert self._reader is not None
         self._reader.join(max(0.0, deadline - time.monotonic()))
         if self._answer is not None:
             value, error = self._answer
-            return Outcome(self.rank, value, error, output=self._printed())
+            return RankOutcome(self.rank, value, error, output=self._printed())
         if self._reader.is_alive():
-            return Outcome(self.rank, output=self._printed(), hung=True)
-        return Outcome(self.rank, exitcode=self.process.wait(_END), output=self._printed())
+            return RankOutcome(self.rank, output=self._printed(), hung=True)
+        return RankOutcome(self.rank, exitcode=self.process.wait(_END), output=self._printed())
 
     def _printed(self) -> str:
         self.output.seek(self._seen)

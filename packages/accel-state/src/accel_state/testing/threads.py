@@ -31,7 +31,7 @@ from accel_state.errors import NotReady, SettingError
 from accel_state.protocol import protocol_state
 from accel_state.settings.environ import publish
 from accel_state.testing.fresh import LAUNCH_VARIABLES
-from accel_state.testing.processes import Outcome, ProcessesFailed
+from accel_state.testing.processes import ProcessesFailed, RankOutcome
 
 __all__ = ("run_as_threads",)
 
@@ -87,7 +87,7 @@ class _World:
 
     def __init__(self, count: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
-        self._outcomes: list[Outcome | None] = [None] * count
+        self._outcomes: list[RankOutcome | None] = [None] * count
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._ends = threading.Event()
         self._threads = [
@@ -120,13 +120,13 @@ class _World:
             raise ProcessesFailed([outcome for outcome in outcomes if not outcome.ok])
         return [outcome.value for outcome in outcomes]
 
-    def _wait(self, deadline: float) -> list[Outcome]:
+    def _wait(self, deadline: float) -> list[RankOutcome]:
         """The outcome of each rank, when all have ended or at the timeout."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         frames = sys._current_frames()
         hung = {
-            rank: Outcome(rank, error="".join(traceback.format_stack(frames.get(thread.ident or 0))), hung=True)
+            rank: RankOutcome(rank, error="".join(traceback.format_stack(frames.get(thread.ident or 0))), hung=True)
             for rank, thread in enumerate(self._threads)
             if thread.is_alive()
         }
@@ -136,7 +136,7 @@ class _World:
             for thread in self._threads:
                 thread.join(max(0.0, until - time.monotonic()))
         ended = enumerate(self._outcomes)
-        return [hung.get(rank) or outcome or Outcome(rank, hung=True) for rank, outcome in ended]
+        return [hung.get(rank) or outcome or RankOutcome(rank, hung=True) for rank, outcome in ended]
 
     def _rank(self, rank: int) -> None:
         """The body of the thread of one rank."""
@@ -146,11 +146,11 @@ class _World:
                 value = self._function(*self._args)
             finally:
                 _leave()
-            self._outcomes[rank] = Outcome(rank, value)
+            self._outcomes[rank] = RankOutcome(rank, value)
         except BaseException as error:
             woken = isinstance(error, SystemExit) and multi_threaded_pg.ProcessLocalGroup._terminate.is_set()
             reason = "It waited for a rank that had failed.\n" if woken else traceback.format_exc()
-            self._outcomes[rank] = Outcome(rank, error=reason)
+            self._outcomes[rank] = RankOutcome(rank, error=reason)
             _wake()
 
 

@@ -218,7 +218,7 @@ class TrainingPage(Parts):
         from accel_plugins.layers import strategy_model
         from accel_state import current
 
-        engine: Engine = current.run().strategy
+        engine: Engine = current.require_run().strategy
         return engine.strategy.sync_in_next_backward(strategy_model(model))
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:

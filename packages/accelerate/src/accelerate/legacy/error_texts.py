@@ -38,8 +38,8 @@ def recursively_apply(
         if not (error_on_other_type and others):
             raise
         raise UnknownKind(
-            f"Unsupported types ({type(others[0])}) passed to `{tree.name_of(func)}`. Only nested list/tuple/dicts of "
-            f"objects that are valid for `{tree.name_of(test_type)}` should be passed."
+            f"Unsupported types ({type(others[0])}) passed to `{tree.function_name(func)}`. Only nested "
+            f"list/tuple/dicts of objects that are valid for `{tree.function_name(test_type)}` should be passed."
         ) from error
 
 

@@ -77,7 +77,7 @@ def verify_operation(function: F) -> F:
     Raises:
         ShapeMismatch: by the decorated function, on every process, when they differ.
     """
-    name = tree.name_of(function)
+    name = tree.function_name(function)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def verify_operation(function: F) -> F:
 
 def chained_operation(function: F) -> F:
     """Name the decorated function in a mismatch that arises inside of it."""
-    name = tree.name_of(function)
+    name = tree.function_name(function)
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
