@@ -21,7 +21,8 @@ from accel_state.testing.processes import Processes, run_command
 from accel_torch import Accelerator, find_micro_batch_size
 from accel_torch.micro_batches import Search
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = pytest.mark.usefixtures("preloaded_python", "fresh_state")
+PRELOADED = ("accel_plugins.fsdp.fsdp2",)
 
 
 class Memory:

@@ -22,6 +22,7 @@ from accel_state.testing.processes import run_command
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the sockets of Linux"),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
 
 SCRIPT = str(Path(__file__).with_name("watched_script.py"))

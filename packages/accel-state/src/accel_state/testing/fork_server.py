@@ -18,6 +18,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import select
 import signal
 import socket
@@ -60,7 +61,7 @@ class Start(TypedDict):
     """How an interpreter was started, for a process that runs the script in its place."""
 
     arguments: list[str]
-    """Path of the script, and its arguments."""
+    """What is run (the path of a script, or `-m` or `-c` and a module or command), and its arguments."""
     unbuffered: bool
     command: list[str]
     path: list[str]
@@ -277,19 +278,29 @@ def _become_member(output: int, environment: Mapping[str, str], path: list[str],
 
 
 def _run(start: Start, files: Sequence[int]) -> NoReturn:
-    """Run a script as a new interpreter does, and end."""
+    """Run a program as a new interpreter does, and end."""
     _become_interpreter(start, files)
-    script, *arguments = start["arguments"]
-    path = os.path.join(os.getcwd(), script)
-    sys.argv[:] = [script, *arguments]
-    sys.path[:] = [os.path.dirname(os.path.realpath(path)), *start["path"]]
+    first, *arguments = start["arguments"]
     main_module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", path)
-    vars(main_module).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
+    vars(main_module)["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     code = 0
     try:
-        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main_module))
+        if first == "-m":
+            sys.argv[:] = ["-m", *arguments[1:]]
+            sys.path[:] = [os.getcwd(), *start["path"]]
+            runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+        elif first == "-c":
+            sys.argv[:] = ["-c", *arguments[1:]]
+            sys.path[:] = ["", *start["path"]]
+            exec(compile(arguments[0], "<string>", "exec", dont_inherit=True), vars(main_module))
+        else:
+            sys.argv[:] = [first, *arguments]
+            path = os.path.join(os.getcwd(), first)
+            sys.path[:] = [os.path.dirname(os.path.realpath(path)), *start["path"]]
+            loader = SourceFileLoader("__main__", path)
+            vars(main_module).update(__file__=path, __loader__=loader, __cached__=None)
+            exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(main_module))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if ended.code is not None and not isinstance(ended.code, int):

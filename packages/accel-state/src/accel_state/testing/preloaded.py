@@ -9,8 +9,9 @@ anything, to a process that was forked from a `ForkServer`:
 
 The forked process has the open files, environment, folder, processors and ignored signals of the interpreter, and runs
 the script as `__main__`. The interpreter forwards signals to it, and ends with its exit code or signal. What differs is
-its process id, its parent and its session. Interpreters that are started with `-m` or `-c`, and programs such as
-`accel`, start as usual. A test in which this matters does not use it.
+its process id, its parent and its session. So does a command (`-c`) that imports torch, and `-m torch.distributed.run`.
+Everything else starts as usual: other modules, programs such as `accel`, and interpreters with options. A test in which
+the difference matters does not use it.
 """
 
 from __future__ import annotations

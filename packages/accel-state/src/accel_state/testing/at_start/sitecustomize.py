@@ -1,8 +1,8 @@
-"""Hands a script over to a process that has imported torch already; see `accel_state.testing.preloaded`.
+"""Hands a program over to a process that has imported torch already; see `accel_state.testing.preloaded`.
 
 Every interpreter that finds this folder in PYTHONPATH imports this file when it starts, and nothing but the standard
 library with it. The interpreter passes its open files, environment and folder on, forwards signals, and ends as the
-script ends.
+program ends.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ _PARENT = "ACCEL_LAUNCHER_PID"
 """Number of the launcher that this process has to die with, see `accel_cli.launch.runner`."""
 
 
-def _script(arguments: list[str]) -> list[str] | None:
-    """Path and arguments of the script, or None for another way to start Python."""
+_MODULES = ("torch.distributed.run",)
+"""Those that import torch at once."""
+
+
+def _program(arguments: list[str]) -> list[str] | None:
+    """What is run and its arguments, or None for another way to start Python."""
     rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
-    return rest if rest and rest[0].endswith(".py") else None
+    first, second = (*rest, "", "")[:2]
+    # multiprocessing starts its helpers with a command.
+    command = first == "-c" and "import torch" in second and not second.startswith("from multiprocessing")
+    module = first == "-m" and second in _MODULES
+    return rest if command or module or first.endswith(".py") else None
 
 
 def _hand_over(address: str, arguments: list[str]) -> None:
-    """Let another process run the script, and end with it; return where it is not there any more."""
+    """Let another process run the program, and end with it; return where it is not there any more."""
     import array
     import contextlib
     import pickle
@@ -83,6 +91,6 @@ def _die_with_launcher() -> None:
 
 
 _ADDRESS, _, _PREFIX = os.environ.get("PRELOADED_PYTHON", "").partition("|")
-_ARGUMENTS = _script(sys.orig_argv[1:])
+_ARGUMENTS = _program(sys.orig_argv[1:])
 if sys.prefix == _PREFIX and _ARGUMENTS is not None:
     _hand_over(_ADDRESS, _ARGUMENTS)
