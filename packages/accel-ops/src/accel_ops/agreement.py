@@ -10,6 +10,7 @@ The ranks meet in the store of the run, not in a collective. So an agreement wor
 a rank that fails reports the failure and continues, and the error names the ranks that are missing at the deadline. No
 rank polls: the store answers a request once its key exists. An agreement of W ranks costs each rank at most 4 requests
 and rank 0 at most W + 8, which include the removal of all keys. A failure costs the failing rank W more.
+A phase for which rank 0 waits for some ranks alone (`only`) costs each other rank one request.
 
 Each `StoreBarrier` is one operation, whose number is the same on all ranks. A rank that raised before an operation is
 reported as missing in it, and takes part in the next one.
@@ -134,11 +135,27 @@ class StoreBarrier:
         self._taken: ControlStore | None = None
         self._number: int | None = None
         self._index = 0
+        self._posted: list[str] = []
         self._collects = False
         self._over = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a phase is over, so that every rank takes part."""
+        return self._index > 0
+
+    def describe(self, asked: str, remedy: str) -> None:
+        """Replace the first and last part of the errors, once all ranks know more about what they do."""
+        self._asked, self._remedy = asked, remedy
+
     def wait(
-        self, phase: str, value: str = "", combine: Callable[[Sequence[str]], str] = first, *, last: bool = False
+        self,
+        phase: str,
+        value: str = "",
+        combine: Callable[[Sequence[str]], str] = first,
+        *,
+        last: bool = False,
+        only: Sequence[int] | None = None,
     ) -> str:
         """Wait until every rank has called this; return the result of `combine` for the values of all ranks.
 
@@ -147,16 +164,19 @@ class StoreBarrier:
             value: what this rank contributes.
             combine: called on rank 0 with the values in the order of the ranks.
             last: whether the operation ends with this phase.
+            only: ranks in order, 0 among them, whose values are combined; the others only read the result. All ranks
+                give the same. Not for the first phase, in which a rank notices an operation that it missed.
 
         Raises:
             AccelError: a rank failed (`error`, or the class raised there if it is one of `accel_state.errors`), or did
                 not call this before the deadline (`error`).
         """
         if self._connection is None:
-            return combine([value] * self._world_size)
+            return combine([value] * (self._world_size if only is None else len(only)))
+        ranks = [rank for rank in (range(self._world_size) if only is None else only) if rank]
         try:
             with self._store_named():
-                answer = self._wait(self._control, phase, value, combine)
+                answer = self._wait(self._control, phase, value, combine, ranks)
                 if last:
                     self.leave()
                 return answer
@@ -220,36 +240,50 @@ class StoreBarrier:
 
     # ------------------------------------------------------------------ one phase
 
-    def _wait(self, control: ControlStore, phase: str, value: str, combine: Callable[[Sequence[str]], str]) -> str:
+    def _wait(
+        self,
+        control: ControlStore,
+        phase: str,
+        value: str,
+        combine: Callable[[Sequence[str]], str],
+        ranks: Sequence[int],
+    ) -> str:
         until = time.monotonic() + self._deadline + (self._later if self.rank else 0.0)
         self._take_number()
         while True:
             if self.rank == 0:
-                result = self._collect(control, value, combine, until, phase)
+                result = self._collect(control, value, combine, until, phase, ranks)
             else:
-                result = self._contribute(control, value, until, phase)
+                result = self._contribute(control, value, until, phase, ranks)
             if result.startswith(_WELL):
                 self._index, self._collects = self._index + 1, False
                 return result[1:].decode()
             self._heed(result)
 
     def _collect(
-        self, control: ControlStore, value: str, combine: Callable[[Sequence[str]], str], until: float, phase: str
+        self,
+        control: ControlStore,
+        value: str,
+        combine: Callable[[Sequence[str]], str],
+        until: float,
+        phase: str,
+        ranks: Sequence[int],
     ) -> bytes:
         """Combine the values of all ranks on rank 0, and publish the result or the first failure."""
         known = self._result(control)
         if known is not None:
             return known
         self._collects = True
-        posts = self._posts()
-        found = self._receive(control, posts, until)
+        posts = [self._post(rank) for rank in ranks]
+        self._posted += posts
+        found = self._receive(control, posts, until) if posts else {}
         if len(found) < len(posts):
-            absent = _absent(control, posts)
+            absent = self._absent(control, ranks)
             if absent:
                 return self._missed(control, absent, phase)
             # A key may hold an entry without a valid signature.
             found = control.get_many(posts, _ANSWER)
-            missing = [rank for rank, post in enumerate(posts, 1) if post not in found]
+            missing = [rank for rank, post in zip(ranks, posts, strict=True) if post not in found]
             if missing:
                 return self._missed(control, missing, phase)
         if not all(post.startswith(_WELL) for post in found.values()):
@@ -264,18 +298,24 @@ class StoreBarrier:
             raise
         return control.compare_set(self._key(), _WELL + answer.encode(), _ANSWER)
 
-    def _contribute(self, control: ControlStore, value: str, until: float, phase: str) -> bytes:
-        """Post the value of this rank, and wait for the result."""
-        control.set(self._post(self.rank), _WELL + value.encode(), _ANSWER)
+    def _contribute(self, control: ControlStore, value: str, until: float, phase: str, ranks: Sequence[int]) -> bytes:
+        """Post the value of this rank if it is one of `ranks`, and wait for the result."""
+        if self.rank in ranks:
+            control.set(self._post(self.rank), _WELL + value.encode(), _ANSWER)
         found = self._receive(control, [self._key()], until)
         # Without an answer, rank 0 is missing too.
-        return found.get(self._key()) or self._missed(control, [0, *_absent(control, self._posts())], phase)
+        return found.get(self._key()) or self._missed(control, [0, *self._absent(control, ranks)], phase)
 
     def _missed(self, control: ControlStore, missing: list[int], phase: str) -> bytes:
         """Publish the missing ranks, and return the valid result: another rank may have published one before."""
         named = missing[:_MOST_NAMED]
         failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
         return control.compare_set(self._key(), _BADLY + json.dumps(failure).encode(), _ANSWER)
+
+    def _absent(self, control: ControlStore, ranks: Sequence[int]) -> list[int]:
+        """The first few of some ranks that have posted nothing in this phase."""
+        posts = [self._post(rank) for rank in ranks]
+        return [ranks[index] for index in find_absent(lambda keys: control.check(keys, _ANSWER), posts, _MOST_NAMED)]
 
     def _receive(self, control: ControlStore, keys: list[str], until: float) -> dict[str, bytes]:
         """The values of the keys, once all exist; at the deadline those that exist."""
@@ -399,9 +439,10 @@ class StoreBarrier:
         """Remove the keys of this operation; a later operation removes those of a failed one."""
         assert self._connection is not None
         phases = [f"{self._operation}/{index}" for index in range(self._index + (not well))]
-        posts = [f"{phase}/{rank}" for phase in phases for rank in range(1, self._world_size)]
+        # A rank that fails marks the posts of all ranks.
+        marked = [f"{phase}/{rank}" for phase in phases for rank in range(1, self._world_size)]
         later = self._connection.failed[self._topic]
-        later += [*posts, *phases, *marks]
+        later += [*(self._posted if well else marked), *phases, *marks]
         if well:
             control.delete(later, _FAREWELL)
             later.clear()
@@ -530,8 +571,3 @@ def _failure(error: BaseException) -> dict[str, Any]:
     """An error as the other ranks receive it."""
     parts = [error.failure, error.obstacle, error.remedy] if isinstance(error, AccelError) else None
     return {"type": type(error).__name__, "text": str(error), "parts": parts}
-
-
-def _absent(control: ControlStore, posts: Sequence[str]) -> list[int]:
-    """Ranks from 1 without a post, the first few."""
-    return [index + 1 for index in find_absent(lambda keys: control.check(keys, _ANSWER), posts, _MOST_NAMED)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
-from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, identity_of, split_url
+from accel_plugins.checkpoint.commit import Committed
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, split_url
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,35 +41,13 @@ def probe(parts: Parts) -> None:
     parts._uploader = Uploader(remote, *project.retention)
 
 
-def upload(parts: Parts, folder: Path) -> None:
-    """Begin to copy a checkpoint that was committed; called on every process.
+def upload(parts: Parts, folder: Path, committed: Committed | None) -> None:
+    """Begin to copy a checkpoint that was committed, on each process that made a folder of it.
 
-    One process of each group of nodes that share the folder copies it. What goes wrong is logged.
+    What goes wrong is logged.
     """
-    uploader, process = parts._uploader, parts.state._process
-    if uploader is None:
-        return
-    failed = f"Cannot copy the checkpoint {folder} to {uploader.remote.store.url}."
-    barrier = StoreBarrier(process, "upload", failed, parts._options.project.deadline, CheckpointError)
-    own = _identity(folder) if process.topology.is_local_main else ""
-    main = barrier.wait("manifest", own)
-    # A node that sees the folder of the main process has the same manifest, and nothing of its own to copy.
-    holds = process.rank == 0 or own not in ("", main)
-    ranks: list[int] = json.loads(barrier.wait("holders", "yes" if holds else "", _holders, last=True))
-    if holds and main:
-        uploader.add(folder, main, process.rank, ranks)
-
-
-def _identity(folder: Path) -> str:
-    try:
-        return identity_of(folder)
-    except OSError as error:
-        logger.error("Cannot copy the checkpoint %s to the store: %s", folder, error)
-        return ""
-
-
-def _holders(answers: Sequence[str]) -> str:
-    return json.dumps([rank for rank, answer in enumerate(answers) if answer])
+    if parts._uploader is not None and committed is not None and committed.is_owner:
+        parts._uploader.add(folder, committed.identity, parts.state._process.rank, committed.owners)
 
 
 def newest_on_store(parts: Parts, local: bool) -> RemoteCheckpoint | None:

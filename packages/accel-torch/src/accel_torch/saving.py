@@ -54,12 +54,12 @@ def save_state(
         wait(parts)
         _check(parts, async_save, options or {})
         target = next_folder(parts, barrier, output_dir)
-    target = Path(barrier.wait("ready", str(target), last=True))
+    target = Path(barrier.wait("ready", str(target)))
     if async_save:
-        _save_behind(parts, _Request(target, safe_serialization))
+        _save_behind(parts, _Request(target, safe_serialization), barrier)
     else:
         finalizer = CheckpointFinalizer(project.fsync)
-        with _staging(parts, target, finalizer) as folder:
+        with _staging(parts, target, finalizer, barrier) as folder:
             _take(parts, folder).write(
                 folder,
                 parts._engine.strategy,
@@ -67,13 +67,15 @@ def save_state(
                 written=finalizer.begin,
                 model_options=options,
             )
-        _after_commit(parts, target)
+        _after_commit(parts, target, finalizer)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
 
 
-def _staging(parts: Parts, target: Path, finalizer: CheckpointFinalizer | None = None) -> AbstractContextManager[Path]:
+def _staging(
+    parts: Parts, target: Path, finalizer: CheckpointFinalizer, barrier: StoreBarrier
+) -> AbstractContextManager[Path]:
     project = parts._options.project
     return staging(
         target,
@@ -82,6 +84,7 @@ def _staging(parts: Parts, target: Path, finalizer: CheckpointFinalizer | None =
         fsync=project.fsync,
         deadline=project.deadline,
         finalizer=finalizer,
+        barrier=barrier,
     )
 
 
@@ -161,10 +164,11 @@ class _Request:
         return f"Cannot save the checkpoint {self.target} while training goes on."
 
 
-def _save_behind(parts: Parts, request: _Request, guard: CopyGuard | None = None) -> None:
+def _save_behind(parts: Parts, request: _Request, barrier: StoreBarrier, guard: CopyGuard | None = None) -> None:
     """Take the state, then copy it and write the copy, both in a thread.
 
     Args:
+        barrier: the operation of all processes, which ends with the commit.
         guard: that of the attempt before, whose copy was torn.
     """
     strategy = parts._engine.strategy
@@ -177,7 +181,7 @@ def _save_behind(parts: Parts, request: _Request, guard: CopyGuard | None = None
         if at_once:
             _save_again(parts, request)
         else:
-            _save_behind(parts, request, guard)
+            _save_behind(parts, request, _barrier(parts, request), guard)
 
     def copied() -> list[str]:
         try:
@@ -197,12 +201,12 @@ def _save_behind(parts: Parts, request: _Request, guard: CopyGuard | None = None
                 boundaries.agree(barrier)
                 raise
             snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
-        _after_commit(parts, request.target)
+        _after_commit(parts, request.target, finalizer)
 
     with ExitStack() as stack:
         # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
-        folder = stack.enter_context(_staging(parts, request.target))
-        barrier = _barrier(parts, request)
+        finalizer = CheckpointFinalizer(parts._options.project.fsync)
+        folder = stack.enter_context(_staging(parts, request.target, finalizer, barrier))
         with barrier.reporting():
             snapshot = Snapshot(_take(parts, folder), saver.buffers, guarded_tensors(optimizers))
             if guard is None:
@@ -219,8 +223,8 @@ def _save_again(parts: Parts, request: _Request) -> None:
     """Save what could not be copied while training went on; training stands still."""
     _check_window(parts)
     request.attempts += 1
-    with _staging(parts, request.target) as folder:
-        barrier = _barrier(parts, request)
+    finalizer, barrier = CheckpointFinalizer(parts._options.project.fsync), _barrier(parts, request)
+    with _staging(parts, request.target, finalizer, barrier) as folder:
         with barrier.reporting():
             taken = _take(parts, folder)
         # Other processes may have come to a boundary and copy once more.
@@ -231,7 +235,7 @@ def _save_again(parts: Parts, request: _Request) -> None:
             StepBoundaries().agree(barrier)
             raise
         taken.write(folder, parts._engine.strategy, safe_serialization=request.safe_serialization)
-    _after_commit(parts, request.target)
+    _after_commit(parts, request.target, finalizer)
 
 
 def _barrier(parts: Parts, request: _Request) -> StoreBarrier:
@@ -249,7 +253,6 @@ def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str]) -> N
     """
     places: list[str] = json.loads(barrier.wait("copied", json.dumps(torn), _named_by_process))
     if not places:
-        barrier.leave()
         return
     named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
     remedy = "Call wait_for_checkpoint() before changing parameters outside of optimizer.step()."
@@ -291,13 +294,13 @@ def _saver(parts: Parts) -> BackgroundSaver:
     return parts._saver
 
 
-def _after_commit(parts: Parts, target: Path) -> None:
+def _after_commit(parts: Parts, target: Path, finalizer: CheckpointFinalizer) -> None:
     """Copy a new checkpoint to the store, and remove the oldest beyond what the project keeps."""
     project = parts._options.project
     if parts._uploader is not None:
         from accel_torch.remote import upload
 
-        upload(parts, target)
+        upload(parts, target, finalizer.committed)
     limit, period = project.retention
     if limit is not None and parts.state.process_index == 0:
         remove_oldest(target.parent, limit, _in_use(parts), period)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import queue
 import random
@@ -17,12 +18,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
 
 from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path, is_ours, walk
@@ -60,11 +63,14 @@ def staging(
     fsync: bool = True,
     deadline: float = 600.0,
     finalizer: CheckpointFinalizer | None = None,
+    barrier: StoreBarrier | None = None,
 ) -> Iterator[Path]:
     """A folder to write a checkpoint into; it takes the name `target` when the block ends without an error.
 
     Called on every process of the run. Processes of a node that does not see the first process's disk write into a
     folder of their own node, which becomes a checkpoint of its own there.
+
+    Takes each process at most 12 requests to the store of the run, and the first at most 3 W + 20 with W processes.
 
     Args:
         target: what the checkpoint will be called; what stands there before stays valid until the new one is complete,
@@ -74,6 +80,7 @@ def staging(
         fsync: wait until the disk holds everything.
         deadline: seconds that processes wait for each other.
         finalizer: what has begun to flush files while others are still being written.
+        barrier: an operation that the processes have begun together, which goes on with this and ends with it.
 
     Raises:
         CheckpointError: this or another process failed; nothing that was there before is touched.
@@ -85,15 +92,18 @@ def staging(
     target = Path(os.path.realpath(target))
     finalizer = finalizer or CheckpointFinalizer(fsync)
     asked, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are untouched."
-    barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
-    path, claim = _open(target, process, barrier)
+    if barrier is None:
+        barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
+    barrier.describe(asked, remedy)
+    path, claim, owners = _open(target, process, barrier)
     try:
         try:
             yield path
             barrier.wait("write")
             if claim is not None:
                 finalizer.finalize(path, {"world_size": process.world_size, **(facts or {})})
-            barrier.wait("complete")
+            if owners != [0]:
+                barrier.wait("complete", only=owners)
             if claim is not None:
                 _put_in_place(claim, target, finalizer, fsync)
         except BaseException as error:
@@ -103,26 +113,32 @@ def staging(
                 barrier.check()
             barrier.fail(error)
             raise
-        barrier.wait("commit", last=True)
+        identity = barrier.wait("commit", finalizer.identity, last=True, only=owners)
+        finalizer.committed = Committed(identity, owners, claim is not None)
     finally:
         finalizer.close()
         _leave(claim)
 
 
-def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None]:
-    """The staging folder, and the claim of the process that made it and has to put it in place."""
+def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None, list[int]]:
+    """The staging folder, the claim of a process that made it and has to put it in place, and the ranks of those."""
     with barrier.reporting():
         claim = _make(target) if process.rank == 0 else None
         try:
-            token = barrier.wait("open", "" if claim is None else claim.token)
+            # Once all processes have begun, the others hear from the first without an answer of their own.
+            token = barrier.wait("open", "" if claim is None else claim.token, only=(0,) if barrier.has_begun else None)
             path = target.with_name(f"{target.name}.tmp-{token}")
             if process.topology.is_local_main and not path.exists():
                 claim = _make(target, token)
-            barrier.wait("enter")
+            owners = json.loads(barrier.wait("enter", "" if claim is None else "made", _who_made))
         except BaseException:
             _leave(claim)
             raise
-    return path, claim
+    return path, claim, owners
+
+
+def _who_made(answers: Sequence[str]) -> str:
+    return json.dumps([rank for rank, answer in enumerate(answers) if answer])
 
 
 def _leave(claim: Claim | None) -> None:
@@ -309,11 +325,29 @@ class _Stamp:
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that has its name.
+
+    Args:
+        identity: of the folder of the first process, see `CheckpointFinalizer.identity`.
+        owners: ranks of the processes that made a folder, one for each group of nodes that share a file system.
+        is_owner: whether this process is one of them.
+    """
+
+    identity: str
+    owners: Sequence[int]
+    is_owner: bool
+
+
 class CheckpointFinalizer:
     """Makes the files of one folder durable and lists them.
 
     Args:
         fsync: wait until the disk holds everything; False trusts the page cache.
+
+    Attributes:
+        committed: what `staging` put in place with this; None before.
     """
 
     def __init__(self, fsync: bool = True) -> None:
@@ -321,6 +355,12 @@ class CheckpointFinalizer:
         self._hashes = _Worker(record_of)
         self._flushes = _Worker(_flushed)
         self._finalized: CheckpointManifest | None = None
+        self.committed: Committed | None = None
+
+    @property
+    def identity(self) -> str:
+        """32 hexadecimal digits that no other save has, once the folder is finalized: the hash of its manifest."""
+        return "" if self._finalized is None else xxhash.xxh3_128_hexdigest(self._finalized.text().encode())
 
     def begin(self, path: Path) -> None:
         """Hash and flush a file that is complete, behind the back of whoever writes the next one."""

@@ -43,7 +43,6 @@ __all__ = (
     "RemoteCheckpoint",
     "RemoteCheckpoints",
     "Uploader",
-    "identity_of",
     "split_url",
 )
 
@@ -451,15 +450,6 @@ def _manifest_name(name: str, epoch: int, generation: int) -> str:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-
-
-def identity_of(folder: Path) -> str:
-    """32 hexadecimal digits that no other save has: the manifest of a folder says what was saved and when.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    return xxhash.xxh3_128_hexdigest((folder / MANIFEST_NAME).read_bytes())
 
 
 def split_url(url: str) -> tuple[str, str]:
