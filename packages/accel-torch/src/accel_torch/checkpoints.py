@@ -66,18 +66,17 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
     return Path(project.project_dir or ".") / "checkpoints"
 
 
-def next_folder(parts: Parts, barrier: StoreBarrier, output_dir: str | os.PathLike[str] | None) -> Path:
-    """What the next checkpoint is called; called on every process.
+def next_folder(parts: Parts, output_dir: str | os.PathLike[str] | None) -> str:
+    """What the next checkpoint is called; that of the first process counts.
 
     Raises:
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: the name is taken.
     """
     project = parts._options.project
-    if project.automatic_checkpoint_naming:
-        told = _decided_by_main(parts, barrier, "name", lambda: {"folder": str(_next_automatic(project))})
-        return Path(told["folder"])
-    return Path(_named(output_dir, "save_state"))
+    if not project.automatic_checkpoint_naming:
+        return _named(output_dir, "save_state")
+    return str(_next_automatic(project)) if parts.state._process.rank == 0 else ""
 
 
 def _next_automatic(project: ProjectConfiguration) -> Path:

@@ -53,8 +53,8 @@ def save_state(
     with barrier.reporting():
         wait(parts)
         _check(parts, async_save, options or {})
-        target = next_folder(parts, barrier, output_dir)
-    target = Path(barrier.wait("ready", str(target)))
+        named = next_folder(parts, output_dir)
+    target = Path(barrier.wait("ready", named))
     if async_save:
         _save_behind(parts, _Request(target, safe_serialization), barrier)
     else:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.blocks import repeated_blocks
 from accel_plugins.bundle import Bundle
+from accel_plugins.checkpoint.shards import SavePlans
 from accel_plugins.context import Context
 from accel_plugins.fsdp import loading, weights
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
@@ -54,6 +55,7 @@ class ShardedStrategy(Strategy):
         self._owners: weakref.WeakKeyDictionary[Optimizer, Module] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakSet[Module] = weakref.WeakSet()
         self._saving_group: torch.distributed.ProcessGroup | None = None
+        self._save_plans: dict[tuple[Part, int], SavePlans] = {}
         self._holding: dict[int, int] = {}
 
     # ------------------------------------------------------------------ preparing
@@ -171,7 +173,8 @@ class ShardedStrategy(Strategy):
     def save(self, part: Part, state: Any, folder: Path, index: int, *, safe_serialization: bool = True) -> None:
         if part in (Part.MODEL, Part.OPTIMIZER):
             first, group = self.context.process.rank == 0, self._saving_group
-            weights.write(part, state, folder, index, full=self._full, first=first, group=group)
+            plans = self._save_plans.setdefault((part, index), SavePlans())
+            weights.write(part, state, folder, index, full=self._full, first=first, plans=plans, group=group)
         elif self.context.process.rank == 0:
             super().save(part, state, folder, index, safe_serialization=safe_serialization)
 
@@ -201,6 +204,7 @@ class ShardedStrategy(Strategy):
             self._owners.pop(inner_optimizer(optimizer), None)
 
     def close(self) -> None:
+        self._save_plans.clear()
         group, self._saving_group = self._saving_group, None
         if group is not None and torch.distributed.is_initialized():
             # Whoever ended all groups has ended this one, too.

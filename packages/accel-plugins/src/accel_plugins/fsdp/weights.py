@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -40,7 +39,7 @@ from accel_plugins.checkpoint.files import (
     weights_name,
 )
 from accel_plugins.checkpoint.optimizer_names import by_name, names_parameters, restart, unstepped
-from accel_plugins.checkpoint.shards import PortableWriter, names_in, read_into, read_whole
+from accel_plugins.checkpoint.shards import SavePlans, names_in, read_into, read_whole, write_shards
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
 from accel_plugins.parameters import with_tied_names
@@ -92,6 +91,7 @@ def write(
     *,
     full: bool,
     first: bool,
+    plans: SavePlans,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Write what `model_state` or `optimizer_state` returned; called on every process.
@@ -100,6 +100,7 @@ def write(
         part, state, folder, index: as `Strategy.save`.
         full: the state is whole, and the first process writes it.
         first: whether this is the first process.
+        plans: those of the last save of this object.
         group: on which processes agree about shards, apart from training's.
     """
     if full:
@@ -107,8 +108,7 @@ def write(
             pickled.write(state, folder / _full_name(part, index))
         return
     try:
-        writer = PortableWriter(folder / shards_name(_STEMS[part], index))
-        save_shards({part.value: state}, storage_writer=writer, process_group=group)
+        write_shards({part.value: state}, folder / shards_name(_STEMS[part], index), plans, group)
     except (Exception, CheckpointException) as error:  # whatever another process met comes wrapped
         raise CheckpointError(
             f"Cannot save {part.value} {index} in {folder}.",
