@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from accel_plugins.checkpoint.files import MANIFEST_NAME
+from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.remote import RemoteCheckpoints
 from accel_plugins.checkpoint.store import FileStore
-from accel_state.errors import CheckpointError, SettingError
+from accel_state.errors import CheckpointError, Conflict, SettingError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
@@ -137,6 +139,47 @@ def test_a_store_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) 
     (tmp_path / "store").write_text("a file")
     with pytest.raises(CheckpointError, match="Cannot keep checkpoints in file://"):
         accelerator_with_model(tmp_path)
+
+
+def test_a_store_in_the_folder_of_the_local_checkpoints_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
+    for place in (tmp_path / "run" / "checkpoints", tmp_path / "link" / "checkpoints"):
+        with fresh(), pytest.raises(Conflict, match="the store would each remove files of the other"):
+            accelerator_with_model(tmp_path, remote=place.as_uri())
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["store/a", "store", "."])
+def test_a_checkpoint_in_the_folder_of_the_store_is_refused_and_nothing_is_lost(tmp_path: Path, name: str) -> None:
+    place = tmp_path / "store"
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(tmp_path / "run"), remote=place.as_uri(), deadline=60.0)
+    )
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path / "run" / "a"))
+    accelerator.end_training()
+    before = sorted(path for path in place.rglob("*") if path.is_file())
+    with pytest.raises(Conflict, match="the store would each remove files of the other"):
+        accelerator.save_state(str(tmp_path / name))
+    assert sorted(path for path in place.rglob("*") if path.is_file()) == before != []
+    assert verify(tmp_path / "run" / "a", hashes=True).good
+
+
+def test_a_checkpoint_of_a_newer_schema_is_named_and_stays(tmp_path: Path) -> None:
+    accelerator, model = accelerator_with_model(tmp_path, remote=None)
+    for value in (1.0, 2.0):
+        fill(model, value)
+        newest = Path(accelerator.save_state())
+    manifest = newest / MANIFEST_NAME
+    newer = manifest.read_text(encoding="utf-8").replace('"format": 1', '"format": 2')
+    manifest.write_text(newer, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="format 2; this release knows formats up to 1"):
+        accelerator.load_state(str(newest))
+    assert (first(model), manifest.read_text(encoding="utf-8")) == (2.0, newer)
+    assert accelerator.load_state() == str(newest.with_name("checkpoint_0"))
+    assert first(model) == 1.0
+    assert Path(accelerator.save_state()).name == "checkpoint_2"
+    assert manifest.read_text(encoding="utf-8") == newer
 
 
 @pytest.mark.parametrize("remote", ["bucket/run", 3])

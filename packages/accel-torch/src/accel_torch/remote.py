@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
 from accel_plugins.checkpoint.commit import Committed
 from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, split_url
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, Conflict
+from accel_torch.checkpoints import automatic_folder
 
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
 
-__all__ = ("fetch", "newest_on_store", "probe", "upload")
+__all__ = ("fetch", "newest_on_store", "probe", "refuse_local_folder", "upload")
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +28,42 @@ def probe(parts: Parts) -> None:
     """Refuse a store that checkpoints cannot be kept in, before anything is trained; called on every process.
 
     Raises:
+        Conflict: it is the folder of the local checkpoints.
         CheckpointError: on every process; it cannot be reached, refuses, or does not know conditional writes.
     """
     project, process = parts._options.project, parts.state._process
     remote = RemoteCheckpoints.at(str(project.remote), project.deadline)
 
     def work() -> None:
+        if project.automatic_checkpoint_naming:
+            refuse_local_folder(remote, automatic_folder(project) / "checkpoint_0")
         if process.rank == 0:
             remote.probe()
 
     failed = f"Cannot keep checkpoints in {project.remote}."
     raise_on_any_rank(process, "remote", work, failed, project.deadline, CheckpointError)
     parts._uploader = Uploader(remote, *project.retention)
+
+
+def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
+    """Refuse a store in whose files a local checkpoint would be written, because each would remove files of the other.
+
+    Args:
+        remote: the store.
+        target: what the local checkpoint is called.
+
+    Raises:
+        Conflict: the store is the folder of the checkpoint, or the one that it is in.
+    """
+    if remote.store.local_folder is None:
+        return
+    folder, target = remote.store.local_folder.resolve(), target.resolve()
+    if folder == target.parent or target in (folder, *folder.parents):
+        raise Conflict(
+            f"Cannot save {target} and copy it to {remote.store.url}.",
+            "Both are the same place: the local checkpoints and the store would each remove files of the other.",
+            "Give ProjectConfiguration(remote=...) a folder of its own.",
+        )
 
 
 def upload(parts: Parts, folder: Path, committed: Committed | None) -> None:

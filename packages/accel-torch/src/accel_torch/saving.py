@@ -54,6 +54,10 @@ def save_state(
         wait(parts)
         _check(parts, async_save, options or {})
         named = next_folder(parts, output_dir)
+        if parts._uploader is not None and named:
+            from accel_torch.remote import refuse_local_folder
+
+            refuse_local_folder(parts._uploader.remote, Path(named))
     target = Path(barrier.wait("ready", named))
     if async_save:
         _save_behind(parts, _Request(target, safe_serialization), barrier)

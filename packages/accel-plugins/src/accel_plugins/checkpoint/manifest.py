@@ -192,7 +192,8 @@ def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
     if found["format"] > FORMAT:
         raise CheckpointError(
             failed,
-            f"Its manifest has format {found['format']}; this release knows formats up to {FORMAT}.",
+            f"Its manifest has format {found['format']}; this release knows formats up to {FORMAT}. A newer "
+            "accel-plugins reads it.",
             "Update accel-plugins.",
         )
     if fault := _SHAPE(found):

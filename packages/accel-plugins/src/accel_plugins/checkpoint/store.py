@@ -59,6 +59,11 @@ class CheckpointStore(ABC):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder whose files these are; None of a store that no path leads to."""
+        return None
+
     @abstractmethod
     def files(self, prefix: str = "") -> Iterator[StoredFile]:
         """All files whose names begin with a prefix, in any order.
@@ -101,6 +106,11 @@ class FileStore(CheckpointStore):
     def __init__(self, url: str, deadline: float = 600.0) -> None:
         super().__init__(url)
         self.folder = Path(unquote(urlsplit(url).path))
+
+    @property
+    def local_folder(self) -> Path:
+        """The folder of the URL."""
+        return self.folder
 
     def files(self, prefix: str = "") -> Iterator[StoredFile]:
         """All files below a folder of the store."""
