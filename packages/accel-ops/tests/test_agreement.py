@@ -330,4 +330,4 @@ def test_a_missing_rank_of_those_that_contribute_is_named() -> None:
 
     outcomes = on_all_ranks(ranks, work)
     assert outcomes[3] == "gone"
-    assert all("Process 3 did not come within 1 s" in str(outcome) for outcome in outcomes[:3])
+    assert all("Process 3 did not arrive within 1 s" in str(outcome) for outcome in outcomes[:3])

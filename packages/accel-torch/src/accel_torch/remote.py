@@ -14,7 +14,6 @@ from accel_ops.agreement import StoreBarrier, raise_on_any_rank
 from accel_plugins.checkpoint.commit import Committed
 from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, split_url
 from accel_state.errors import CheckpointError, Conflict
-from accel_torch.checkpoints import automatic_folder
 
 if TYPE_CHECKING:
     from accel_torch.parts import Parts
@@ -24,8 +23,12 @@ __all__ = ("fetch", "newest_on_store", "probe", "refuse_local_folder", "upload")
 logger = logging.getLogger(__name__)
 
 
-def probe(parts: Parts) -> None:
+def probe(parts: Parts, folder: Path) -> None:
     """Refuse a store that checkpoints cannot be kept in, before anything is trained; called on every process.
+
+    Args:
+        parts: the Accelerator.
+        folder: of automatically named checkpoints.
 
     Raises:
         Conflict: it is the folder of the local checkpoints.
@@ -36,7 +39,7 @@ def probe(parts: Parts) -> None:
 
     def work() -> None:
         if project.automatic_checkpoint_naming:
-            refuse_local_folder(remote, automatic_folder(project) / "checkpoint_0")
+            refuse_local_folder(remote, folder / "checkpoint_0")
         if process.rank == 0:
             remote.probe()
 

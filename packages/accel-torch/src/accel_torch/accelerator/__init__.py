@@ -168,9 +168,10 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             )
         )
         if self._options.project.remote is not None:
+            from accel_torch.checkpoints import automatic_folder
             from accel_torch.remote import probe
 
-            probe(self)
+            probe(self, automatic_folder(self._options.project))
 
     def _begin(self, options: Options) -> None:
         """Take part in the run of this process."""
