@@ -14,6 +14,7 @@ from typing import Any, Final
 from accel_state.errors import NotOffered, PluginError
 from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
+from accel_state.settings.schema import Setting
 
 __all__ = ("OLDEST_PROTOCOL", "PROTOCOL", "Ability", "Axis", "Duty", "Job", "Manifest", "Part", "Phase", "Traits")
 
@@ -167,6 +168,8 @@ class Manifest:
         lacks: what it cannot do.
         traits: how its strategy synchronises and saves.
         settings: arguments for its settings class where nobody gives the settings, such as the version it is for.
+        switch: setting of a launch that chooses this backend, such as `--use_fsdp`; versions of one engine share it.
+            Its variable passes it to the processes. At most one such setting is on.
         parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
         priority: of the backends that are present, the one with the highest is taken.
         tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
@@ -190,6 +193,7 @@ class Manifest:
     lacks: frozenset[Ability] = frozenset()
     traits: Traits = Traits()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    switch: Setting | None = None
     parameter: str = ""
     priority: int = 0
     tier: int | None = None

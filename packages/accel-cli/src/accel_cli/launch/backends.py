@@ -6,17 +6,13 @@ launcher tells of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from accel_cli.launch.kinds import kind_of
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest, settings_of
-
-if TYPE_CHECKING:
-    from accel_cli.config.resolved import ResolvedSettings
 
 __all__ = (
     "GROUP",
@@ -25,8 +21,10 @@ __all__ = (
     "backend_settings",
     "backends",
     "check_backend",
-    "check_requirements",
     "failures",
+    "label_of",
+    "switches",
+    "why_unusable",
 )
 
 GROUP: Final = "accel.backends"
@@ -59,6 +57,16 @@ def backend_settings() -> tuple[type, ...]:
     return tuple(dict.fromkeys(backend.settings for backend in backends() if backend.settings is not None))
 
 
+def switches() -> dict[str, tuple[Any, ...]]:
+    """By name of a switch, the manifests of the backends that it chooses."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for manifest in (backend.manifest for backend in backends()):
+        switch = getattr(manifest, "switch", None)
+        if switch is not None:
+            found[switch.name] = (*found.get(switch.name, ()), manifest)
+    return found
+
+
 def failures() -> tuple[Backend, ...]:
     """Backends of which something could not be loaded."""
     return tuple(backend for backend in backends() if backend.error is not None)
@@ -80,15 +88,16 @@ def check_backend(name: str, origin: str) -> None:
         )
 
 
-def backend_for(label: str, origin: str) -> str | None:
-    """Name of the backend whose runs carry a label of `distributed_type`; None where several do.
+def backend_for(label: str, origin: str, names: Collection[str] = ()) -> str | None:
+    """Name of the backend whose runs carry a label of `distributed_type`, or that is one of `names`; None for several.
 
     Of several, such as two versions of one engine, the processes choose by their settings.
 
     Raises:
         Missing: no installed backend carries it.
     """
-    found = [backend.manifest for backend in backends() if _label(backend.manifest) == label]
+    offered = [backend.manifest for backend in backends() if backend.manifest is not None]
+    found = [one for one in offered if (one.name in names if names else label_of(one) == label)]
     if found:
         return str(found[0].name) if len(found) == 1 else None
     raise Missing(
@@ -98,30 +107,8 @@ def backend_for(label: str, origin: str) -> str | None:
     )
 
 
-def check_requirements(settings: ResolvedSettings) -> None:
-    """Refuse a backend that cannot start: what it needs is not installed, or it cannot be loaded.
-
-    Where several backends train in the requested way, one that can start is enough.
-
-    Raises:
-        Missing: a package that it requires is absent or too old.
-        PluginError: it could not be loaded.
-    """
-    named, asked = settings["backend"], kind_of(settings)
-    if named.value is not None:
-        origin = named.origin
-        chosen = [backend for backend in backends() if backend.extension.name == named.value]
-    elif asked is not None and not asked[0].by_device:
-        origin = asked[1].origin
-        chosen = [backend for backend in backends() if _label(backend.manifest) == asked[0].label]
-    else:
-        return
-    errors = [error for error in (_unusable(backend, origin) for backend in chosen) if error is not None]
-    if errors and len(errors) == len(chosen):
-        raise errors[0]
-
-
-def _unusable(backend: Backend, origin: str) -> Exception | None:
+def why_unusable(backend: Backend, origin: str) -> Exception | None:
+    """The error for a backend that cannot start, or None."""
     asked = f"Cannot start the backend {backend.extension.name!r} ({origin})."
     if backend.manifest is None:
         package = backend.extension.origin
@@ -134,7 +121,8 @@ def _unusable(backend: Backend, origin: str) -> Exception | None:
     return None
 
 
-def _label(manifest: Any) -> str | None:
+def label_of(manifest: Any) -> str | None:
+    """What users read as `distributed_type` of its runs; None where the devices say so."""
     label = getattr(manifest, "label", None)
     return None if label is None else str(label.value)
 

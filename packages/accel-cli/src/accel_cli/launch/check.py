@@ -7,9 +7,8 @@ from typing import Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.arguments import TorchrunSettings
-from accel_cli.launch.backends import check_requirements
 from accel_cli.launch.cluster_environment import ClusterEnvironment
-from accel_cli.launch.kinds import check_kind, given_sizes
+from accel_cli.launch.kinds import check_kind, check_requirements, given_sizes
 from accel_state.errors import AccelError, Conflict, SettingError
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.schema import settings_of

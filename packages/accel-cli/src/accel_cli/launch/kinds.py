@@ -1,48 +1,44 @@
-"""Kinds of runs: what `distributed_type` in a file and switches such as `--use_fsdp` ask for.
+"""Kinds of runs: what `distributed_type` in a file and switches of the manifests ask for.
 
 A switch comes before the file. The row of a kind has its meaning for a launch; no other code compares its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
+from accel_cli.launch.backends import backends, label_of, switches, why_unusable
+from accel_plugins.manifest import Axis
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
-from accel_state.settings.schema import BOOLEAN, setting, settings_class, settings_of
+from accel_state.settings.schema import BOOLEAN, Setting, field_of, setting, settings_class, settings_of
 
 __all__ = (
     "Kind",
     "KindSettings",
     "check_devices_of_kind",
     "check_kind",
+    "check_requirements",
     "given_sizes",
     "idle",
     "kind_of",
     "kind_origins",
     "kind_variables",
+    "named_by",
 )
 
 _GROUP: Final = "Kind of run"
 _MESH: Final = "parallelism_config."
-_OF_ENGINES: Final = {
-    "deepspeed_config": ("use_deepspeed", "deepspeed"),
-    "fsdp_config": ("use_fsdp", "fsdp"),
-    "megatron_lm_config": ("use_megatron_lm", "megatron"),
-}
-"""By table of settings: the switch that chooses the engine, and how the names of its backends begin."""
-
 _EIGHT_BITS: Final = ("fp8_config", "fp8")
 _SHARED: Final = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",)
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-@settings_class
-class KindSettings:
-    """Switches that choose the kind of run; at most one of them."""
+class _SwitchesOfDevices:
+    """Switches that choose devices; those of backends are in their manifests."""
 
     multi_gpu: bool = setting(
         False,
@@ -51,31 +47,17 @@ class KindSettings:
         help="Run a process on each of several devices.",
         group=_GROUP,
     )
-    use_deepspeed: bool = setting(
-        False,
-        type=BOOLEAN,
-        variable="ACCELERATE_USE_DEEPSPEED",
-        flag="--use_deepspeed",
-        help="Train with DeepSpeed.",
-        group=_GROUP,
-    )
-    use_fsdp: bool = setting(
-        False,
-        type=BOOLEAN,
-        variable="ACCELERATE_USE_FSDP",
-        flag="--use_fsdp",
-        help="Divide parameters with torch's FSDP.",
-        group=_GROUP,
-    )
-    use_megatron_lm: bool = setting(
-        False,
-        type=BOOLEAN,
-        variable="ACCELERATE_USE_MEGATRON_LM",
-        flag="--use_megatron_lm",
-        help="Train with Megatron-LM.",
-        group=_GROUP,
-    )
     tpu: bool = setting(False, type=BOOLEAN, flag="--tpu", help="Train on TPUs.", group=_GROUP)
+
+
+def _kind_settings() -> type:
+    of_backends = {name: field_of(users[0].switch._replace(group=_GROUP)) for name, users in switches().items()}
+    fields = {"multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends}
+    return settings_class(type("KindSettings", (), {**fields, "tpu": vars(_SwitchesOfDevices)["tpu"]}))
+
+
+KindSettings: Final = _kind_settings()
+"""Switches that choose the kind of run; at most one of them."""
 
 
 class Kind(NamedTuple):
@@ -89,6 +71,7 @@ class Kind(NamedTuple):
         on_devices: whether it contradicts a run on the CPU.
         variables: what tells the processes of it.
         runner: who starts its processes, or empty for the launcher's usual ways.
+        backends: names of the backends that the switch chooses.
     """
 
     label: str
@@ -98,11 +81,14 @@ class Kind(NamedTuple):
     on_devices: bool = False
     variables: Mapping[str, str] = _NONE
     runner: str = ""
+    backends: frozenset[str] = frozenset()
 
 
-def _own(label: DistributedType, switch: str, runner: str = "") -> Kind:
-    variable = str(settings_of(KindSettings)[switch].variable)
-    return Kind(label.value, switch, variables={variable: "true"}, runner=runner)
+def _of_backends(switch: str, users: Sequence[Any]) -> Kind:
+    variable = users[0].switch.variable
+    variables = {variable: "true"} if variable else {}
+    names = frozenset(manifest.name for manifest in users)
+    return Kind(label_of(users[0]) or users[0].name, switch, variables=variables, backends=names)
 
 
 _OF_DEVICES: Final = (
@@ -118,20 +104,15 @@ _OF_DEVICES: Final = (
 # What a job of SageMaker arranges by itself.
 _OF_SAGEMAKER: Final = (SageMakerDistributedType.DATA_PARALLEL, SageMakerDistributedType.MODEL_PARALLEL)
 
-_KINDS: Final = {
-    kind.label: kind
-    for kind in (
-        Kind(DistributedType.NO.value, alone=True, by_device=True),
-        Kind(DistributedType.MULTI_CPU.value, by_device=True),
-        Kind(DistributedType.MULTI_GPU.value, "multi_gpu", by_device=True, on_devices=True),
-        *(Kind(label.value, by_device=True, on_devices=True) for label in _OF_DEVICES),
-        _own(DistributedType.DEEPSPEED, "use_deepspeed", "deepspeed"),
-        _own(DistributedType.FSDP, "use_fsdp"),
-        _own(DistributedType.MEGATRON_LM, "use_megatron_lm"),
-        Kind(DistributedType.XLA.value, "tpu", on_devices=True, runner="tpu"),
-        *(Kind(label.value, by_device=True) for label in _OF_SAGEMAKER),
-    )
-}
+_KINDS: Final = (
+    Kind(DistributedType.NO.value, alone=True, by_device=True),
+    Kind(DistributedType.MULTI_CPU.value, by_device=True),
+    Kind(DistributedType.MULTI_GPU.value, "multi_gpu", by_device=True, on_devices=True),
+    *(Kind(label.value, by_device=True, on_devices=True) for label in _OF_DEVICES),
+    *(_of_backends(name, users) for name, users in switches().items()),
+    Kind(DistributedType.XLA.value, "tpu", on_devices=True, runner="tpu"),
+    *(Kind(label.value, by_device=True) for label in _OF_SAGEMAKER),
+)
 
 
 def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
@@ -140,7 +121,7 @@ def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
     Raises:
         Conflict: the settings select two kinds.
     """
-    asked = [(kind, resolved[kind.switch]) for kind in _KINDS.values() if kind.switch]
+    asked = [(kind, resolved[kind.switch]) for kind in _KINDS if kind.switch]
     asked = [(kind, effect) for kind, effect in asked if effect.value]
     if len(asked) > 1:
         (_, one), (_, other) = asked[:2]
@@ -152,7 +133,13 @@ def kind_of(resolved: ResolvedSettings) -> tuple[Kind, ResolvedSetting] | None:
     if asked:
         return asked[0]
     place = resolved["distributed_type"]
-    return (_KINDS[place.value], place) if place.value is not None else None
+    of_label = (kind for kind in _KINDS if kind.label == place.value)
+    return (next(of_label, Kind(place.value)), place) if place.value is not None else None
+
+
+def named_by(kind: Kind, effect: ResolvedSetting) -> frozenset[str]:
+    """Names of the backends that a switch chooses; empty where a file names a kind of run, which others may offer."""
+    return kind.backends if effect.setting.name == kind.switch else frozenset()
 
 
 def check_kind(resolved: ResolvedSettings) -> None:
@@ -208,20 +195,67 @@ def given_sizes(resolved: ResolvedSettings) -> list[ResolvedSetting]:
 def idle(resolved: ResolvedSettings) -> Iterator[tuple[str, ResolvedSetting, str]]:
     """Options of engines that are not used: label, setting, and what would use it."""
     found = kind_of(resolved)
-    used = found[0].switch if found is not None else ""
-    backend = resolved["backend"].value or ""
-    # The sizes of axes choose FSDP by themselves.
-    chosen = {used} | ({"use_fsdp"} if given_sizes(resolved) else set())
+    tables = _tables()
+    chosen = {found[0].switch if found is not None else ""}
+    chosen |= {name for name, users in switches().items() if resolved["backend"].value in {one.name for one in users}}
+    if given_sizes(resolved):
+        chosen.add(_chosen_by_axes())
     for name, effect in resolved.items():
         table = name.partition(".")[0]
         if not effect.given or effect.setting.variable in _SHARED:
             continue
-        if table in _OF_ENGINES:
-            switch, backends = _OF_ENGINES[table]
-            if switch not in chosen and not backend.startswith(backends):
-                yield name, effect, f"--{switch}"
+        if table in tables:
+            if tables[table] not in chosen:
+                yield name, effect, f"--{tables[table]}"
         elif table == _EIGHT_BITS[0] and resolved["mixed_precision"].value != _EIGHT_BITS[1]:
             yield name, effect, f"--mixed_precision {_EIGHT_BITS[1]}"
+
+
+def _tables() -> dict[str, str]:
+    """By table of settings, the switch of the backends that have it."""
+    found: dict[str, str] = {}
+    for backend in backends():
+        switch = getattr(backend.manifest, "switch", None)
+        if switch is not None and backend.settings is not None:
+            known: Callable[[type], Mapping[str, Setting]] = settings_of
+            keys = [setting.key for setting in known(backend.settings).values()]
+            found.update({key.partition(".")[0]: switch.name for key in keys if key and "." in key})
+    return found
+
+
+def _chosen_by_axes() -> str:
+    """The switch of the backend that the sizes of axes choose by themselves."""
+    dividing = [one.manifest for one in backends() if Axis.SHARD in getattr(one.manifest, "axes", ())]
+    first = max(dividing, key=lambda manifest: manifest.priority, default=None)
+    return "" if first is None or first.switch is None else str(first.switch.name)
+
+
+def check_requirements(settings: ResolvedSettings) -> None:
+    """Refuse a backend that cannot start: what it needs is not installed, or it cannot be loaded.
+
+    Where several backends train in the requested way, one that can start is enough.
+
+    Raises:
+        Missing: a package that it requires is absent or too old.
+        PluginError: it could not be loaded.
+    """
+    named, asked = settings["backend"], kind_of(settings)
+    if named.value is not None:
+        origin = named.origin
+        chosen = [backend for backend in backends() if backend.extension.name == named.value]
+    elif asked is not None and not asked[0].by_device:
+        origin = asked[1].origin
+        names = named_by(*asked)
+        chosen = [
+            backend
+            for backend in backends()
+            if (backend.extension.name in names if names else label_of(backend.manifest) == asked[0].label)
+        ]
+    else:
+        return
+    errors = [error for error in (why_unusable(backend, origin) for backend in chosen) if error is not None]
+    if errors and len(errors) == len(chosen):
+        raise errors[0]
 
 
 def check_devices_of_kind(resolved: ResolvedSettings, processes: int) -> None:

@@ -45,6 +45,9 @@ _OWN: Final = "accel-cli"
 _BY_MACHINE: Final = "standard"
 """How DeepSpeed calls a launch by torch.distributed.run on each machine."""
 
+_ENGINE: Final = "deepspeed"
+"""Backend whose runs DeepSpeed's launcher starts."""
+
 _PLACES: Final = "accel_cli.launch.launcher_settings"
 
 
@@ -64,7 +67,7 @@ def _by_hostfile(settings: ResolvedSettings, environ: Mapping[str, str]) -> str 
 
 def _by_deepspeed(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
     found, reason = kind_of(settings), own_launcher(settings)
-    return shown(reason) if found is not None and found[0].runner == "deepspeed" and reason is not None else None
+    return shown(reason) if found is not None and _ENGINE in found[0].backends and reason is not None else None
 
 
 def own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:

@@ -12,7 +12,7 @@ from accel_cli.config.resolved import ResolvedSettings, resolve_settings
 from accel_cli.launch.backends import backend_for, check_backend, failures
 from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment
 from accel_cli.launch.flags import flag_values
-from accel_cli.launch.kinds import idle, kind_of
+from accel_cli.launch.kinds import idle, kind_of, named_by
 from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
 from accel_cli.launch.nested import without_outer
 from accel_cli.launch.options import add_launch_arguments, launch_classes
@@ -67,7 +67,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str]) -> Request:
     if backend.value is not None:
         check_backend(backend.value, backend.origin)
     wanted = asked is not None and not asked[0].by_device and backend.value is None
-    implied = backend_for(asked[0].label, asked[1].origin) if asked is not None and wanted else None
+    implied = backend_for(asked[0].label, asked[1].origin, named_by(*asked)) if asked is not None and wanted else None
     # The drop-in does in an allocation what the original does: it starts processes on this machine.
     allocation = own if getattr(arguments, "prog", "") == _PROG else {}
     launcher = choose_launcher(settings, allocation)

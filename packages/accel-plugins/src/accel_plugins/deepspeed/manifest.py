@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 __all__ = ("MANIFEST", "REQUIREMENT", "present")
 
 REQUIREMENT: Final = Requirement("deepspeed", versions=">=0.18.2", extra="accel-plugins[deepspeed]")
-_USE: Final = Setting("use_deepspeed", BOOLEAN, False, variable="ACCELERATE_USE_DEEPSPEED", flag="--use_deepspeed")
+_USE: Final = Setting(
+    "use_deepspeed",
+    BOOLEAN,
+    False,
+    variable="ACCELERATE_USE_DEEPSPEED",
+    flag="--use_deepspeed",
+    help="Train with DeepSpeed.",
+)
 
 
 def present(process: Process) -> bool:
@@ -49,6 +56,7 @@ MANIFEST: Final = Manifest(
         save_options=frozenset({"client_state", "exclude_frozen_parameters", "save_latest"}),
         can_checkpoint_partial_grads=False,
     ),
+    switch=_USE,
     parameter="deepspeed_plugin",
     # Below those that divide parameters by torch: axes alone must not choose an engine.
     priority=45,

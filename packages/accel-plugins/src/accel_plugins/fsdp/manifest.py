@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ("FSDP1", "FSDP2", "first_present", "second_present")
 
-_USE: Final = Setting("use_fsdp", BOOLEAN, False, variable="ACCELERATE_USE_FSDP", flag="--use_fsdp")
+_USE: Final = Setting(
+    "use_fsdp",
+    BOOLEAN,
+    False,
+    variable="ACCELERATE_USE_FSDP",
+    flag="--use_fsdp",
+    help="Divide parameters with torch's FSDP.",
+)
 _VERSION: Final = Setting("fsdp_version", int_at_least(1), 1, variable="FSDP_VERSION", flag="--fsdp_version")
 
 
@@ -45,6 +52,7 @@ FSDP1: Final = Manifest(
     lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.LOCAL_PASSES}),
     traits=Traits(collective_save=True, supports_async_save=True, can_checkpoint_partial_grads=False),
     settings={"fsdp_version": 1},
+    switch=_USE,
     parameter="fsdp_plugin",
     priority=50,
     tier=1,
@@ -67,6 +75,7 @@ FSDP2: Final = Manifest(
         per_parameter_sharding=True,
     ),
     settings={"fsdp_version": 2},
+    switch=_USE,
     parameter="fsdp_plugin",
     priority=51,
     tier=1,

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 __all__ = ("MANIFEST", "REQUIREMENT", "present")
 
 REQUIREMENT: Final = Requirement("megatron.core", "megatron-core", ">=0.16", extra="accel-plugins[megatron]")
-_USE: Final = Setting("use_megatron_lm", BOOLEAN, False, variable="ACCELERATE_USE_MEGATRON_LM")
+_USE: Final = Setting(
+    "use_megatron_lm",
+    BOOLEAN,
+    False,
+    variable="ACCELERATE_USE_MEGATRON_LM",
+    flag="--use_megatron_lm",
+    help="Train with Megatron-LM.",
+)
 
 
 def present(process: Process) -> bool:
@@ -45,6 +52,7 @@ MANIFEST: Final = Manifest(
         }
     ),
     traits=Traits(collective_save=True, can_checkpoint_partial_grads=False),
+    switch=_USE,
     parameter="megatron_lm_plugin",
     priority=70,
     tier=3,
