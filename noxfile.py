@@ -471,6 +471,18 @@ def clients_lm_eval(session: nox.Session) -> None:
     client(session, "test_lm_eval_harness.py", "lm-eval[hf]", "transformers", "datasets")
 
 
+@nox.session(name="clients-datasets", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def clients_datasets(session: nox.Session) -> None:
+    """Read, mix, divide and resume data sets of Hugging Face; other sessions skip these tests."""
+    look_through_to_base(session)
+    packages = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
+    session.install("-q", "-c", str(CONSTRAINTS), *packages, "datasets", "torchdata")
+    files = [
+        f"packages/accel-data/tests/test_{name}.py" for name in ("mixtures", "hugging_face_loaders", "stream_sharding")
+    ]
+    session.run("python", "-m", "pytest", *files, *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(name="engines-xla", default=False, venv_backend="virtualenv", reuse_venv=True)
 def engines_xla(session: nox.Session) -> None:
     """Train with torch_xla, whose devices are the CPU, on the torch it was built for; the environment takes 7 GB."""

@@ -34,7 +34,6 @@ SHARED = {
 TO_SEPARATE = {
     "Backend",
     "Checkpoint",
-    "Entry",
     "Job",
     "Launch",
     "load",

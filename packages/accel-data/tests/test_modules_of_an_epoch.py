@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -47,3 +47,37 @@ def test_an_epoch_of_a_loader_over_indices_runs_in_six_modules(shuffle: bool, pr
     # The test sees what it counts.
     assert "accel_data.loader" in found
     assert modules_run_by(DataLoaderConfiguration) == {"accel_data.config"}
+
+
+def calls_per_batch(loader: Iterable[Any]) -> float:
+    """How many functions, Python's and C's, run for a batch in the middle of an epoch."""
+    batches, calls = iter(loader), 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for _ in range(3):
+        next(batches)
+    sys.setprofile(count)
+    try:
+        for _ in range(20):
+            next(batches)
+    finally:
+        sys.setprofile(None)
+    return calls / 20
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("leaves", "most"), [(1, 2), (8, 4)], ids=["a tensor", "a dict of 8"])
+def test_a_prepared_loader_adds_few_calls_to_a_batch(shuffle: bool, leaves: int, most: int) -> None:
+    tensors = {str(index): torch.zeros(2) for index in range(leaves)}
+    batch: Any = tensors["0"] if leaves == 1 else tensors
+
+    def plain() -> DataLoader[Any]:
+        return DataLoader(range(40), batch_size=1, collate_fn=lambda _: batch, shuffle=shuffle)  # type: ignore[arg-type]
+
+    prepared = prepare_data_loader(plain(), put_on_device=True, device=torch.device("cpu"))
+    added = calls_per_batch(prepared) - calls_per_batch(plain())
+    # Converting a block of shuffled indices is a call for many batches.
+    assert added <= most + 0.5 * shuffle

@@ -67,7 +67,9 @@ class Ascending:
 
     def rows(self, first: int, width: int, stride: int, count: int) -> Iterator[list[int]]:
         """See `Order`."""
-        return (list(range(at, at + width)) for at in range(first, first + count * stride, stride))
+        begins = range(first, first + count * stride, stride)
+        ends = range(first + width, first + width + count * stride, stride)
+        return map(list, map(range, begins, ends))
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """See `Order`."""

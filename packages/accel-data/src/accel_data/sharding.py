@@ -317,27 +317,29 @@ class BatchSamplerShard(BatchSampler):
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # No frame of ours runs between two full batches.
+        return chain.from_iterable(self._runs())
+
+    def _runs(self) -> Iterator[Iterable[list[int]]]:
+        """The batches, in one run of full ones and one short one where they are slices of an order."""
         # Runs for the first batch, which is when torch's own samplers draw: torch's loader makes a second
         # iterator and throws the first one away when it has workers.
         padded: dict[int, Padding] = {}
         self.padded = padded
         if self.has_custom_batches:
-            yield from _recorded(self._custom_batches(), padded)
-        else:
-            yield from self._sampled(padded)
-
-    def _sampled(self, padded: dict[int, Padding]) -> Iterator[list[int]]:
+            yield _recorded(self._custom_batches(), padded)
+            return
         order = begin_epoch(self.batch_sampler.sampler, self.last_rng, self._replay)
         if isinstance(order, Iterator):
-            yield from _recorded(shard_samples(order, self.plan(0, self._start)), padded)
+            yield _recorded(shard_samples(order, self.plan(0, self._start)), padded)
             return
         plan = self.plan(len(order), self._start)
-        yield from order.rows(plan.first, plan.batch_size, plan.step_size, plan.full_steps)
+        yield order.rows(plan.first, plan.batch_size, plan.step_size, plan.full_steps)
         if plan.has_tail:
             added = plan.padding()
             if added:
                 padded[plan.full_steps] = added
-            yield order.at(plan.tail_positions())
+            yield (order.at(plan.tail_positions()),)
         order.exhausted()
 
     def _custom_batches(self) -> Iterator[Step[int]]:

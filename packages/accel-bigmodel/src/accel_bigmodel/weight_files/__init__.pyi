@@ -1,6 +1,6 @@
 from accel_bigmodel.tied import tied_names as tied_names
-from accel_bigmodel.weight_files.metadata import Entry as Entry
 from accel_bigmodel.weight_files.metadata import Header as Header
+from accel_bigmodel.weight_files.metadata import TensorInfo as TensorInfo
 from accel_bigmodel.weight_files.metadata import WeightIndex as WeightIndex
 from accel_bigmodel.weight_files.metadata import read_header as read_header
 from accel_bigmodel.weight_files.metadata import read_index as read_index

@@ -20,7 +20,7 @@ from typing import Any, Final
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import dict_of, open_regular, parse_json, path_inside, printable, read_json, record, text
 
-__all__ = ("Entry", "Header", "WeightIndex", "read_header", "read_index")
+__all__ = ("Header", "TensorInfo", "WeightIndex", "read_header", "read_index")
 
 _LENGTH = 8
 _LONGEST = 100_000_000
@@ -54,7 +54,7 @@ _DTYPES: Final[Mapping[str, tuple[int, str]]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """Where one tensor is: `dtype` as the format names it, `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
@@ -72,7 +72,7 @@ class Entry:
 class Header:
     """What a safetensors file holds: entries by tensor name, and the metadata (text to text)."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
 
 
@@ -125,7 +125,7 @@ def _parse(path: object, text: bytes) -> dict[str, Any]:
     return document
 
 
-def _entry(path: object, name: str, value: Any, data: int) -> Entry:
+def _entry(path: object, name: str, value: Any, data: int) -> TensorInfo:
     """Checks one entry by itself: known dtype, integers, and as many bytes as the shape needs."""
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
@@ -143,10 +143,10 @@ def _entry(path: object, name: str, value: Any, data: int) -> Entry:
         raise _unreadable(
             path, f"{name!r} of shape {shape} and dtype {dtype} takes {needed // 8} bytes, not {end - begin}."
         )
-    return Entry(dtype, shape, data + begin, data + end)
+    return TensorInfo(dtype, shape, data + begin, data + end)
 
 
-def _check_extent(path: object, entries: Mapping[str, Entry], data: int, size: int) -> None:
+def _check_extent(path: object, entries: Mapping[str, TensorInfo], data: int, size: int) -> None:
     """The tensors must fill the rest of the file without a gap or an overlap."""
     position = data
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_bigmodel.weight_files.metadata import Entry, read_header, read_index
+from accel_bigmodel.weight_files.metadata import TensorInfo, read_header, read_index
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_safetensors
 from accel_bigmodel.weight_files.range_reader import RangeReader
 from accel_bigmodel.weight_files.torch_files import check_torch_file
@@ -185,7 +185,7 @@ class FileWeight:
     def __init__(self, name: str, path: Path, held: WeightFile | Tensor) -> None:
         self.name, self.path = name, path
         self._held = held
-        self.entry: Entry | None = None
+        self.entry: TensorInfo | None = None
         if isinstance(held, Tensor):
             self.shape, self.dtype = tuple(held.shape), held.dtype
         else:
@@ -239,7 +239,7 @@ def open_weights(sources: Iterable[WeightSource]) -> dict[str, FileWeight]:
     return found
 
 
-def _torch_dtype(path: Path, name: str, entry: Entry) -> torch.dtype:
+def _torch_dtype(path: Path, name: str, entry: TensorInfo) -> torch.dtype:
     dtype = getattr(torch, entry.torch_dtype or "none", None)
     if dtype is None:
         raise CheckpointError(
