@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel_plugins.testing import faults
-from accel_plugins.testing.faults.disk import Outcome
+from accel_plugins.testing.faults import Outcome
 
 pytestmark = pytest.mark.skipif(faults.obstacle(errors=True) is not None, reason=str(faults.obstacle(errors=True)))
 

@@ -1,10 +1,18 @@
-"""Running a function in a forked child that is stopped at each of its file operations, and hit by a fault at one."""
+"""File operations of a process: a function runs in a forked child, which is stopped at each of them and hit at one.
+
+The child is traced by `ptrace` of Linux. Its system calls are read as operations on files, recorded, and made to fail;
+`refuse_exchange` lets the kernel refuse one operation without a tracer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
+import platform
 import signal
+import struct
 import sys
 import threading
 import time
@@ -14,12 +22,298 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from accel_plugins.testing.faults import syscalls
-from accel_plugins.testing.faults.operations import Operation, operation_of
-from accel_plugins.testing.faults.syscalls import obstacle
 from accel_state.errors import NotOffered
 
-__all__ = ("Ended", "Fault", "obstacle", "run")
+__all__ = ("Ended", "Fault", "Operation", "obstacle", "refuse_exchange", "run")
+
+
+# ----------------------------------------------------------------------------------- system calls of a traced process
+
+_TRACEME, _CONT_TO_CALL, _GETREGS, _SETREGS = 0, 24, 12, 13
+_SETOPTIONS, _GET_CALL = 0x4200, 0x420E
+_OPTIONS: Final = 0x1 | 0x8 | 0x00100000
+"""Mark stops at calls; follow new threads; kill what is traced when the tracer dies."""
+
+_X86_64: Final = {
+    1: "write",
+    2: "open",
+    18: "pwrite64",
+    20: "writev",
+    40: "sendfile",
+    74: "fsync",
+    75: "fdatasync",
+    9: "mmap",
+    76: "truncate",
+    77: "ftruncate",
+    82: "rename",
+    83: "mkdir",
+    84: "rmdir",
+    85: "creat",
+    86: "link",
+    87: "unlink",
+    88: "symlink",
+    257: "openat",
+    258: "mkdirat",
+    263: "unlinkat",
+    264: "renameat",
+    265: "linkat",
+    266: "symlinkat",
+    285: "fallocate",
+    296: "pwritev",
+    316: "renameat2",
+    326: "copy_file_range",
+}
+_AARCH64: Final = {
+    34: "mkdirat",
+    35: "unlinkat",
+    36: "symlinkat",
+    37: "linkat",
+    38: "renameat",
+    45: "truncate",
+    46: "ftruncate",
+    47: "fallocate",
+    56: "openat",
+    64: "write",
+    66: "writev",
+    68: "pwrite64",
+    70: "pwritev",
+    71: "sendfile",
+    82: "fsync",
+    83: "fdatasync",
+    222: "mmap",
+    276: "renameat2",
+    285: "copy_file_range",
+}
+
+CALLS: Final = {"x86_64": _X86_64, "aarch64": _AARCH64}.get(platform.machine(), {})
+"""Names by number of the calls that change files, on this machine."""
+
+_REGISTERS: Final = 27
+_RAX, _ORIGINAL_RAX = 10, 15
+
+
+class Stop(NamedTuple):
+    """Where a traced thread stands.
+
+    Args:
+        entering: before a call, not after it.
+        number: which call; 0 after it.
+        arguments: of the call; empty after it.
+        result: of the call; 0 before it.
+    """
+
+    entering: bool
+    number: int
+    arguments: tuple[int, ...]
+    result: int
+
+
+def obstacle(errors: bool = False) -> str | None:
+    """Why file operations cannot be traced here, or None; `errors`: why calls cannot be made to fail."""
+    if sys.platform != "linux" or not CALLS:
+        return "File operations are traced by ptrace of Linux on x86-64 and ARM64."
+    if errors and platform.machine() != "x86_64":
+        return "Calls are made to fail on x86-64 only."
+    return None
+
+
+def _ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> int:
+    call = ctypes.CDLL(None, use_errno=True).ptrace
+    call.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    call.restype = ctypes.c_long
+    result = int(call(request, pid, address, data))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace: {os.strerror(number)}")
+    return result
+
+
+def trace_me() -> None:
+    """Let the parent trace this process; followed by a SIGSTOP to itself."""
+    _ptrace(_TRACEME, 0)
+
+
+def follow(pid: int) -> None:
+    """Say what is wanted of a process that has stopped for the first time."""
+    _ptrace(_SETOPTIONS, pid, 0, _OPTIONS)
+
+
+def next_call(thread: int, signal_number: int = 0) -> None:
+    """Let a stopped thread run to its next call, or to the end of the one it is in."""
+    _ptrace(_CONT_TO_CALL, thread, 0, signal_number)
+
+
+def read_stop(thread: int) -> Stop:
+    """Where a thread that stopped at a call stands."""
+    memory = ctypes.create_string_buffer(88)
+    _ptrace(_GET_CALL, thread, len(memory), ctypes.addressof(memory))
+    raw = memory.raw
+    if raw[0] == 1:
+        number, *arguments = struct.unpack_from("<7Q", raw, 24)
+        return Stop(True, number, tuple(arguments), 0)
+    return Stop(False, 0, (), struct.unpack_from("<q", raw, 24)[0])
+
+
+def fail_call(thread: int, number: int | None) -> None:
+    """Let a call not happen (`number` is None, before it), and return an error (its number, after it)."""
+    registers = (ctypes.c_ulong * _REGISTERS)()
+    _ptrace(_GETREGS, thread, 0, ctypes.addressof(registers))
+    if number is None:
+        registers[_ORIGINAL_RAX] = ctypes.c_ulong(-1).value
+    else:
+        registers[_RAX] = ctypes.c_ulong(-number).value
+    _ptrace(_SETREGS, thread, 0, ctypes.addressof(registers))
+
+
+# ------------------------------------------------------------------------------------------------ operations on files
+
+_AT_FDCWD: Final = 0xFFFFFF9C
+_CREATES, _TRUNCATES = os.O_CREAT, os.O_TRUNC
+_EXCHANGE: Final = 2
+_AT_REMOVEDIR: Final = 0x200
+_LONGEST_PATH: Final = 4096
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Args:
+        kind: "create", "write", "truncate", "fsync", "rename", "exchange", "mkdir", "rmdir", "unlink", "link",
+            "symlink" or "copy".
+        path: what it works on.
+        other: the second path of a rename or a link; the target text of a symlink.
+        offset: where is written; the new length of a truncation.
+        data: what is written.
+    """
+
+    kind: str
+    path: Path
+    other: Path | None = None
+    offset: int = 0
+    data: bytes = b""
+
+
+class _Call:
+    """A call of a stopped thread, with access to its memory."""
+
+    def __init__(self, thread: int, arguments: tuple[int, ...]) -> None:
+        self._thread = thread
+        self.arguments = arguments
+
+    def memory(self, address: int, size: int) -> bytes:
+        with open(f"/proc/{self._thread}/mem", "rb", buffering=0) as file:
+            file.seek(address)
+            found = b""
+            while len(found) < size and (more := file.read(size - len(found))):
+                found += more
+            return found
+
+    def path(self, index: int, folder: int | None = None) -> Path:
+        """The path in an argument, relative to the folder that is open under another argument."""
+        address = self.arguments[index]
+        # A path may end where memory ends.
+        page = 4096 - address % 4096
+        text = self.memory(address, page)
+        if b"\0" not in text:
+            text += self.memory(address + page, _LONGEST_PATH)
+        named = os.fsdecode(text.partition(b"\0")[0])
+        if folder is None or self.arguments[folder] & 0xFFFFFFFF == _AT_FDCWD:
+            base = os.readlink(f"/proc/{self._thread}/cwd")
+        else:
+            base = str(self.opened(folder))
+        return Path(os.path.normpath(os.path.join(base, named)))
+
+    def text(self, index: int) -> Path:
+        return Path(os.fsdecode(self.memory(self.arguments[index], 256).partition(b"\0")[0]))
+
+    def opened(self, index: int) -> Path:
+        """The path of what is open under the descriptor in an argument."""
+        return Path(os.readlink(f"/proc/{self._thread}/fd/{self.arguments[index] & 0xFFFFFFFF}"))
+
+    def position(self, index: int) -> int:
+        """Where the descriptor in an argument stands."""
+        descriptor = self.arguments[index] & 0xFFFFFFFF
+        with open(f"/proc/{self._thread}/fdinfo/{descriptor}") as file:
+            facts = dict(line.split(":", 1) for line in file if ":" in line)
+        if int(facts["flags"], 8) & os.O_APPEND:
+            return os.stat(f"/proc/{self._thread}/fd/{descriptor}").st_size
+        return int(facts["pos"])
+
+    def pieces(self) -> bytes:
+        """What the vector of a `writev` holds."""
+        address, count = self.arguments[1], self.arguments[2]
+        places = struct.iter_unpack("<QQ", self.memory(address, 16 * count))
+        return b"".join(self.memory(base, size) for base, size in places)
+
+
+def operation_of(name: str, thread: int, arguments: tuple[int, ...]) -> Operation | None:
+    """The operation of a call that is about to happen; None when it changes nothing.
+
+    Raises:
+        NotOffered: files are written in a way that cannot be recorded.
+    """
+    call = _Call(thread, arguments)
+    if name in ("write", "pwrite64", "writev", "pwritev"):
+        data = call.pieces() if name.endswith("v") else call.memory(arguments[1], arguments[2])
+        offset = arguments[3] if name.startswith("p") else call.position(0)
+        return Operation("write", call.opened(0), offset=offset, data=data)
+    if name in ("open", "creat", "openat"):
+        return _opening(name, call)
+    if name in ("fsync", "fdatasync"):
+        return Operation("fsync", call.opened(0))
+    if name in ("truncate", "ftruncate"):
+        return Operation("truncate", call.path(0) if name == "truncate" else call.opened(0), offset=arguments[1])
+    if name in ("sendfile", "copy_file_range"):
+        return Operation("copy", call.opened(0 if name == "sendfile" else 2))
+    if name == "mmap":
+        _refuse_writing_through_memory(call)
+        return None
+    return _of_names(name, call)
+
+
+def _opening(name: str, call: _Call) -> Operation | None:
+    path = call.path(1, 0) if name == "openat" else call.path(0)
+    flags = {"open": 1, "openat": 2}.get(name)
+    asked = _CREATES | _TRUNCATES if flags is None else call.arguments[flags]
+    if asked & _CREATES and not path.exists():
+        return Operation("create", path)
+    return Operation("truncate", path) if asked & _TRUNCATES and path.exists() else None
+
+
+def _refuse_writing_through_memory(call: _Call) -> None:
+    _, _, protection, flags, descriptor, _ = call.arguments
+    writes_to_file = protection & 0x2 and flags & 0x1 and not flags & 0x20
+    if writes_to_file and call.opened(4).is_file():
+        raise NotOffered(
+            "Cannot record file operations.",
+            f"{call.opened(4)} (descriptor {descriptor}) is written through memory.",
+            "Write it through calls in what is tested.",
+        )
+
+
+def _of_names(name: str, call: _Call) -> Operation | None:
+    """Operations on entries of folders."""
+    if name in ("rename", "renameat", "renameat2"):
+        paths = (call.path(0), call.path(1)) if name == "rename" else (call.path(1, 0), call.path(3, 2))
+        exchanges = name == "renameat2" and call.arguments[4] & _EXCHANGE
+        return Operation("exchange" if exchanges else "rename", *paths)
+    if name in ("mkdir", "mkdirat"):
+        return Operation("mkdir", call.path(0) if name == "mkdir" else call.path(1, 0))
+    if name in ("rmdir", "unlink"):
+        return Operation(name, call.path(0))
+    if name == "unlinkat":
+        return Operation("rmdir" if call.arguments[2] & _AT_REMOVEDIR else "unlink", call.path(1, 0))
+    if name in ("link", "linkat"):
+        return Operation(
+            "link", *((call.path(0), call.path(1)) if name == "link" else (call.path(1, 0), call.path(3, 2)))
+        )
+    if name in ("symlink", "symlinkat"):
+        return Operation("symlink", call.path(1) if name == "symlink" else call.path(2, 1), call.text(0))
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ tracing
 
 _ALL_KINDS: Final = 0x40000000
 _AT_CALL: Final = signal.SIGTRAP | 0x80
@@ -122,7 +416,7 @@ def _fork(function: Callable[[], Any], log: Path | None, *, traced: bool = True)
             os.dup2(descriptor, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         if traced:
-            syscalls.trace_me()
+            trace_me()
             os.kill(os.getpid(), signal.SIGSTOP)
         function()
         code = 0
@@ -158,7 +452,7 @@ class _Tracer:
                 # Time was up before it came to its first stop.
                 self._ended.code = os.waitstatus_to_exitcode(status)
                 return self._ended
-            syscalls.follow(self._pid)
+            follow(self._pid)
             self._go_on(self._pid)
             while self._one_event():
                 pass
@@ -196,11 +490,11 @@ class _Tracer:
 
     def _go_on(self, thread: int, number: int = 0) -> None:
         with contextlib.suppress(ProcessLookupError):
-            syscalls.next_call(thread, number)
+            next_call(thread, number)
 
     def _at_call(self, thread: int) -> None:
         try:
-            stop = syscalls.read_stop(thread)
+            stop = read_stop(thread)
             if stop.entering:
                 self._entering(thread, stop)
             else:
@@ -209,8 +503,8 @@ class _Tracer:
             # It was killed meanwhile.
             return
 
-    def _entering(self, thread: int, stop: syscalls.Stop) -> None:
-        name = syscalls.CALLS.get(stop.number)
+    def _entering(self, thread: int, stop: Stop) -> None:
+        name = CALLS.get(stop.number)
         if name is None:
             return
         try:
@@ -228,7 +522,7 @@ class _Tracer:
             if self._fault is None or self._fault.error is None:
                 self._kill()
             else:
-                syscalls.fail_call(thread, None)
+                fail_call(thread, None)
                 self._failing.add(thread)
             return
         self._doing[thread] = operation
@@ -245,12 +539,12 @@ class _Tracer:
         self._counted += 1
         return self._counted == fault.at + 1 or (fault.lasting and self._counted > fault.at)
 
-    def _leaving(self, thread: int, stop: syscalls.Stop) -> None:
+    def _leaving(self, thread: int, stop: Stop) -> None:
         if thread in self._failing:
             self._failing.discard(thread)
             assert self._fault is not None
             assert self._fault.error is not None
-            syscalls.fail_call(thread, self._fault.error)
+            fail_call(thread, self._fault.error)
             return
         operation = self._doing.pop(thread, None)
         if operation is None or stop.result < 0:
@@ -260,3 +554,53 @@ class _Tracer:
         elif operation.kind == "copy":
             operation = Operation("copy", operation.path, data=operation.path.read_bytes())
         self._ended.operations.append(operation)
+
+
+# -------------------------------------------------------------------------- file systems without an exchange of names
+
+_RENAMEAT2: Final = {"x86_64": (0xC000003E, 316), "aarch64": (0xC00000B7, 276)}
+"""Identity of the machine in the data that a filter reads, and the number of the call there."""
+
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+_NUMBER, _MACHINE, _FLAGS = 0, 4, 16 + 4 * 8
+"""Where the call, the machine and the fifth argument are in that data."""
+
+_NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def refuse_exchange() -> None:
+    """Let every exchange of two names fail in this process and what it starts, for good; call it in a forked child.
+
+    Raises:
+        NotOffered: this machine has no such filter.
+    """
+    if sys.platform != "linux" or platform.machine() not in _RENAMEAT2:
+        raise _not_offered("Linux on x86-64 and ARM64 has such filters.")
+    machine, number = _RENAMEAT2[platform.machine()]
+    steps = [
+        (_LOAD, 0, 0, _MACHINE),
+        (_EQUAL, 0, 5, machine),
+        (_LOAD, 0, 0, _NUMBER),
+        (_EQUAL, 0, 3, number),
+        (_LOAD, 0, 0, _FLAGS),
+        (_ANY_BIT, 0, 1, _EXCHANGE),
+        (_RETURN, 0, 0, _ERROR | errno.EINVAL),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    text = b"".join(struct.pack("HBBI", *step) for step in steps)
+    memory = ctypes.create_string_buffer(text, len(text))
+    program = _Program(len(steps), ctypes.addressof(memory))
+    call = ctypes.CDLL(None, use_errno=True).prctl
+    call.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    for arguments in ((_NO_NEW_PRIVILEGES, 1, 0, 0, 0), (_SECCOMP, _FILTER, ctypes.addressof(program), 0, 0)):
+        if call(*arguments) != 0:
+            raise _not_offered(f"prctl: {os.strerror(ctypes.get_errno())}")
+
+
+def _not_offered(reason: str) -> NotOffered:
+    return NotOffered("Exchanges of two names were to fail.", reason, "Run this test on another machine.")
