@@ -1,4 +1,4 @@
-"""What `tools/new_backend.py` writes is a complete package that passes the conformance kit."""
+"""What `accel new-backend` writes is a complete package that passes the conformance kit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import new_backend
+from accel_cli.main import main
+from accel_plugins.commands.new_backend import COMMAND
 from accel_state.settings.extension import extensions
 from accel_state.testing.processes import run_command
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.timeout(600)
 def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
-    assert new_backend.main(["very-fancy", "--into", str(tmp_path)]) == 0
+    assert main(["new-backend", "very-fancy", "--into", str(tmp_path)]) == 0
     package, site = tmp_path / "accel-backend-very-fancy", tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-build-isolation"]
     placed = run_command([*pip, "--no-deps", "--target", str(site), str(package)])
@@ -41,7 +42,7 @@ def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_written_follows_the_style_of_this_repository(tmp_path: Path) -> None:
-    new_backend.main(["very-fancy", "--into", str(tmp_path)])
+    assert main(["new-backend", "very-fancy", "--into", str(tmp_path)]) == 0
     first_party = 'lint.isort.known-first-party = ["accel_plugins", "accel_state", "accel_backend_very_fancy"]'
     ruff = [str(Path(sys.executable).with_name("ruff"))]
     config = ["--config", str(ROOT / "pyproject.toml"), "--config", first_party]
@@ -53,18 +54,18 @@ def test_what_is_written_follows_the_style_of_this_repository(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["", "Fancy", "fancy backend", "../fancy", "-fancy", "fancy_", "f" * 49, "ddp"])
 def test_a_name_that_cannot_be_used_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert new_backend.main(["--into", str(tmp_path), "--", name]) == 1
+    assert main(["new-backend", "--into", str(tmp_path), "--", name]) == 2
     assert repr(name) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_names_of_built_in_backends_are_taken() -> None:
-    built_in = {found.name for found in extensions("accel.backends") if found.target.startswith("accel_plugins.")}
-    assert set(new_backend.TAKEN) == built_in
+def test_the_command_enters_through_an_entry_point() -> None:
+    (found,) = [found for found in extensions("accel.commands") if found.name == "new-backend"]
+    assert (found.origin, found.load()) == ("accel-plugins", COMMAND)
 
 
 def test_new_backend_overwrites_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "accel-backend-fancy").mkdir()
-    assert new_backend.main(["fancy", "--into", str(tmp_path)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert main(["new-backend", "fancy", "--into", str(tmp_path)]) == 2
+    assert "It exists." in capsys.readouterr().err
     assert list((tmp_path / "accel-backend-fancy").iterdir()) == []

@@ -35,6 +35,7 @@ LIGHT = (
     ("accel-state", "accel_state/settings/**/*.py"),
     ("accel-plugins", "accel_plugins/__init__.py"),
     ("accel-plugins", "accel_plugins/**/manifest.py"),
+    ("accel-plugins", "accel_plugins/commands/*.py"),
     ("accel-plugins", "accel_plugins/**/config.py"),
     ("accel-tracking", "accel_tracking/**/*.py"),
     ("accel-cli", "accel_cli/**/*.py"),

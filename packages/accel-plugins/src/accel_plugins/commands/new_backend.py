@@ -1,24 +1,28 @@
-"""Start a package of its own that brings a backend.
+"""`accel new-backend`: write a package that brings a backend.
 
-    python tools/new_backend.py fancy                 writes ./accel-backend-fancy
-    python tools/new_backend.py fancy --into folder   writes folder/accel-backend-fancy
+    accel new-backend fancy                 writes ./accel-backend-fancy
+    accel new-backend fancy --into folder   writes folder/accel-backend-fancy
 
-The package is complete: it trains by data parallelism, has one setting, and passes the conformance kit. From there its
-author changes one answer after the other; docs/how-to/write-a-backend.md tells which.
+The package is complete: it trains by data parallelism, has one setting, and passes the conformance kit. Its author
+then changes one method after the other; docs/how-to/write-a-backend.md says which.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Final
 
-NAME = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
-LONGEST = 48
-TAKEN = ("single", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "xla")
+from accel_state.errors import SettingError
+from accel_state.settings.extension import extensions
 
-PYPROJECT = """\
+__all__ = ("COMMAND", "NewBackend")
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
+_LONGEST: Final = 48
+
+_PYPROJECT: Final = """\
 [build-system]
 requires = ["hatchling>=1.26"]
 build-backend = "hatchling.build"
@@ -42,7 +46,7 @@ testing = ["accel-plugins[testing]>=0.1,<0.2"]
 packages = ["src/{module}"]
 """
 
-README = """\
+_README: Final = """\
 # accel-backend-{name}
 
 The backend `{name}` for `accel`.
@@ -56,7 +60,7 @@ $ accel launch --backend {name} --{flag}_bucket_mb 50 --num_processes 2 train.py
 Its tests need the extra `testing`: `pip install accel-backend-{name}[testing]`, then `pytest tests`.
 """
 
-PACKAGE = '''\
+_PACKAGE: Final = '''\
 """The backend {name} for accel."""
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ from {module}.config import {title}Config
 __all__ = ("{title}Config",)
 '''
 
-MANIFEST = '''\
+_MANIFEST: Final = '''\
 """What the backend declares about itself; read without torch, whenever somebody lists or chooses backends."""
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ MANIFEST: Final = Manifest(
 )
 '''
 
-CONFIG = '''\
+_CONFIG: Final = '''\
 """Settings of the backend: plain data without torch, so that the launcher can read them.
 
 Each field made with `setting` is at once a flag of `accel launch`, a key of the config file, a variable of the started
@@ -122,7 +126,7 @@ class {title}Config(KwargsHandler):
     )
 '''
 
-STRATEGY = '''\
+_STRATEGY: Final = '''\
 """How one process trains with this backend.
 
 `accel_plugins.Strategy` says of every method who calls it when, and what it must leave behind. What is not overridden
@@ -197,7 +201,7 @@ def _syncing_late(model: DistributedDataParallel) -> Iterator[None]:
     model.require_backward_grad_sync = before
 '''
 
-TESTS = '''\
+_TESTS: Final = '''\
 """The backend passes the suite that every backend passes."""
 
 from __future__ import annotations
@@ -217,7 +221,59 @@ class Test{title}Alone(BackendSuite):
 '''
 
 
-def files(name: str) -> dict[str, str]:
+class NewBackend:
+    """Writes a package with a backend that passes the conformance kit."""
+
+    help = "write a package that brings a backend, and passes the conformance kit"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the name and the folder."""
+        parser.add_argument("name", help="the name by which users choose the backend")
+        parser.add_argument("--into", type=Path, default=Path(), help="folder to write it into; this one by default")
+
+    def run(self, arguments: Namespace) -> int:
+        """Write the package, and print what comes next.
+
+        Raises:
+            SettingError: the name is malformed or taken, or the folder of the package exists.
+        """
+        name, folder = arguments.name, arguments.into / f"accel-backend-{arguments.name}"
+        _check(name, folder)
+        for path, text in _files(name).items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        install, test = f"pip install -e '{folder}[testing]'", f"pytest {folder / 'tests'}"
+        print(f"{folder} is written. Next: {install} && {test}")  # noqa: T201 - what the command is for
+        return 0
+
+
+COMMAND: Final = NewBackend()
+
+
+def _check(name: str, folder: Path) -> None:
+    taken = {found.name: found.origin for found in extensions("accel.backends")}
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST:
+        raise SettingError(
+            f"Cannot call a backend {name!r}.",
+            f"A name has lower-case letters and digits, in parts joined by - or _, and is at most {_LONGEST} long.",
+            "Choose another name.",
+        )
+    if name in taken:
+        raise SettingError(
+            f"Cannot call a backend {name!r}.",
+            f"It is the name of a backend of {taken[name]}.",
+            "Choose another name.",
+        )
+    if folder.exists():
+        raise SettingError(
+            f"Cannot write {folder}.",
+            "It exists.",
+            "Choose another name, or another folder by --into.",
+        )
+
+
+def _files(name: str) -> dict[str, str]:
     """Path inside the package's folder -> content."""
     flag = name.replace("-", "_")
     words = {
@@ -229,45 +285,13 @@ def files(name: str) -> dict[str, str]:
     }
     source = "src/{module}"
     templates = {
-        "pyproject.toml": PYPROJECT,
-        "README.md": README,
-        f"{source}/__init__.py": PACKAGE,
+        "pyproject.toml": _PYPROJECT,
+        "README.md": _README,
+        f"{source}/__init__.py": _PACKAGE,
         f"{source}/py.typed": "",
-        f"{source}/manifest.py": MANIFEST,
-        f"{source}/config.py": CONFIG,
-        f"{source}/strategy.py": STRATEGY,
-        "tests/test_{flag}_conformance.py": TESTS,
+        f"{source}/manifest.py": _MANIFEST,
+        f"{source}/config.py": _CONFIG,
+        f"{source}/strategy.py": _STRATEGY,
+        "tests/test_{flag}_conformance.py": _TESTS,
     }
     return {path.format(**words): text.format(**words) for path, text in templates.items()}
-
-
-def obstacle(name: str, folder: Path) -> str | None:
-    """Why the package cannot be written, or None."""
-    if not NAME.fullmatch(name) or len(name) > LONGEST:
-        return f"{name!r} is not a name of a backend: lower-case letters and digits, parts joined by - or _, at most 48"
-    if name in TAKEN:
-        return f"{name!r} is the name of a backend of accel itself"
-    return f"{folder} is there already" if folder.exists() else None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write the package and say where; 1 when that cannot be done."""
-    parser = argparse.ArgumentParser(description="Start a package of its own that brings a backend.")
-    parser.add_argument("name", help="the name that users choose it by")
-    parser.add_argument("--into", type=Path, default=Path(), help="folder to write it into; this one by default")
-    parsed = parser.parse_args(arguments)
-    folder: Path = parsed.into / f"accel-backend-{parsed.name}"
-    refused = obstacle(parsed.name, folder)
-    if refused is not None:
-        print(f"new_backend: {refused}", file=sys.stderr)
-        return 1
-    for path, text in files(parsed.name).items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    print(f"{folder} is written. Next: pip install -e '{folder}[testing]' && pytest {folder / 'tests'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

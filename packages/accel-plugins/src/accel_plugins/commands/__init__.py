@@ -1,0 +1,1 @@
+"""Commands that this package adds to `accel` through the entry-point group `accel.commands`."""
