@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from accel_plugins.testing import BackendSuite, Processes
+from accel_plugins.testing.backend_suite import Run
 from accel_torch import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-
-HERE = str(Path(__file__).parent)
-
-
-class ThroughAccelerator(BackendSuite):
-    """The suite, driven by an Accelerator that the processes find beside this file."""
-
-    session = "accelerator_session:AcceleratorSession"
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def group(cls) -> Iterator[Processes]:
-        sys.path.insert(0, HERE)
-        try:
-            with Processes(cls.processes) as group:
-                yield group
-        finally:
-            sys.path.remove(HERE)
+from accel_torch.testing import AcceleratorSuite
 
 
-class TestSingle(ThroughAccelerator):
+class TestSingle(AcceleratorSuite):
     target = "accel_plugins.single.manifest:MANIFEST"
     processes = 1
 
 
-class TestDDP(ThroughAccelerator):
+class TestDDP(AcceleratorSuite):
     target = "accel_plugins.ddp.manifest:MANIFEST"
     config = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
 
 
-class TestFSDP2(ThroughAccelerator):
+class TestFSDP2(AcceleratorSuite):
     target = "accel_plugins.fsdp.manifest:FSDP2"
     config = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=50)
+
+    @pytest.mark.xfail(strict=True, reason="FSDP 2 of torch shards the model that each process has; seed them alike")
+    def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
+        super().test_set_up_makes_all_processes_start_with_the_weights_of_the_first(run)
+
+    @pytest.mark.xfail(strict=True, reason="FSDP 2 of torch shards a weight once for each module that it wraps")
+    def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
+        super().test_tied_weights_train_as_in_one_process(run)

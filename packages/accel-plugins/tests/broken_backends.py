@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -250,6 +252,55 @@ class KeepsWhatItMade(DDPStrategy):
         return bundle
 
 
+class HoldsBackTheFirstModel(DDPStrategy):
+    first: Any = None
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        super().setup(bundle)
+        self.first = self.first or bundle.models[0]
+        return bundle
+
+    def no_sync(self, model: Any) -> Any:
+        return super().no_sync(self.first)
+
+
+class SeedsEveryProcessAlike(DDPStrategy):
+    def setup(self, bundle: Bundle) -> Bundle:
+        torch.manual_seed(1)
+        return super().setup(bundle)
+
+
+class LoadsNoFrozenWeights(DDPStrategy):
+    def load(self, part: Part, item: Any, folder: Path, index: int, **options: Any) -> None:
+        kept = {}
+        if part is Part.MODEL:
+            kept = {one: one.detach().clone() for one in item.parameters() if not one.requires_grad}
+        super().load(part, item, folder, index, **options)
+        with torch.no_grad():
+            for parameter, before in kept.items():
+                parameter.copy_(before)
+
+
+class LosesABatch(DDPStrategy):
+    def wrap_loader(self, loader: Any) -> Any:
+        return list(loader)[:-1]
+
+
+class ChangesTheLearningRate(DDPStrategy):
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        return super().step(optimizer, closure)
+
+
+class TrainsOnWithWeightsOfTheRun(DDPStrategy):
+    @contextlib.contextmanager
+    def global_weights(self, model: Any) -> Iterator[None]:
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        yield
+
+
 class Sound(DDPStrategy):
     """Nothing is wrong with the strategy; its manifest is."""
 
@@ -322,6 +373,20 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (SaysItCastsAndDoesNot, {"owns": frozenset({Duty.PRECISION})}, "test_a_declared_duty_is_really_taken", ()),
     (SaysItAccumulatesAndDoesNot, {"owns": frozenset({Duty.ACCUMULATION})}, "test_a_declared_duty_is_really_taken", ()),
     (TakesOtherArguments, {}, "test_the_strategy_is_one_and_keeps_the_signatures", ()),
+    (HoldsBackTheFirstModel, {}, "test_no_sync_holds_back_the_model_that_is_given", ()),
+    (NeverSynchronises, {}, "test_set_up_makes_all_processes_start_with_the_weights_of_the_first", ()),
+    (SeedsEveryProcessAlike, {}, "test_set_up_leaves_each_process_its_random_numbers", ()),
+    (LosesABatch, {}, "test_a_loader_gives_every_batch_in_each_epoch", ()),
+    (ChangesTheLearningRate, {}, "test_schedulers_step_once_at_each_step", ()),
+    (LosesAGradient, {}, "test_tied_weights_train_as_in_one_process", ()),
+    (
+        TrainsOnWithWeightsOfTheRun,
+        {},
+        "test_weights_of_the_run_are_the_same_everywhere_and_leave_training_alone",
+        (),
+    ),
+    (LosesAGradient, {}, "test_frozen_weights_stay_while_others_train_as_in_one_process", ()),
+    (LoadsNoFrozenWeights, {}, "test_frozen_weights_are_restored", ("folder",)),
     (MixesUpModels, {}, "test_several_models_train_side_by_side", ()),
     (RemembersTheFirstShape, {}, "test_a_smaller_last_batch_trains_too", ()),
     (ForgetsEarlierMicroBatches, {}, "test_accumulation_without_holding_back_equals_the_big_batch", ()),

@@ -25,7 +25,9 @@ OFFLOADED = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP"
 
 
 class OnSimulated(BackendSuite):
-    session = "accel_plugins.testing.device_sessions:SimulatedSession"
+    @pytest.fixture
+    def driver(self) -> str:
+        return "accel_plugins.testing.device_sessions:SimulatedSession"
 
 
 @simulated
@@ -51,13 +53,24 @@ class TestFSDP2OffloadedOnCPU(BackendSuite):
     target = "accel_plugins.fsdp.manifest:FSDP2"
     config = OFFLOADED
 
+    @pytest.mark.xfail(strict=True, reason="FSDP 2 of torch shards the model that each process has; seed them alike")
+    def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
+        super().test_set_up_makes_all_processes_start_with_the_weights_of_the_first(run)
+
+    @pytest.mark.xfail(strict=True, reason="FSDP 2 of torch shards a weight once for each module that it wraps")
+    def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
+        super().test_tied_weights_train_as_in_one_process(run)
+
 
 class OnCUDA(BackendSuite):
     """One process shows NCCL's calls and streams, and no communication; GPU_PROCESSES gives more."""
 
-    session = "accel_plugins.testing.device_sessions:CUDASession"
     processes = GPU_PROCESSES
     tolerance: ClassVar[float] = 1e-4
+
+    @pytest.fixture
+    def driver(self) -> str:
+        return "accel_plugins.testing.device_sessions:CUDASession"
 
     @pytest.fixture(scope="class")
     @classmethod

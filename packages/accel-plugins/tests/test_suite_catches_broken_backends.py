@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from accel_plugins.testing import BackendSuite, Processes
 from accel_state.errors import PluginError
-from accel_state.testing.processes import ProcessesFailed
+from accel_state.testing.processes import ProcessesFailed, run_command
 
 HERE = Path(__file__).parent
 
@@ -82,6 +83,27 @@ def test_what_a_manifest_declares_away_is_skipped() -> None:
     skip = inspect.unwrap(BackendSuite._skip_what_is_declared_away)
     with pytest.raises(pytest.skip.Exception, match="lacks"):
         getattr(skip, "__wrapped__", skip)(suite, Request())
+
+
+def test_a_failure_shows_the_values_that_were_compared(tmp_path: Path) -> None:
+    """Pytest rewrites assertions of an installed package only where the package registers its module."""
+    (tmp_path / "test_wrong.py").write_text(
+        """
+from dataclasses import replace
+from accel_plugins.ddp.manifest import MANIFEST
+from accel_plugins.testing import BackendSuite
+
+WRONG = replace(MANIFEST, protocol=9)
+
+class TestWrong(BackendSuite):
+    manifest = WRONG
+    target = "unused:unused"
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    done = run_command([*command, "-k", "fits_this_version", str(tmp_path)], timeout=240)
+    assert "assert None is not None" in done.stdout
+    assert "protocol=9" in done.stdout
 
 
 def test_a_test_may_not_be_overridden_in_silence() -> None:

@@ -26,9 +26,12 @@ class OnTheCPU(BackendSuite):
 
     target = "accel_plugins.xla.manifest:MANIFEST"
     processes = 1
-    session = "xla_session:XLASession"
     devices: ClassVar[int]
     variables: ClassVar[dict[str, str]] = {}
+
+    @pytest.fixture
+    def driver(self) -> str:
+        return "xla_session:XLASession"
 
     @pytest.fixture(scope="class")
     @classmethod

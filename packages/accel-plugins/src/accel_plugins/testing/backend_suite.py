@@ -56,15 +56,14 @@ class BackendSuite:
         target: "module:attribute" of the manifest.
         config: settings to test with; those of the environment when None.
         processes: how many processes to start.
-        session: "module:class" of what drives the strategy: a short loop of the kit, or something that takes its place.
         tolerance: relative difference allowed between losses, weights and gradients.
     """
 
     target: ClassVar[str]
     config: ClassVar[Any] = None
     processes: ClassVar[int] = 2
-    session: ClassVar[str] = Case.session
     tolerance: ClassVar[float] = 2e-5
+    _driver: str = Case.session
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -84,9 +83,18 @@ class BackendSuite:
             yield group
 
     @pytest.fixture
+    def driver(self) -> str:
+        """ "module:class" of the `Session` that drives the strategy: the short loop of the kit, unless overridden."""
+        return Case.session
+
+    @pytest.fixture
     def run(self, group: Processes) -> Run:
         """Calls a function of `backend_tasks` in every process and returns the answers by rank."""
         return group.run
+
+    @pytest.fixture(autouse=True)
+    def _take_driver(self, driver: str) -> None:
+        self._driver = driver
 
     @pytest.fixture(autouse=True)
     def _skip_what_is_declared_away(self, request: pytest.FixtureRequest) -> None:
@@ -103,7 +111,7 @@ class BackendSuite:
 
     def case(self, **changes: Any) -> Case:
         """A training run with this backend."""
-        return Case(self.manifest, self.config, session=self.session, **changes)
+        return Case(self.manifest, self.config, session=self._driver, **changes)
 
     def reference(self, run: Run, case: Case) -> list[dict[str, Any]]:
         """Losses and weights that each process is compared with: those of plain PyTorch in one process.
@@ -205,6 +213,30 @@ class BackendSuite:
         for weights in self.written(run(tasks.several_models, self.case())):
             assert weights == self.near(expected)
 
+    @needs(Ability.NO_SYNC, Ability.SEVERAL_MODELS, Ability.SYNCHRONOUS)
+    def test_no_sync_holds_back_the_model_that_is_given(self, run: Run) -> None:
+        for answer in run(tasks.no_sync_of_one, self.case()):
+            assert answer["inside"][0] == answer["outside"][0]
+            assert self.processes == 1 or answer["inside"][1] < answer["outside"][1]
+
+    def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
+        """Models come from a seed of each process's own; buffers are equal too."""
+        answers = run(tasks.look_at_start, self.case())
+        for weights in self.written(answers):
+            assert weights == answers[0]["first"]
+        for answer in answers:
+            assert answer["buffers"] == answers[0]["buffers"]
+
+    def test_set_up_leaves_each_process_its_random_numbers(self, run: Run) -> None:
+        """Processes with different samples have different dropout masks."""
+        draws = {answer["shard"]: answer["draws"] for answer in run(tasks.look_at_start, self.case())}
+        assert len({tuple(numbers) for numbers in draws.values()}) == len(draws)
+
+    def test_a_loader_gives_every_batch_in_each_epoch(self, run: Run) -> None:
+        for answer in run(tasks.read_loader, self.case()):
+            assert answer["epochs"] == [answer["expected"]] * 2
+            assert answer["length"] == len(answer["expected"])
+
     def test_settings_of_another_backend_are_refused(self, run: Run) -> None:
         if self.manifest.config:
             assert set(run(tasks.refuse_foreign_settings, self.case())) == {"Conflict"}
@@ -225,6 +257,11 @@ class BackendSuite:
         for weights in self.written(run(tasks.train, case)):
             assert weights == self.near(Plain(case).run().weights())
 
+    def test_schedulers_step_once_at_each_step(self, run: Run) -> None:
+        case = self.case(scheduled=True)
+        for answer in run(tasks.train, case):
+            assert answer["rates"] == self.near(Plain(case).run().rates)
+
     @needs(Ability.SYNCHRONOUS)
     def test_weights_are_the_same_on_all_processes(self, run: Run) -> None:
         written = self.written(run(tasks.train, self.case()))
@@ -240,6 +277,20 @@ class BackendSuite:
     def test_gradients_are_those_of_one_process(self, run: Run) -> None:
         for gradients in run(tasks.gradients_of, self.case()):
             assert gradients == self.near(tasks.gradients_plain(self.case()))
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
+        case = self.case(model="tied")
+        for gradients in run(tasks.gradients_of, case):
+            assert gradients == self.near(tasks.gradients_plain(case))
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
+
+    @needs(Ability.SYNCHRONOUS)
+    def test_frozen_weights_stay_while_others_train_as_in_one_process(self, run: Run) -> None:
+        case = self.case(model="frozen")
+        for weights in self.written(run(tasks.train, case)):
+            assert weights == self.near(Plain(case).run().weights())
 
     @needs(Ability.SYNCHRONOUS)
     @pytest.mark.parametrize("accumulation", [2, 3])
@@ -347,19 +398,34 @@ class BackendSuite:
 
     @needs(Ability.STATE_DICT)
     def test_a_state_dict_has_every_name_of_the_users_model(self, run: Run) -> None:
-        answers = run(tasks.weights_out_and_in, self.case())
-        written = [answer["names"] for answer in answers if answer["writes"]]
-        assert written, "no process has the weights"
-        assert all(names == sorted(make_model().state_dict()) for names in written)
+        for weights in self.written(run(tasks.train, self.case())):
+            assert sorted(weights) == sorted(make_model().state_dict())
 
     @needs(Ability.EXACT_RESUME)
     @pytest.mark.parametrize("adam", [False, True])
     def test_a_resumed_run_goes_on_bit_for_bit(self, run: Run, tmp_path: Path, adam: bool) -> None:
+        """Saved off the boundary of a window; weights and all states are compared after further steps."""
         for answer in run(tasks.save_and_resume, self.case(adam=adam), str(tmp_path)):
-            assert answer["step"] == 2
+            assert answer["step"] == tasks.SAVED
             assert answer["same_weights"]
+            assert answer["differs_after_loading"] == []
             assert answer["resumed"] == answer["expected"]
+            assert answer["differs_at_the_end"] == []
             assert answer["rates"][0] == answer["rates"][1]
+
+    @needs(Ability.EXACT_RESUME)
+    def test_frozen_weights_are_restored(self, run: Run, tmp_path: Path) -> None:
+        for answer in run(tasks.save_and_resume, self.case(model="frozen"), str(tmp_path)):
+            assert answer["same_weights"]
+            assert answer["differs_at_the_end"] == []
+
+    def test_weights_of_the_run_are_the_same_everywhere_and_leave_training_alone(self, run: Run) -> None:
+        answers = run(tasks.weights_of_the_run, self.case())
+        assert [answer["changed"] for answer in answers] == [[]] * len(answers)
+        own = strategy_class(self.manifest).global_weights is Strategy.global_weights
+        if not own or Ability.SYNCHRONOUS not in self.manifest.lacks:
+            written = [answer["inside"] for answer in answers if answer["inside"]]
+            assert all(weights == written[0] for weights in written)
 
     def test_saving_does_not_disturb_training(self, run: Run, tmp_path: Path) -> None:
         without = run(tasks.train_with_saves, self.case(), str(tmp_path), False)

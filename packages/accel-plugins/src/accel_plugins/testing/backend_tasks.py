@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from torch import nn
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.layers import extract_model_from_parallel
+from accel_plugins.layers import extract_model_from_parallel, strategy_model
 from accel_plugins.manifest import Duty, Manifest, Part, Phase
 from accel_plugins.testing.reference_loop import Case, Plain, Session, Small, batches, loss_of, make_model
 from accel_plugins.transform import Stage, Transform
@@ -31,7 +31,13 @@ def train(case: Case) -> Answer:
     """Train, and tell everything that can be compared."""
     session = case.open()
     losses, norms = session.train()
-    return {"losses": losses, "norms": norms, "weights": session.weights(), "shards": _shards(session)}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "rates": session.rates,
+        "weights": session.weights(),
+        "shards": _shards(session),
+    }
 
 
 def _shards(session: Session) -> tuple[int, int]:
@@ -61,6 +67,38 @@ def look_at_prepared(case: Case) -> Answer:
         "names": sorted(name for name, _ in bare.named_parameters()),
         "same_again": session.strategy.unwrap(bare) is bare,
     }
+
+
+def look_at_start(case: Case) -> Answer:
+    """Weights, buffers and random numbers after set-up, of processes with seeds of their own."""
+    session = case.but(own_start=True).open()
+    bare: nn.Module = session.strategy.unwrap(session.made)
+    return {
+        "weights": session.weights(),
+        "buffers": {name: buffer.tolist() for name, buffer in bare.named_buffers()},
+        "first": session_lists(case.make(0).state_dict()),
+        "shard": _shards(session)[1],
+        "draws": torch.rand(4).tolist(),
+    }
+
+
+def read_loader(case: Case) -> Answer:
+    """What two epochs of a prepared loader give, its length, and what they are to give."""
+    session, data = case.but(tail=12).open(), list(batches(case.but(tail=12)))
+    loader: Any = session.loader(data)
+    epochs = [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
+    mine = [[part.tolist() for part in session.slice(batch)] for batch in data]
+    return {"epochs": epochs, "length": len(loader), "expected": mine}
+
+
+def weights_of_the_run(case: Case) -> Answer:
+    """Weights inside of `global_weights`, and whether training has its own again afterwards."""
+    session = case.open()
+    session.train()
+    before = states(session)
+    with session.strategy.global_weights(session.made):
+        inside = session.weights()
+    return {"inside": inside, "changed": differences(before, states(session))}
 
 
 def check_twice(case: Case) -> Answer:
@@ -121,6 +159,25 @@ def several_models_plain(case: Case) -> list[dict[str, Any]]:
         optimizers[chosen].step()
         optimizers[chosen].zero_grad()
     return [{name: value.tolist() for name, value in model.state_dict().items()} for model in models]
+
+
+def no_sync_of_one(case: Case) -> Answer:
+    """Of two models, how many collectives a pass of each makes, outside of `no_sync` and inside that of the second."""
+    session = case.open()
+    other = make_model(1)
+    bundle = session.prepare(Bundle.of([other, torch.optim.SGD(other.parameters(), lr=0.3)]))
+    models = [session.model, bundle.models[0]]
+    inputs, targets = session.slice(next(iter(batches(case))))
+
+    def backward(index: int) -> None:
+        session.strategy.backward(loss_of(models[index], inputs, targets), strategy_model(models[index]))
+
+    for index in (0, 1, 0, 1):
+        backward(index)  # The first backward pass does what a backend does once.
+    outside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
+    with session.strategy.no_sync(strategy_model(models[1])):
+        inside = [_collectives(lambda index=index: backward(index))[0] for index in range(2)]  # type: ignore[misc]
+    return {"outside": outside, "inside": inside}
 
 
 def writes(session: Session) -> bool:
@@ -246,39 +303,67 @@ def overflow(case: Case) -> Answer:
 # ------------------------------------------------------------------------ checkpoints
 
 
-def _schedule(session: Session) -> Any:
-    return session.follow(torch.optim.lr_scheduler.StepLR(session.optimizer.optimizer, 2, 0.5))
+SAVED, RESUMED = 7, 9
+"""Steps before a save, and after it.
+
+The number before is no multiple of 2 to 6, and both are more than 6, so that a strategy that does something only every
+few steps has done it before the save, is in the middle of a window then, and does it again afterwards.
+"""
 
 
-def _train_on(session: Session, scheduler: Any, data: list[Any]) -> list[float]:
-    losses = []
-    for batch in data:
-        noisy = (batch[0] + 0.01 * torch.randn(batch[0].shape), batch[1])
-        losses += session.train([noisy])[0]
-        scheduler.step()
-    return losses
+def _train_on(session: Session, data: list[Any]) -> list[float]:
+    """Losses of batches that get noise of each process's own generator."""
+    return [session.train([(inputs + 0.01 * torch.randn(inputs.shape), targets)])[0][0] for inputs, targets in data]
 
 
 def save_and_resume(case: Case, folder: str) -> Answer:
-    """Losses after a save, of the run that went on and of a new one that resumed."""
+    """Save in the middle of a run, go on, and resume from there with objects that were made differently."""
+    case = case.but(steps=SAVED + RESUMED, scheduled=True)
     session, data = case.open(), list(batches(case))
-    scheduler = _schedule(session)
-    torch.manual_seed(5 + session.process.rank)
-    _train_on(session, scheduler, data[:2])
-    session.save(Path(folder), step=2)
-    weights = session.weights()
-    expected = _train_on(session, scheduler, data[2:])
-    resumed = case.open(make_model(9))
-    other = _schedule(resumed)
+    _train_on(session, data[:SAVED])
+    session.save(Path(folder), step=SAVED)
+    saved, weights = states(session), session.weights()
+    expected = _train_on(session, data[SAVED:])
+    resumed = case.open(case.make(9))
+    for group in resumed.optimizer.param_groups:
+        group["lr"] *= 2
     step = resumed.load(Path(folder))
-    loaded = resumed.weights()
-    return {
+    answer: Answer = {
         "step": step,
-        "expected": expected,
-        "resumed": _train_on(resumed, other, data[2:]),
-        "same_weights": loaded == weights,
-        "rates": (scheduler.get_last_lr(), other.get_last_lr()),
+        "differs_after_loading": differences(saved, states(resumed)),
+        "same_weights": resumed.weights() == weights,
     }
+    answer["resumed"], answer["expected"] = _train_on(resumed, data[SAVED:]), expected
+    answer["differs_at_the_end"] = differences(states(session), states(resumed))
+    answer["rates"] = session.rates[-1], resumed.rates[-1]
+    return answer
+
+
+def states(session: Session) -> Answer:
+    """Everything that this process has of a run, as plain data."""
+    bare: nn.Module = session.strategy.unwrap(session.made)
+    return {
+        "weights": _plain({**dict(bare.named_parameters()), **dict(bare.named_buffers())}),
+        "optimizer": _plain(session.optimizer.state_dict()),
+        "schedulers": _plain([scheduler.state_dict() for scheduler in session.schedulers]),
+        "extra_state": _plain(session.strategy.extra_state()),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as lists, here without those parts that other processes hold."""
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "to_local", lambda: value)().tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Where two nested states differ, as paths of their keys."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [found for key in one for found in differences(one[key], other[key], f"{path}.{key}".lstrip("."))]
+    return [] if repr(one) == repr(other) else [path]
 
 
 def train_with_saves(case: Case, folder: str, saves: bool) -> Answer:
@@ -344,8 +429,8 @@ def behind_a_layer(case: Case, folder: str) -> Answer:
 
 def load_from_nothing(case: Case, folder: str) -> list[str]:
     """For each part, the name of the error when it is loaded from an empty folder."""
-    session = case.open()
-    items = {Part.MODEL: session.made, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: _schedule(session)}
+    session = case.but(scheduled=True).open()
+    items = {Part.MODEL: session.made, Part.OPTIMIZER: session.optimizer, Part.SCHEDULER: session.schedulers[0]}
     return [_error_of(session, part, items[part], Path(folder)) for part in session.strategy.traits.load_order]
 
 
@@ -366,7 +451,7 @@ def weights_out_and_in(case: Case) -> Answer:
     state = {name: value.detach().clone() for name, value in session.strategy.state_dict(session.made).items()}
     other = make_model(4)
     source = {name: value.detach().clone() for name, value in other.state_dict().items()}
-    answer: Answer = {"writes": writes(session), "names": sorted(state)}
+    answer: Answer = {"writes": writes(session)}
     session.strategy.load_weights(session.made, source)
     answer["read_back"] = session.weights() == session_lists(source) or not writes(session)
     inputs = next(iter(batches(case)))[0].to(session.process.device)

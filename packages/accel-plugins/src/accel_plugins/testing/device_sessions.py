@@ -1,4 +1,4 @@
-"""Sessions of the conformance kit that work on another device than the CPU; name one as `session` of a suite."""
+"""Sessions of the conformance kit on another device than the CPU; a suite names one in its fixture `driver`."""
 
 from __future__ import annotations
 

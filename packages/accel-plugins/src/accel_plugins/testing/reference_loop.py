@@ -7,14 +7,15 @@ so every strategy has to arrive at what one process does with the whole batch.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
@@ -30,12 +31,25 @@ from accel_plugins.transform import Transform
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state import current
+from accel_state.current import Process
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.mesh import ParallelismConfig
 from accel_state.process import PartialState
 from accel_state.protocol import barrier
 
-__all__ = ("Case", "Plain", "Session", "Small", "batches", "make_model", "make_optimizer")
+__all__ = (
+    "MODELS",
+    "Case",
+    "Frozen",
+    "Plain",
+    "Session",
+    "Small",
+    "Tied",
+    "batches",
+    "make_model",
+    "make_optimizer",
+    "make_scheduler",
+)
 
 WIDTH, CLASSES, BATCH = 6, 3, 24
 """Size of the model, and samples of a global batch; divisible by 1, 2, 3 and 4 processes and 2 and 3 micro-batches."""
@@ -56,6 +70,9 @@ class Case:
         norm_type: which norm.
         clip_value: value to clip to at every step, or None.
         adam: Adam in place of SGD with momentum.
+        scheduled: whether a learning-rate scheduler is prepared with the optimizer and steps after it.
+        model: which of `MODELS` is trained.
+        own_start: whether each process makes its model from a seed of its own, in place of the same.
         tail: samples of the last global batch.
         session: "module:class" of the `Session` that drives the run.
         parallelism_config: the axes of the run, or None.
@@ -72,6 +89,9 @@ class Case:
     norm_type: float = 2.0
     clip_value: float | None = None
     adam: bool = False
+    scheduled: bool = False
+    model: str = "usual"
+    own_start: bool = False
     tail: int = BATCH
     session: str = "accel_plugins.testing.reference_loop:Session"
     parallelism_config: ParallelismConfig | None = None
@@ -82,6 +102,10 @@ class Case:
         module, _, name = self.session.partition(":")
         session: Session = getattr(importlib.import_module(module), name)(self, model)
         return session
+
+    def make(self, seed: int = 0) -> Small:
+        """The model of this run, as its author makes it."""
+        return MODELS[self.model](seed)
 
     def but(self, **changes: Any) -> Case:
         """The same case with some fields changed."""
@@ -96,7 +120,7 @@ class Small(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.body = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, 10, bias=False), nn.Tanh())
         self.head = nn.Linear(10, CLASSES)
-        self.register_buffer("factor", torch.tensor(1.5))
+        self.register_buffer("factor", torch.tensor(1.5 + seed / 8))
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
@@ -107,6 +131,32 @@ class Small(nn.Module):
         return logits
 
 
+class Frozen(Small):
+    """The model with a layer that does not train."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.body.requires_grad_(False)
+
+
+class Tied(Small):
+    """The model with a layer that is used twice, under two names."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.again = nn.Linear(10, 10, bias=False)
+        self.again.weight = self.body[2].weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of shape (samples, CLASSES)."""
+        logits: Tensor = self.head(torch.tanh(self.again(self.body(inputs))) * self.factor)
+        return logits
+
+
+MODELS: Final[dict[str, type[Small]]] = {"usual": Small, "frozen": Frozen, "tied": Tied}
+"""By name in a `Case`."""
+
+
 def make_model(seed: int = 0) -> Small:
     """The model that every process starts with."""
     return Small(seed)
@@ -114,9 +164,15 @@ def make_model(seed: int = 0) -> Small:
 
 def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
     """The optimizer of a case."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if case.adam:
-        return torch.optim.Adam(model.parameters(), lr=0.05)
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.Adam(trained, lr=0.05)
+    return torch.optim.SGD(trained, lr=0.3, momentum=0.9)
+
+
+def make_scheduler(optimizer: Optimizer) -> Any:
+    """The learning-rate scheduler of a case that has one."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
 
 
 def batches(case: Case) -> Iterator[tuple[Tensor, Tensor]]:
@@ -140,12 +196,15 @@ class Plain:
         model: trained by `run`.
         losses: of each step.
         norms: total norm of the gradients of each step before clipping, where it clips.
+        rates: learning rate after each step.
     """
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.model = make_model()
+        self.model = case.make()
         self.optimizer = make_optimizer(case, self.model)
+        self.scheduler = make_scheduler(self.optimizer) if case.scheduled else None
+        self.rates: list[float] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
 
@@ -161,6 +220,9 @@ class Plain:
                 nn.utils.clip_grad_value_(self.model.parameters(), self.case.clip_value)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
             self.losses.append(loss.item())
         return self
 
@@ -172,10 +234,18 @@ class Plain:
 class Session:
     """A strategy at work, prepared the way an Accelerator prepares.
 
+    Every process starts with a seed of its own, as a script that seeds nothing does.
+
     Attributes:
-        strategy, manifest, model, optimizer, gradient: what the case asks for; the model and optimizer are prepared.
+        strategy, manifest, gradient: what the case asks for.
+        model, optimizer, schedulers: prepared, as users have them.
         user_model: the model as its author made it.
+        rates: learning rate after each step of `train`.
     """
+
+    process: Process
+    gradient: GradientState
+    strategy: Strategy
 
     def __init__(
         self,
@@ -184,24 +254,18 @@ class Session:
         init_scale: float = 256.0,
         handlers: Sequence[Any] = (),
     ) -> None:
-        self.start()
-        self.process = current.process()
         self.case, self.manifest = case, case.manifest
-        self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
-        precision = choose(case.precision, self.process.family, [GradScalerKwargs(init_scale=init_scale), *handlers])
-        mesh = (
-            None
-            if case.parallelism_config is None
-            else case.parallelism_config.get_device_mesh(self.process.device.type)
-        )
-        context = Context(self.process, self.gradient, precision, mesh)
-        self.strategy: Strategy = build(case.manifest, case.config, context)
-        self.user_model = make_model() if model is None else model
-        bundle = Bundle.of([self.user_model, make_optimizer(case, self.user_model)])
-        prepared = self.prepare(bundle)
+        self.start()
+        self.make_strategy([GradScalerKwargs(init_scale=init_scale), *handlers])
+        torch.manual_seed(1000 + self.process.rank)
+        self.user_model = case.make(self.process.rank if case.own_start else 0) if model is None else model
+        optimizer = make_optimizer(case, self.user_model)
+        scheduled = [make_scheduler(optimizer)] if case.scheduled else []
+        prepared = self.prepare(Bundle.of([self.user_model, optimizer, *scheduled]))
         self.model: nn.Module = prepared.models[0]
         self.optimizer: Any = prepared.optimizers[0]
-        self.schedulers: list[Any] = []
+        self.schedulers: list[Any] = prepared.schedulers
+        self.rates: list[float] = []
 
     @property
     def made(self) -> nn.Module:
@@ -211,6 +275,18 @@ class Session:
     def start(self) -> None:
         """Make the state of the process: on the CPU, unless a subclass works on another device."""
         PartialState(cpu=True)
+
+    def make_strategy(self, handlers: Sequence[Any]) -> None:
+        """Make the strategy of the case, with settings of its precision."""
+        case, self.process = self.case, current.process()
+        self.gradient = GradientState.of(GradientAccumulationPlugin(num_steps=case.accumulation))
+        precision = choose(case.precision, self.process.family, handlers)
+        mesh = (
+            None
+            if case.parallelism_config is None
+            else case.parallelism_config.get_device_mesh(self.process.device.type)
+        )
+        self.strategy = build(case.manifest, case.config, Context(self.process, self.gradient, precision, mesh))
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """The steps of `prepare`, in order."""
@@ -224,12 +300,18 @@ class Session:
             else AcceleratedOptimizer(optimizer, gradient=self.gradient, strategy=self.strategy)
             for optimizer in bundle.optimizers
         ]
+        bundle.schedulers = [
+            scheduler
+            if isinstance(scheduler, AcceleratedScheduler)
+            else AcceleratedScheduler(scheduler, bundle.optimizers, gradient=self.gradient, processes=1)
+            for scheduler in bundle.schedulers
+        ]
         return bundle
 
-    def follow(self, scheduler: Any) -> Any:
-        """A scheduler that follows the optimizer and belongs to what is saved."""
-        self.schedulers.append(AcceleratedScheduler(scheduler, self.optimizer, gradient=self.gradient, processes=1))
-        return self.schedulers[-1]
+    def loader(self, data: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Any]:
+        """A prepared loader of this process's parts of global batches."""
+        parts: Any = [self.slice(batch) for batch in data]
+        return self.strategy.wrap_loader(DataLoader(parts, batch_size=None))
 
     def save(self, folder: Path, step: int = 0) -> None:
         """Write a checkpoint."""
@@ -313,6 +395,9 @@ class Session:
             loss = self.backward(batch)
             norms.append(self.clip())
             self.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
             losses.append(self.mean(loss))
         return losses, norms
 

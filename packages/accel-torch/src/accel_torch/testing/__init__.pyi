@@ -1,0 +1,3 @@
+from accel_torch.testing.accelerator_suite import AcceleratorSession as AcceleratorSession
+from accel_torch.testing.accelerator_suite import AcceleratorSuite as AcceleratorSuite
+from accel_torch.testing.accelerator_suite import CompilingSession as CompilingSession
