@@ -145,11 +145,12 @@ class Tied(Small):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.again = nn.Linear(10, 10, bias=False)
-        self.again.weight = self.body[2].weight
+        used_twice: Any = self.body[2]
+        self.again.weight = used_twice.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of shape (samples, CLASSES)."""
-        logits: Tensor = self.head(torch.tanh(self.again(self.body(inputs))) * self.factor)
+        logits: Tensor = self.head(self.again(self.body(inputs)) * self.factor)
         return logits
 
 
