@@ -97,6 +97,16 @@ class Strategy:
         """
         return bundle
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """A context in which users build a model whose parameters go where this strategy wants them.
+
+        Entered by every process. `prepare` gets the model afterwards; its values are those that one process would give
+        it. With `empty_init`, nothing is initialised, because values are loaded later; None lets the strategy decide.
+        """
+        from accel_plugins.building import build_on_device
+
+        return build_on_device(self.context.process.device, empty=bool(empty_init))
+
     def unwrap(self, model: Module) -> Module:
         """What `setup` wrapped. Called whenever somebody wants the user's model; the wrapped one goes on working."""
         return model

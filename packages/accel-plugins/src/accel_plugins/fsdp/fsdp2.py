@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from accel_plugins.context import Context
 from accel_plugins.fsdp import loading
+from accel_plugins.fsdp.building import arrives_sharded, build_in_shards, is_built_in_shards, materialise
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, offload
 from accel_plugins.fsdp.sharded import ShardedStrategy
@@ -55,7 +56,17 @@ class FSDP2Strategy(ShardedStrategy):
         super().__init__(context, config)
         self._sources: dict[int, dict[str, Tensor]] = {}
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Models are built in shards, unless tensors are sharded too: those are sharded in `prepare`."""
+        if self._mesh is None or submesh(self.context.mesh, Axis.TENSOR) is not None:
+            return super().init_module(empty_init)
+        return build_in_shards(self._mesh, empty=bool(empty_init))
+
     def place(self, model: Module) -> Module:
+        if arrives_sharded(model):
+            return model
+        if is_built_in_shards(model):
+            return loading.place_values(model, self.context.process.device)
         if self.config.cpu_ram_efficient_loading:
             # Transforms divide weights, and only whole ones can be sent.
             self._sources[id(model)] = loading.weights_of_first(model, self.context.process.rank)
@@ -63,6 +74,14 @@ class FSDP2Strategy(ShardedStrategy):
 
     def shard(self, model: Module) -> Module:
         config, process = self.config, self.context.process
+        if arrives_sharded(model):
+            return model
+        if self._mesh is not None and is_built_in_shards(model):
+            offloads = isinstance(offload(config, process.family.pins_memory), fsdp.CPUOffloadPolicy)
+            device = torch.device("cpu") if offloads else process.device
+            pins = process.family.pins_memory
+            materialise(model, self._mesh, device, lambda: divide(model, config, self._mesh, pins))
+            return model
         source = self._source(model) if config.cpu_ram_efficient_loading else None
         if self._mesh is not None:
             divide(model, config, self._mesh, process.family.pins_memory)

@@ -12,16 +12,28 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.nn import Module
 
 from accel_bigmodel.tied import preserved_ties
+from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, Conflict
 
-__all__ = ("check_weights", "distribute", "put", "send_from_first", "to_device", "train_in_fp32", "weights_of_first")
+__all__ = (
+    "check_weights",
+    "distribute",
+    "place_values",
+    "put",
+    "send_from_first",
+    "to_device",
+    "train_in_fp32",
+    "weights_of_first",
+)
 
 _logger: Final = logging.getLogger(__name__)
 
 
 def check_weights(model: Module, config: FullyShardedDataParallelPlugin, rank: int) -> None:
     """Refuse a model without weights where nobody would give it any."""
+    if is_built_in_shards(model):
+        return
     empty = next((name for name, tensor in _tensors(model) if tensor.is_meta), None)
     if empty is not None and config.param_init_fn is None and (rank == 0 or not config.cpu_ram_efficient_loading):
         raise Conflict(
@@ -52,6 +64,17 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
         return
     with preserved_ties(model):
         model.to_empty(device=device)
+
+
+def place_values(model: Module, device: torch.device) -> Module:
+    """Move what has values to the device, in place; what was built in shards stays on the meta device."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    return model
 
 
 def train_in_fp32(model: Module) -> None:

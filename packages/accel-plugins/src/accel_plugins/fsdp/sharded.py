@@ -18,6 +18,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.checkpoint.shards import SavePlans
 from accel_plugins.context import Context
 from accel_plugins.fsdp import loading, weights
+from accel_plugins.fsdp.building import arrives_sharded
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.manifest import Part
@@ -105,6 +106,8 @@ class ShardedStrategy(Strategy):
     def setup(self, bundle: Bundle) -> Bundle:
         before = bundle.parameter_names()
         for model in bundle.models:
+            if arrives_sharded(model):
+                continue
             if self.context.precision.dtype is not None:
                 loading.train_in_fp32(model)
             for parameter in self._whole(model):

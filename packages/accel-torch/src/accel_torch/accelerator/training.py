@@ -133,6 +133,23 @@ class TrainingPage(Parts):
     def _placed(self, device_placement: bool | None) -> list[bool]:
         return [self._options.device_placement if device_placement is None else device_placement]
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """A block in which a model is built where the backend trains it, without memory for more than that.
+
+        On one device, parameters are made there. With FSDP2 each process keeps its shard of each parameter as soon as
+        the module that has it is built; `prepare` takes such a model. The values are those that one process gives the
+        model for the same seed. Enter the block on every process, before `prepare`.
+
+        Args:
+            empty_init: initialise nothing, because weights are loaded later; None and False initialise.
+
+        Example:
+            >>> with accelerator.init_module():
+            ...     model = Transformer(config)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        """
+        return self._engine.strategy.init_module(empty_init)
+
     def accumulate(
         self, *models: Module, weight: float | Tensor | None = None, loss_is: Literal["mean", "sum"] = "mean"
     ) -> AbstractContextManager[None]:

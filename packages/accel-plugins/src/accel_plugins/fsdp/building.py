@@ -1,0 +1,220 @@
+"""Building a model in shards: each process keeps its shard of a parameter as soon as another module is built.
+
+Every process initialises full parameters, one at a time and with the random numbers of the first process, so a model
+has the values that one process would give it. A parameter on the meta device replaces the full one. The shard of this
+process is an attribute of it until `materialise` puts the shard into the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ("arrives_sharded", "build_in_shards", "is_built_in_shards", "materialise")
+
+_SHARD: Final = "_accel_shard"
+"""Attribute of a parameter on the meta device: the shard of this process, or None where nobody initialises it."""
+
+_READS_NO_VALUES: Final = frozenset(
+    {"__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"}
+    | {"ndimension", "nelement", "numel", "requires_grad_", "size", "stride", "type"}
+)
+_ATTRIBUTES: Final = frozenset(
+    {"dtype", "grad", "is_cuda", "is_leaf", "is_sparse", "layout", "names", "ndim", "requires_grad", "shape"}
+)
+_SHOWN: Final = {"is_meta": False, "device": torch.device("cpu")}
+"""Attributes as a full parameter has them: functions of `torch.nn.init` skip tensors on the meta device."""
+
+_OVERWRITES: Final = frozenset(
+    {"bernoulli_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+    | {"zero_"}
+)
+
+
+def arrives_sharded(model: Module) -> bool:
+    """Whether somebody has sharded a model already: by `fully_shard`, or into DTensors of another kind."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def is_built_in_shards(model: Module) -> bool:
+    """Whether parameters of a model wait for `materialise`."""
+    return any(_SHARD in vars(parameter) for parameter in model.parameters())
+
+
+@contextmanager
+def build_in_shards(mesh: DeviceMesh, *, empty: bool = False) -> Iterator[None]:
+    """Models made inside, by this thread, hold the shards of this process alone; entered by every process.
+
+    Args:
+        mesh: the mesh whose last dimension shards parameters.
+        empty: initialise nothing: shards get memory in `materialise`, and their values from a checkpoint.
+    """
+    own, first = torch.get_rng_state(), torch.get_rng_state().to(mesh.device_type)
+    dist.broadcast(first, 0)
+    torch.set_rng_state(first.cpu())
+    mode = _Initialising(mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh, empty)
+    handle = register_module_parameter_registration_hook(mode.note)
+    try:
+        with mode:
+            yield
+    finally:
+        handle.remove()
+        mode.close()
+        if not torch.equal(own, first.cpu()):
+            # This process draws numbers of its own, and goes on with them.
+            torch.set_rng_state(own)
+
+
+class _Initialising(TorchFunctionMode):
+    """Lets functions that use a parameter in shards use the full one, and takes the shard of what they leave.
+
+    One full parameter exists at a time, or as many as one function uses.
+
+    Args:
+        mesh: the processes that share the parameters, in one dimension.
+        empty: whether initialisation does nothing.
+    """
+
+    def __init__(self, mesh: DeviceMesh, empty: bool) -> None:
+        super().__init__()
+        self._mesh, self._empty, self._thread = mesh, empty, threading.get_ident()
+        self._taken: Any = WeakIdKeyDictionary()
+        self._open: list[tuple[Parameter, Tensor]] = []
+        self._last: Module | None = None
+
+    def note(self, module: Module, name: str, parameter: Parameter | None) -> None:
+        """Take the parameters of the module before, when another one registers a parameter."""
+        if threading.get_ident() == self._thread and self._last is not module:
+            self._take()
+            self._last = module
+
+    def _take(self) -> None:
+        module, self._last = self._last, None
+        if module is None:
+            return
+        with torch._C.DisableTorchFunction():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.ndim and not parameter.is_meta:
+                    module._parameters[name] = self._in_shards(parameter)
+
+    def _in_shards(self, parameter: Parameter) -> Parameter:
+        if parameter not in self._taken:
+            made = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            vars(made).update(vars(parameter))
+            vars(made)[_SHARD] = None if self._empty else self._shard(parameter.detach()).cpu().clone()
+            self._taken[parameter] = made
+        taken: Parameter = self._taken[parameter]
+        return taken
+
+    def _shard(self, full: Tensor) -> Tensor:
+        chunks, index = full.chunk(self._mesh.size()), self._mesh.get_local_rank()
+        return chunks[index] if index < len(chunks) else full[:0]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        initialises = getattr(func, "__module__", None) == "torch.nn.init"
+        if self._empty and initialises:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        used = [one for one in (*args, *kwargs.values()) if isinstance(one, Parameter) and _SHARD in vars(one)]
+        attribute = getattr(func.__self__, "__name__", "") if getattr(func, "__name__", "") == "__get__" else ""
+        if used and attribute in _SHOWN and not self._empty:
+            return _SHOWN[attribute]
+        if not used or self._empty or attribute in _ATTRIBUTES or getattr(func, "__name__", "") in _READS_NO_VALUES:
+            return func(*args, **kwargs)
+        self._close_others(used)
+        overwrites = initialises or getattr(func, "__name__", "") in _OVERWRITES
+        full = {id(one): self._full(one, overwrites and one is used[0]) for one in used}
+        result = func(*(full.get(id(one), one) for one in args), **{k: full.get(id(v), v) for k, v in kwargs.items()})
+        return next((one for one in used if full[id(one)] is result), result)
+
+    def _full(self, parameter: Parameter, overwritten: bool) -> Tensor:
+        for one, full in self._open:
+            if one is parameter:
+                return full
+        shard: Tensor = vars(parameter)[_SHARD]
+        full = (
+            torch.empty(parameter.shape, dtype=parameter.dtype)
+            if overwritten
+            else _gathered(shard, parameter, self._mesh).cpu()
+        )
+        self._open.append((parameter, full))
+        return full
+
+    def _close_others(self, used: list[Parameter]) -> None:
+        """Take the shards of the full parameters that the next function does not use."""
+        for parameter, full in self._open:
+            if all(parameter is not one for one in used):
+                vars(parameter)[_SHARD].copy_(self._shard(full))
+        self._open = [(one, full) for one, full in self._open if any(one is other for other in used)]
+
+    def close(self) -> None:
+        """Take the shards of all full parameters."""
+        self._take()
+        with torch.no_grad():
+            self._close_others([])
+
+
+def _gathered(shard: Tensor, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+    placed = DTensor.from_local(
+        shard.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    full: Tensor = placed.full_tensor()
+    return full
+
+
+def materialise(model: Module, mesh: DeviceMesh, device: torch.device, shard: Callable[[], None]) -> None:
+    """Shard a model that was built in shards, and put the shards of this process into it.
+
+    Args:
+        model: the model.
+        mesh: the mesh that it was built for.
+        device: where the shards go.
+        shard: applies `fully_shard` to the model, whose parameters are on the meta device.
+    """
+    before = dict(model.named_parameters(remove_duplicate=False))
+    shard()
+    inner = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
+    made: dict[int, Parameter] = {}
+    state: dict[str, Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        waiting = before[name]
+        if _SHARD not in vars(waiting):
+            continue
+        if id(parameter) not in made:
+            made[id(parameter)] = Parameter(_value(waiting, parameter, inner, device), parameter.requires_grad)
+            vars(waiting)[_SHARD] = None
+        state[name] = made[id(parameter)]
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+def _value(waiting: Parameter, parameter: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """The value of a parameter: a DTensor of this process's shard, or the full one where it is not sharded."""
+    held: Tensor | None = vars(waiting)[_SHARD]
+    if not isinstance(parameter, DTensor):
+        if held is None:
+            return torch.empty_like(parameter, device=device)
+        return _gathered(held, waiting, mesh).to(device, parameter.dtype)
+    local = parameter.to_local()
+    shard = torch.empty_like(local, device=device) if held is None else held.to(device, local.dtype)
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
