@@ -34,7 +34,7 @@ PACKAGES = (
     "accel-bigmodel[plots]",
     "accel-tracking[plots,tensorboard,testing]",
     "accel-plugins[testing]",
-    "accel-cli[completion,wizard]",
+    "accel-cli[completion,testing,wizard]",
     "accel-torch[testing]",
     "accelerate",
 )

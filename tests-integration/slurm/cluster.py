@@ -17,7 +17,8 @@ from pathlib import Path
 
 __all__ = ("MISSING", "Cluster")
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "unshare")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "unshare", "setpriv")
+ENDS_WITH_THE_TESTS = ("setpriv", "--pdeathsig", "KILL")
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 if os.name != "posix" or os.geteuid() != 0:
     MISSING.append("root")
@@ -112,7 +113,9 @@ class Cluster:
         with open(self._folder / "log" / f"{words[0]}.out", "wb") as log:
             quiet = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self._daemons.append(
-                subprocess.Popen(words, env=self.environ, start_new_session=True, **quiet)  # type: ignore[call-overload]
+                subprocess.Popen(  # type: ignore[call-overload]
+                    [*ENDS_WITH_THE_TESTS, *words], env=self.environ, start_new_session=True, **quiet
+                )
             )
 
     def ask(self, *words: str) -> str:
@@ -137,7 +140,7 @@ class Cluster:
         namespaces = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         with open(self._folder / "log" / f"{name}.out", "ab") as log:
             self._nodes[name] = subprocess.Popen(
-                [*namespaces, "sh", "-c", inside],
+                [*ENDS_WITH_THE_TESTS, *namespaces, "sh", "-c", inside],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -127,13 +127,13 @@ def test_a_folder_that_is_not_shared_is_noticed(tmp_path, port):
     assert [finding.subject for finding in first] == ["shared folder"]
 
 
-def test_strangers_at_the_door_are_no_machines(port):
+def test_strangers_are_not_machines_of_the_run(port):
     meeting = Meeting("127.0.0.1", port, 2, 60.0)
     results = []
     host = threading.Thread(target=lambda: results.append(meet(meeting, MAIN)))
     host.start()
     connect("127.0.0.1", port, time.monotonic() + 60).close()
-    for message in (5, {"member": {"rank": 0}}, {"member": {"rank": 1, "host": "x"}, "door": "none"}):
+    for message in (5, {"member": {"rank": 0}}, {"member": {"rank": 1, "host": "x"}, "listener": "none"}):
         stranger = connect("127.0.0.1", port, time.monotonic() + 60)
         stranger.send(message)
         stranger.close()
@@ -368,7 +368,7 @@ def test_a_launch_on_two_nodes_that_meet_first(cable, script):
 
 HELLO = {
     "member": {"rank": 1, "host": "other", "versions": {}, "settings": {}},
-    "door": 1,
+    "listener": 1,
 }
 HOSTILE = {
     "silence": b"",
@@ -376,14 +376,14 @@ HOSTILE = {
     "bytes": bytes(range(256)) * 100 + b"\n",
     "too much": b"x" * (2**20 + 70_000),
     "deep": b"[" * 500_000 + b"\n",
-    "endless number": b'{"member": {"rank": 1e9999, "host": "x", "versions": {}, "settings": {}}, "door": 1}\n',
+    "endless number": b'{"member": {"rank": 1e9999, "host": "x", "versions": {}, "settings": {}}, "listener": 1}\n',
     "long number": b'{"member": {"rank": ' + b"9" * 5000 + b"}}\n",
     "rank is a text": json.dumps({**HELLO, "member": {**HELLO["member"], "rank": "1"}}).encode() + b"\n",
     "rank is a list": json.dumps({**HELLO, "member": {**HELLO["member"], "rank": []}}).encode() + b"\n",
     "versions are a text": json.dumps({**HELLO, "member": {**HELLO["member"], "versions": "x"}}).encode() + b"\n",
     "version is a list": json.dumps({**HELLO, "member": {**HELLO["member"], "versions": {"a": []}}}).encode() + b"\n",
-    "door out of range": json.dumps({**HELLO, "door": 65536}).encode() + b"\n",
-    "door is true": json.dumps({**HELLO, "door": True}).encode() + b"\n",
+    "listener out of range": json.dumps({**HELLO, "listener": 65536}).encode() + b"\n",
+    "listener is true": json.dumps({**HELLO, "listener": True}).encode() + b"\n",
 }
 
 
@@ -427,9 +427,9 @@ def test_a_hostile_machine_of_the_run_is_reported(port, answer):
     results = []
     host = threading.Thread(target=lambda: results.append(meet(Meeting("127.0.0.1", port, 2, 60.0), MAIN)))
     host.start()
-    with connect("127.0.0.1", port, time.monotonic() + 60) as line, listen(0) as door:
-        own = door.getsockname()[1]
-        line.send({"member": {**HELLO["member"], "host": "\x1b[31mred"}, "door": own})
+    with connect("127.0.0.1", port, time.monotonic() + 60) as line, listen(0) as listener:
+        own = listener.getsockname()[1]
+        line.send({"member": {**HELLO["member"], "host": "\x1b[31mred"}, "listener": own})
         line.receive(time.monotonic() + 60)
         line.receive(time.monotonic() + 60)
         line._connection.sendall(answer)
@@ -461,12 +461,12 @@ def test_a_hostile_main_machine_is_a_typed_error(port, plan):
             except LaunchError as error:
                 results.append(error)
 
-        guest = threading.Thread(target=visit)
-        guest.start()
+        peer = threading.Thread(target=visit)
+        peer.start()
         connection, _ = hall.accept()
         with Line(connection):
             connection.sendall(plan)
-            guest.join(60)
+            peer.join(60)
     assert isinstance(results[0], LaunchError)
     assert len(str(results[0])) < 2000
 

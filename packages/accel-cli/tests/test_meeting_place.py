@@ -11,7 +11,7 @@ from accel_state.testing.processes import ReservedPort
 OPTIONS = ["--nnodes=2", "--rdzv-backend=c10d"]
 
 
-def test_one_agent_of_a_machine_serves_and_the_others_are_guests():
+def test_one_agent_of_a_machine_serves_and_the_others_join():
     reserved = ReservedPort()
     port = reserved.reserve()
     first, second = seat_at("127.0.0.1", port), seat_at("127.0.0.1", port)
@@ -24,7 +24,7 @@ def test_one_agent_of_a_machine_serves_and_the_others_are_guests():
     reserved.release()
 
 
-def test_a_machine_whose_address_is_another_one_is_a_guest():
+def test_a_machine_whose_address_is_another_one_joins():
     seat = seat_at("192.0.2.1", 29500)
     assert (seat.serves, seat.claim) == (False, None)
 

@@ -40,7 +40,7 @@ _NAMES: Final = dict_of(text())
 _HELLO: Final = record(
     {
         "member": record({"rank": integer(), "host": text(), "versions": _NAMES, "settings": _NAMES}),
-        "door": integer(1, 65535),
+        "listener": integer(1, 65535),
     }
 )
 _LOOKED: Final = record({"unreachable": dict_of(text(), text("[0-9]{1,9}")), "clock": number()})
@@ -88,65 +88,65 @@ def meet(meeting: Meeting, me: Member) -> list[Finding]:
     Raises:
         LaunchError: this machine could not take part: the port is in use, or the main machine was not reached.
     """
-    with listen(0) as door:
-        # A second machine that takes itself for the main one comes as a guest, so that both are named.
+    with listen(0) as listener:
+        # A second machine that takes itself for the main one joins as a peer, so that both are named.
         if me.rank == 0 and is_own_address(meeting.host):
-            return _host(meeting, me, door)
-        return _visit(meeting, me, door)
+            return _serve(meeting, me, listener)
+        return _join(meeting, me, listener)
 
 
 @dataclass
-class _Guest:
+class _Peer:
     line: Line
     member: Member
     address: tuple[str, int]
 
 
-def _host(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
+def _serve(meeting: Meeting, me: Member, listener: socket.socket) -> list[Finding]:
     try:
-        hall = listen(meeting.port)
+        server = listen(meeting.port)
     except OSError as error:
         asked = f"The machines were to meet on port {meeting.port}."
         raise LaunchError(asked, f"It cannot be used: {error}.", "Give another --main_process_port.") from None
-    with hall, _token(meeting.folder) as token:
-        guests = _welcome(hall, meeting)
-        me = _look_around(me, meeting, _roster(meeting, me, door, guests), token)
-        members = [me, *_results(guests, _roster(meeting, me, door, guests), token)]
+    with server, _token(meeting.folder) as token:
+        peers = _accept(server, meeting)
+        me = _look_around(me, meeting, _roster(meeting, me, listener, peers), token)
+        members = [me, *_results(peers, _roster(meeting, me, listener, peers), token)]
         findings = compare(members, meeting.machines, meeting.timeout)
-        for guest in guests:
+        for peer in peers:
             with contextlib.suppress(Unreachable):
-                guest.line.send([asdict(finding) for finding in findings])
-            guest.line.close()
+                peer.line.send([asdict(finding) for finding in findings])
+            peer.line.close()
     return findings
 
 
-def _welcome(hall: socket.socket, meeting: Meeting) -> list[_Guest]:
+def _accept(server: socket.socket, meeting: Meeting) -> list[_Peer]:
     """Those who came before the deadline; everybody is there when as many came as should.
 
     All connections are listened to at once, so that one that says nothing keeps no machine waiting.
     """
     deadline = time.monotonic() + meeting.timeout
     waiting: dict[Line, float] = {}
-    guests: list[_Guest] = []
-    hall.setblocking(False)
+    peers: list[_Peer] = []
+    server.setblocking(False)
     try:
-        while len(guests) < meeting.machines - 1 and (left := deadline - time.monotonic()) > 0:
-            doors: list[socket.socket | Line] = [hall, *waiting]
-            heard, _, _ = select.select(doors, [], [], min(left, _ONE_CONNECTION / 10))
+        while len(peers) < meeting.machines - 1 and (left := deadline - time.monotonic()) > 0:
+            heard_from: list[socket.socket | Line] = [server, *waiting]
+            heard, _, _ = select.select(heard_from, [], [], min(left, _ONE_CONNECTION / 10))
             for line in [line for line in heard if isinstance(line, Line)]:
                 try:
                     if not line.read_chunk(0.0):
                         continue
-                    if len(guests) < meeting.machines - 1:
-                        guests.append(_guest(line))
+                    if len(peers) < meeting.machines - 1:
+                        peers.append(_peer_of(line))
                         del waiting[line]
                 except Unreachable:
                     # A port scanner is not a machine of the run.
                     del waiting[line]
                     line.close()
-            if hall in heard:
+            if server in heard:
                 with contextlib.suppress(OSError):
-                    waiting[Line(hall.accept()[0])] = time.monotonic() + _ONE_CONNECTION
+                    waiting[Line(server.accept()[0])] = time.monotonic() + _ONE_CONNECTION
             late = [line for line, until in waiting.items() if until < time.monotonic()]
             for line in late or list(waiting)[: max(0, len(waiting) - _MOST_WAITING)]:
                 del waiting[line]
@@ -154,10 +154,10 @@ def _welcome(hall: socket.socket, meeting: Meeting) -> list[_Guest]:
     finally:
         for line in waiting:
             line.close()
-    return guests
+    return peers
 
 
-def _guest(line: Line) -> _Guest:
+def _peer_of(line: Line) -> _Peer:
     """A machine of the run, by the message that came from it.
 
     Raises:
@@ -167,7 +167,7 @@ def _guest(line: Line) -> _Guest:
     line.send(time.time())
     told = hello["member"]
     versions, settings = ({_shown(n): _shown(v) for n, v in told[kind].items()} for kind in ("versions", "settings"))
-    return _Guest(line, Member(told["rank"], _shown(told["host"]), versions, settings), (line.peer, hello["door"]))
+    return _Peer(line, Member(told["rank"], _shown(told["host"]), versions, settings), (line.peer, hello["listener"]))
 
 
 def _shown(said: str) -> str:
@@ -175,49 +175,49 @@ def _shown(said: str) -> str:
     return printable(f"{said:.{_LONGEST_TEXT}}")
 
 
-def _roster(meeting: Meeting, me: Member, door: socket.socket, guests: list[_Guest]) -> list[list[Any]]:
-    """Rank, address and port of everybody's door."""
-    own = [me.rank, meeting.host, door.getsockname()[1]]
-    return [own, *([guest.member.rank, *guest.address] for guest in guests)]
+def _roster(meeting: Meeting, me: Member, listener: socket.socket, peers: list[_Peer]) -> list[list[Any]]:
+    """Rank, address and port of everybody's listener."""
+    own = [me.rank, meeting.host, listener.getsockname()[1]]
+    return [own, *([peer.member.rank, *peer.address] for peer in peers)]
 
 
-def _results(guests: list[_Guest], roster: list[list[Any]], token: str) -> Iterator[Member]:
-    """What each guest found when it looked around; one that went away meanwhile is as it was."""
-    for guest in guests:
+def _results(peers: list[_Peer], roster: list[list[Any]], token: str) -> Iterator[Member]:
+    """What each peer found when it looked around; one that went away meanwhile is as it was."""
+    for peer in peers:
         with contextlib.suppress(Unreachable):
-            guest.line.send({"roster": roster, "token": token})
+            peer.line.send({"roster": roster, "token": token})
     deadline = time.monotonic() + _PATIENCE + _ONE_CONNECTION * len(roster)
-    for guest in guests:
+    for peer in peers:
         try:
-            answer = guest.line.receive(deadline, _LOOKED)
+            answer = peer.line.receive(deadline, _LOOKED)
         except Unreachable as error:
-            yield replace(guest.member, unreachable={0: f"it went away ({_shown(str(error))})"})
+            yield replace(peer.member, unreachable={0: f"it went away ({_shown(str(error))})"})
             continue
         unreachable = {int(rank): _shown(reason) for rank, reason in answer["unreachable"].items()}
         shares = answer.get("shares")
         yield replace(
-            guest.member,
+            peer.member,
             unreachable=unreachable,
             clock=float(answer["clock"]),
             shares_folder=shares if isinstance(shares, bool) else None,
         )
 
 
-def _visit(meeting: Meeting, me: Member, door: socket.socket) -> list[Finding]:
+def _join(meeting: Meeting, me: Member, listener: socket.socket) -> list[Finding]:
     asked = f"This machine was to meet the main one at {meeting.host}:{meeting.port}."
     deadline = time.monotonic() + meeting.timeout
     try:
         with connect(meeting.host, meeting.port, deadline) as line:
-            findings = _be_a_guest(line, meeting, me, door.getsockname()[1], deadline)
+            findings = _take_part(line, meeting, me, listener.getsockname()[1], deadline)
     except Unreachable as error:
         remedy = "Check the address, that nothing blocks the port, and that `accel doctor --nodes` runs there."
         raise LaunchError(asked, f"That failed: {printable(error)}.", remedy) from None
     return findings
 
 
-def _be_a_guest(line: Line, meeting: Meeting, me: Member, door: int, deadline: float) -> list[Finding]:
+def _take_part(line: Line, meeting: Meeting, me: Member, listener: int, deadline: float) -> list[Finding]:
     sent = time.time()
-    line.send({"member": asdict(me), "door": door})
+    line.send({"member": asdict(me), "listener": listener})
     main_time = float(line.receive(deadline, number()))
     clock = (sent + time.time()) / 2 - main_time
     plan = line.receive(deadline + _PATIENCE, _plan(meeting.machines))

@@ -22,7 +22,6 @@ from accel_state.settings.schema import closest, settings_of
 from accel_state.topology import in_batch_script
 
 __all__ = (
-    "AUTO",
     "DEEPSPEED",
     "LOCAL",
     "MPI",
@@ -40,7 +39,7 @@ __all__ = (
     "own_launcher",
 )
 
-AUTO: Final = "auto"
+_AUTO: Final = "auto"
 _OWN: Final = "accel-cli"
 _BY_MACHINE: Final = "standard"
 """How DeepSpeed calls a launch by torch.distributed.run on each machine."""
@@ -209,7 +208,7 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
     several = offered_launchers().get(name, ())
     asked = f"Cannot use the launcher {name!r} ({origin})."
     if not several:
-        names = sorted((AUTO, *offered_launchers()))
+        names = sorted((_AUTO, *offered_launchers()))
         near = closest(name, names)
         raise SettingError(
             asked,
@@ -246,7 +245,7 @@ def choose_launcher(settings: ResolvedSettings, environ: Mapping[str, str]) -> C
         PluginError: it could not be loaded, or none is installed.
     """
     named = settings["launcher"]
-    if named.value != AUTO:
+    if named.value != _AUTO:
         return Choice(find_launcher(named.value, named.origin), shown(named))
     called = []
     for several in offered_launchers().values():

@@ -26,7 +26,7 @@ class Seat(NamedTuple):
     Args:
         serves: whether it serves the store; None lets torch decide.
         address: by which the other machines reach this one; None lets torch decide.
-        claim: kept while the store is served, so that a second agent of this machine joins as a guest.
+        claim: kept while the store is served, so that a second agent of this machine joins as a client.
     """
 
     serves: bool | None

@@ -31,7 +31,7 @@ from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.topology import in_batch_script
 
-__all__ = ("TASK", "Slurm", "Step", "Submission", "batch_script", "step_argv")
+__all__ = ("TASK", "Slurm", "SlurmStep", "Submission", "batch_script", "step_argv")
 
 TASK: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "slurm_task.py")
 """The module that sets the variables of a rank in a task that is one process."""
@@ -52,7 +52,7 @@ _ENDED: Final = frozenset(
 )
 
 
-class Step(NamedTuple):
+class SlurmStep(NamedTuple):
     """How a step of an allocation is looked after.
 
     Args:
@@ -131,7 +131,7 @@ class Slurm:
         settings, environ = request.settings, request.machine.environ
         own = settings.instance(SlurmSettings)
         nodes = _nodes(settings, environ)
-        step = Step(
+        step = SlurmStep(
             environ["SLURM_JOB_ID"],
             f"accel-{os.getpid()}",
             own.slurm_requeue and environ.get("ENVIRONMENT") == "BATCH",
@@ -281,7 +281,7 @@ def _processes(settings: ResolvedSettings, nodes: int, environ: Mapping[str, str
 
 def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
     """Run the step, again when it failed and may be restarted, and queue the job again when it saved."""
-    step: Step = plan.details
+    step: SlurmStep = plan.details
     for restart in range(step.restarts + 1):
         running = _Running(plan, step)
         code = running.wait(inbox)
@@ -297,7 +297,7 @@ def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
 class _Running:
     """One step from its start to its end."""
 
-    def __init__(self, plan: LaunchPlan, step: Step) -> None:
+    def __init__(self, plan: LaunchPlan, step: SlurmStep) -> None:
         self._plan, self._step = plan, step
         environment = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
         try:
