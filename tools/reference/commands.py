@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel_cli.command import find_command, offers
-from accel_cli.launch.flags import flag_rows
 from accel_cli.launch.manual import OPTIONS
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.options import flag_rows, launch_classes
 from accel_cli.parser import Parser
 from reference.markdown import code, fence, page, prose, table
 

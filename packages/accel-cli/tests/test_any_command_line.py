@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_cli.launch.arguments import CARRIED
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, Machine, Script
 from accel_cli.launch.options import add_launch_arguments, launch_classes
 from accel_cli.launch.request import read_request
+from accel_cli.launch.settings import CARRIED
 from accel_cli.parser import Parser
 from accel_cli.testing import make_plan
 from accel_state.errors import AccelError

@@ -161,7 +161,9 @@ def test_sizes_and_ages() -> None:
 
 
 def test_it_works_without_torch() -> None:
-    script = "import sys, accel_cli.commands.checkpoint, accel_cli.checkpoints; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, accel_cli.commands.checkpoint, accel_cli.commands.checkpoint; sys.exit('torch' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", script], check=False, env=environment).returncode == 0
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_cli.config.document import Entry, read_document, read_tables
+from accel_cli.config.file import ConfigEntry, read_document, read_tables
 from accel_state.errors import SettingError
 
 
@@ -29,20 +29,20 @@ def test_scalars_keep_their_text(document):
 
 def test_nested_tables_are_joined_by_dots_and_keep_their_lines(document):
     assert document("a: 1\n\nfsdp_config:\n  # why\n  fsdp_version: 2\nempty: {}\n") == (
-        Entry("a", "1", 1),
-        Entry("fsdp_config.fsdp_version", "2", 5),
-        Entry("empty", None, 6),
+        ConfigEntry("a", "1", 1),
+        ConfigEntry("fsdp_config.fsdp_version", "2", 5),
+        ConfigEntry("empty", None, 6),
     )
 
 
 def test_a_key_may_repeat_its_value(document):
-    assert document("a: 1\nb: 2\na: 1\n") == (Entry("a", "1", 1), Entry("b", "2", 2))
+    assert document("a: 1\nb: 2\na: 1\n") == (ConfigEntry("a", "1", 1), ConfigEntry("b", "2", 2))
 
 
 def test_lists_of_scalars(document):
     assert document("vm:\n  - one\n  - 2\n  - null\nnone: []\n") == (
-        Entry("vm", ["one", "2", None], 1),
-        Entry("none", [], 5),
+        ConfigEntry("vm", ["one", "2", None], 1),
+        ConfigEntry("none", [], 5),
     )
 
 
@@ -53,11 +53,14 @@ def test_an_empty_file_has_no_entries(document, text):
 
 def test_json_has_lines_as_well(document):
     text = '{\n\t"num_processes": 2,\n\t"fsdp_config": {"fsdp_version": 2}\n}\n'
-    assert document(text, "run.json") == (Entry("num_processes", "2", 2), Entry("fsdp_config.fsdp_version", "2", 3))
+    assert document(text, "run.json") == (
+        ConfigEntry("num_processes", "2", 2),
+        ConfigEntry("fsdp_config.fsdp_version", "2", 3),
+    )
 
 
 def test_json_text_in_a_yaml_file(document):
-    assert document('{\n  "num_processes": 2\n}\n') == (Entry("num_processes", "2", 2),)
+    assert document('{\n  "num_processes": 2\n}\n') == (ConfigEntry("num_processes", "2", 2),)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_a_pipe_of_the_shell_is_read():
     with os.fdopen(writing, "w") as file:
         file.write("a: 1\n")
     try:
-        assert read_document(f"/dev/fd/{reading}") == (Entry("a", "1", 1),)
+        assert read_document(f"/dev/fd/{reading}") == (ConfigEntry("a", "1", 1),)
     finally:
         os.close(reading)
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_cli.config.file import read_config
-from accel_cli.config.known import KNOWN, with_prefix
-from accel_cli.config.location import default_path
-from accel_cli.launch.arguments import LAUNCH_CLASSES
+from accel_cli.config.file import KNOWN, default_path, read_config, with_prefix
+from accel_cli.launch.settings import LAUNCH_CLASSES
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import INTEGER, JSON, listing, setting

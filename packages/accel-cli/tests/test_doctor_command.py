@@ -20,12 +20,9 @@ from pathlib import Path
 import pytest
 
 from accel_cli.commands.doctor import Doctor
-from accel_cli.doctor.compare import Member, compare
-from accel_cli.doctor.examine import EXAMINATIONS
-from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, lines_of
-from accel_cli.doctor.nodes import Meeting, meet
-from accel_cli.doctor.wire import Line, Unreachable, connect, listen
-from accel_cli.launch.meeting_place import is_own_address
+from accel_cli.doctor.examine import EXAMINATIONS, FINE, TROUBLE, WORRY, lines_of
+from accel_cli.doctor.nodes import Line, Meeting, Member, Unreachable, compare, connect, listen, meet
+from accel_cli.launch.rendezvous import is_own_address
 from accel_state.errors import LaunchError, SettingError
 from accel_state.testing.processes import ReservedPort
 
@@ -201,7 +198,7 @@ def test_a_broken_machine(accel, tmp_path):
 
 def test_installed_packages_add_examinations(accel, tmp_path):
     (tmp_path / "looks.py").write_text(
-        "from accel_cli.doctor.finding import WORRY, Finding\n"
+        "from accel_cli.doctor.examine import WORRY, Finding\n"
         "def at_the_fan(request):\n    yield Finding('fan', WORRY, 'It is loud.', 'Oil it.')\n"
     )
     (tmp_path / "looks-1.0.dist-info").mkdir()

@@ -46,12 +46,34 @@ def test_every_setting_tells_its_value_its_origin_and_what_it_overrode(accel, fi
 
 
 def test_the_table_is_for_people(accel, files):
-    finished = accel("explain", "--config_file", "one.yaml", "--", "--mixed_precision", "no")
+    finished = accel("explain", "--all", "--config_file", "one.yaml", "--", "--mixed_precision", "no")
     lines = [line.split() for line in finished.stdout.splitlines()]
-    assert lines[0] == ["setting", "value", "from", "instead", "of"]
+    assert ["setting", "value", "from", "instead", "of"] in lines
     assert ["mixed_precision", "no", "--mixed_precision", "fp16", "(one.yaml:2)"] in lines
     assert ["main_process_ip", "-", "default"] in lines
     assert ["cpu", "true", "one.yaml:3"] in lines
+
+
+def test_only_what_somebody_gave_is_shown_without_all(accel, files):
+    finished = accel("explain", "--config_file", "one.yaml", "--", "--mixed_precision", "no")
+    lines = finished.stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("setting"))
+    assert {line.split()[0] for line in lines[start + 1 :]} == {"mixed_precision", "cpu", "num_processes"}
+    assert "Every setting has its default." in accel("explain").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ["launcher: local (this machine alone)", "backend: chosen by each process at its start"]),
+        (["--max_restarts", "2"], ["launcher: torchrun (max_restarts=2 (--max_restarts))"]),
+        (["--launcher", "slurm", "--backend", "ddp"], ["launcher: slurm (launcher=slurm", "backend: ddp (--backend)"]),
+        (["--use_deepspeed"], ["backend: deepspeed (--use_deepspeed)"]),
+    ],
+)
+def test_launcher_and_backend_are_shown_with_what_chose_them(accel, words, said):
+    shown = accel("explain", "--", *words, "train.py").stdout
+    assert [text for text in said if text not in shown] == []
 
 
 def test_a_file_named_in_the_launch_arguments(accel, files):

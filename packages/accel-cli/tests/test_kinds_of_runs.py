@@ -7,9 +7,9 @@ import json
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
-from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
 from accel_cli.launch.launcher import LaunchRequest, Machine, Script
+from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
 from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType

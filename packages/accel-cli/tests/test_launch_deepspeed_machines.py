@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
-from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
-from accel_cli.launch.launcher_settings import DEEPSPEED_LAUNCHERS
+from accel_cli.launch.settings import CARRIED, DEEPSPEED_LAUNCHERS, LAUNCH_CLASSES
 from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import Given

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from accel_cli.launch.manual import cache_path
+from accel_cli.launch.manual import ESSENTIAL, cache_path, launch_manual
 
 
 @pytest.fixture
@@ -66,6 +66,19 @@ def test_a_backend_that_is_installed_later_is_in_it(accel, own_cache, tmp_path):
         "@dataclass\nclass Config:\n    stages: str = setting('1', flag='--rocket_stages')\n"
         "MANIFEST = Manifest('rocket', 'rocket:Config', config='rocket:Config')\n"
     )
-    assert "--rocket_stages" not in accel("launch", "--help").stdout
-    assert "--rocket_stages" in accel("launch", "--help", env={"PYTHONPATH": str(site)}).stdout
-    assert "--rocket_stages" not in accel("launch", "--help").stdout
+    assert "--rocket_stages" not in accel("launch", "--help-all").stdout
+    assert "--rocket_stages" in accel("launch", "--help-all", env={"PYTHONPATH": str(site)}).stdout
+    assert "--rocket_stages" not in accel("launch", "--help-all").stdout
+
+
+def test_the_short_text_shows_what_most_runs_need_and_names_the_whole_one(accel, own_cache):
+    short, whole = accel("launch", "--help").stdout, accel("launch", "--help-all").stdout
+    flags = [[word.strip(",`") for word in text.split() if word.startswith("--")] for text in (short, whole)]
+    assert set(ESSENTIAL) <= set(flags[0]) < set(flags[1])
+    assert "`accel launch --help-all` shows every option" in short
+    assert accel("launch", "--num_processes", "2", "--help").stdout == short
+    assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(flags[1])
+
+
+def test_the_drop_in_shows_every_option(monkeypatch, own_cache):
+    assert {"--slurm_time", "--fsdp_version", "--rdzv_conf"} <= set(launch_manual("accelerate launch").split())

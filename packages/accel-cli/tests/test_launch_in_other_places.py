@@ -10,12 +10,11 @@ import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch import tpu_runner
-from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
-from accel_cli.launch.hostfile import Host, read_hostfile
 from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
 from accel_cli.launch.local import environment_lines
-from accel_cli.launch.mpi import Mpi, find_mpi
+from accel_cli.launch.mpi import Host, Mpi, find_mpi, read_hostfile
 from accel_cli.launch.sagemaker import describe_job, hyperparameters
+from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.tpu import RUNNER_OF_TPU
 from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, NotFound, NotOffered, SettingError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.config.resolved import resolve_settings
-from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.backends import backend_for, check_backend
+from accel_cli.launch.cluster_environment import WRITTEN, without_outer
 from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
-from accel_cli.launch.nested import WRITTEN, without_outer
+from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
 from accel_cli.launch.torchrun import AGENT
 from accel_cli.testing import make_plan
 from accel_state.devices.specs import SPECS

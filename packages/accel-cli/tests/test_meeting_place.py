@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.launch.agent import _seated
-from accel_cli.launch.meeting_place import seat_at
+from accel_cli.launch.rendezvous import seat_at
 from accel_state.testing.processes import ReservedPort
 
 OPTIONS = ["--nnodes=2", "--rdzv-backend=c10d"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from accel_cli.config import document
-from accel_cli.config.plain import Entry, plain_entries
+from accel_cli.config import file as document
+from accel_cli.config.file import ConfigEntry, plain_entries
 from accel_state.errors import SettingError
 
 USUAL = """\
@@ -29,15 +29,15 @@ log_dir: '/data/my runs'
 
 def test_plain_entries_reads_a_usual_config_file():
     assert plain_entries(USUAL) == (
-        Entry("compute_environment", "LOCAL_MACHINE", 2),
-        Entry("distributed_type", "NO", 3),
-        Entry("dynamo_config", None, 4),
-        Entry("fsdp_config.fsdp_version", "2", 6),
-        Entry("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", 8),
-        Entry("main_process_ip", None, 10),
-        Entry("mpirun_config", None, 11),
-        Entry("num_processes", "-1", 12),
-        Entry("log_dir", "/data/my runs", 13),
+        ConfigEntry("compute_environment", "LOCAL_MACHINE", 2),
+        ConfigEntry("distributed_type", "NO", 3),
+        ConfigEntry("dynamo_config", None, 4),
+        ConfigEntry("fsdp_config.fsdp_version", "2", 6),
+        ConfigEntry("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", 8),
+        ConfigEntry("main_process_ip", None, 10),
+        ConfigEntry("mpirun_config", None, 11),
+        ConfigEntry("num_processes", "-1", 12),
+        ConfigEntry("log_dir", "/data/my runs", 13),
     )
 
 
@@ -100,5 +100,5 @@ def test_the_library_is_not_loaded_for_a_plain_file(accel, tmp_path):
     finished = accel("explain", "--config_file", path, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert finished.returncode == 0
     loaded = {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines()}
-    assert "accel_cli.config.plain" in loaded
+    assert "accel_cli.config.file" in loaded
     assert "yaml" not in loaded

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from accel_cli.launch.ports import Port, owner_of
+from accel_cli.launch.rendezvous import Port, owner_of
 from accel_state.errors import SettingError
 
 PLACE = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.table import columns
+from accel_cli.terminal import coloured, columns
 
 
 def test_plain_columns():
@@ -44,3 +44,17 @@ def test_a_program_that_reads_gets_plain_text(accel, config):
     done = accel("explain", "--config_file", config, env={"FORCE_COLOR": "1"})
     assert "\x1b" not in done.stdout
     assert "─" not in done.stdout
+
+
+def test_states_have_colours_in_a_terminal(terminal, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    code, shown = terminal("backends", "--no_probe").end()
+    assert code == 0
+    assert "\x1b[33munknown" in shown
+
+
+def test_a_state_is_plain_text_elsewhere():
+    assert coloured("fine") == "fine"
+    assert columns(["name", "state"], [["a", "good"]], "state") == ["name  state", "a     good"]

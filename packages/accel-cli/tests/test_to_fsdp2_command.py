@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_cli.config.fsdp2 import convert
+from accel_cli.commands.to_fsdp2 import convert
 from accel_state.errors import SettingError
 from accel_state.testing.processes import Finished
 

@@ -45,6 +45,31 @@ def test_the_command_has_an_entry_point() -> None:
     assert found.load() is COMMAND
 
 
+def test_runs_of_a_folder_are_listed(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_file.parent / "other.jsonl").write_text('{"text": "a data set"}\n')
+    open_run = JSONLinesTracker("letters", run_file.parent)
+    open_run.start()
+    open_run.log({"loss": 1.0}, step=4)
+    assert call("list", run_file.parent, "--json") == 0
+    rows = {
+        row["run"]: row for row in map(json.loads, capsys.readouterr().out.splitlines()) if row["state"] != "running"
+    }
+    open_run.finish()
+    assert {name: (row["state"], row["steps"]) for name, row in rows.items()} == {
+        "digits": ("finished", 99),
+        "letters": ("unfinished", 4),
+    }
+    assert call("list", run_file.parent) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["run", "state", "started", "steps", "where"]
+    assert next(line for line in lines if line[0] == "digits")[-1] == str(run_file)
+
+
+def test_a_folder_that_is_absent_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="is not a folder"):
+        call("list", tmp_path / "none")
+
+
 def test_a_run_is_shown_as_text(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

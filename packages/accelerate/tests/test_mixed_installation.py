@@ -13,7 +13,7 @@ import pytest
 
 import accel_ops
 import accelerate
-from accel_cli.doctor.finding import FINE, WORRY
+from accel_cli.doctor.examine import FINE, WORRY
 from accelerate.installation import clash, examination, foreign_files
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_cli.table import columns
+from accel_cli.terminal import columns
 from accel_plugins.checkpoint.files import MANIFEST_NAME, is_ours
 from accel_plugins.checkpoint.manifest import CheckpointManifest, Verdict, read_manifest, verify
 from accel_plugins.checkpoint.recovery import is_stale, located, missing, recover, unfinished
@@ -22,21 +22,21 @@ from accel_state.untrusted import integer, list_of, printable, record
 
 __all__ = (
     "as_lines",
+    "checkpoint_table",
     "copy",
-    "describe",
+    "describe_checkpoint",
     "describe_remote",
     "described_lines",
     "prune",
     "remote_prune",
     "remote_table",
-    "table",
 )
 
 _POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def table(folder: Path, *, hashes: bool = False) -> list[dict[str, Any]]:
+def checkpoint_table(folder: Path, *, hashes: bool = False) -> list[dict[str, Any]]:
     """One row for each checkpoint in a folder, oldest first, and for each that was not completed.
 
     Args:
@@ -121,7 +121,7 @@ def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         for row in rows
     ]
-    return columns(["checkpoint", "position", "size", "age", "state"], cells)
+    return columns(["checkpoint", "position", "size", "age", "state"], cells, "state")
 
 
 def remote_table(url: str, *, hashes: bool = False) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ def prune(folder: Path, keep: int, *, dry_run: bool = False) -> list[str]:
     return [path.name for path in (*dead, *remove_oldest(place, keep))]
 
 
-def describe(folder: Path) -> dict[str, Any]:
+def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """Everything the manifest of one checkpoint says, and how the folder compares with it.
 
     Raises:

@@ -21,8 +21,8 @@ GROUP: Final = "accel.commands"
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
-    ("config", "accel_cli.commands.config:COMMAND", "write a config file, by answering questions or without"),
-    ("explain", "accel_cli.commands.explain:COMMAND", "show every setting of a launch and where it comes from"),
+    ("config", "accel_cli.commands.config:COMMAND", "write or show a config file"),
+    ("explain", "accel_cli.commands.explain:COMMAND", "show the settings of a launch, and where each comes from"),
     ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends, and whether they work here"),
     ("merge-weights", "accel_cli.commands.merge_weights:COMMAND", "put a model's shards together into one file"),
     ("to-fsdp2", "accel_cli.commands.to_fsdp2:COMMAND", "convert a config file from FSDP version 1 to version 2"),

@@ -1,4 +1,4 @@
-"""Entry of the console script `accel`: finds the command, runs it, and turns typed errors into messages.
+"""ConfigEntry of the console script `accel`: finds the command, runs it, and turns typed errors into messages.
 
 Nothing here imports torch or a command that was not asked for, so `accel --help` answers at once.
 """
@@ -66,7 +66,7 @@ def console() -> NoReturn:
 
 def _run(arguments: list[str], prog: str) -> int:
     if _COMPLETION_VARIABLE in os.environ:
-        from accel_cli.completion import answer
+        from accel_cli.commands.completion import answer
 
         answer(prog)
     name = arguments[0] if arguments else ""
@@ -98,7 +98,7 @@ def _call(command: Command, prog: str, manual: Callable[[str], str] | None, argu
 
 
 def _help(prog: str) -> str:
-    from accel_cli.manual import render
+    from accel_cli.terminal import render
 
     rows = [(name, described(name)) for name in offers()]
     end = f"`{prog} <command> --help` shows the arguments of a command, `{prog} --version` the version."

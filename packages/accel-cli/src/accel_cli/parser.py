@@ -6,7 +6,7 @@ from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable
 from typing import Any
 
-from accel_cli.manual import width
+from accel_cli.terminal import width
 from accel_state.errors import SettingError
 
 __all__ = ("Parser",)

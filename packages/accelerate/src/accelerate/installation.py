@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from accelerate.names import OWN_MODULES, VERSION
 
 if TYPE_CHECKING:
-    from accel_cli.doctor.finding import Finding
+    from accel_cli.doctor.examine import Finding
 
 __all__ = ("clash", "examination", "foreign_files")
 
@@ -46,7 +46,7 @@ def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
 
 def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Finding]:
     """What `accel doctor` says about the folder."""
-    from accel_cli.doctor.finding import FINE, WORRY, Finding
+    from accel_cli.doctor.examine import FINE, WORRY, Finding
 
     found = clash(folder)
     yield Finding("accelerate", WORRY, *found) if found else Finding("accelerate", FINE, f"{VERSION} at {folder}")

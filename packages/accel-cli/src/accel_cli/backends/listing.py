@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from accel_cli.launch.nested import PLACE_VARIABLES
+from accel_cli.launch.cluster_environment import PLACE_VARIABLES
 from accel_plugins.resolve import Found, available
 from accel_state.settings.extension import Extension
 

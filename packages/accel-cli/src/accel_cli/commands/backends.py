@@ -52,9 +52,9 @@ class Backends:
 
 def _show(listed: list[Row]) -> None:
     from accel_cli.backends.listing import HEAD, table
-    from accel_cli.table import columns
+    from accel_cli.terminal import columns
 
-    print("\n".join(columns(HEAD, table(listed))))
+    print("\n".join(columns(HEAD, table(listed), HEAD[-1])))
     for row in listed:
         if row.failure:
             print(f"\n{row.name} ({row.package} {row.version}) failed:")

@@ -12,10 +12,10 @@ from accel_state.errors import CheckpointError, SettingError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("COMMAND", "Checkpoint")
+__all__ = ("COMMAND", "CheckpointCommand")
 
 
-class Checkpoint:
+class CheckpointCommand:
     """The command; see `accel_cli.command.Command`."""
 
     help = "list, verify, prune, describe and copy checkpoints, in folders and on stores"
@@ -87,7 +87,7 @@ Answer = tuple[int, Any, list[str]]
 
 
 def _list(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
-    return _listed(checkpoints, folder, checkpoints.table(folder))
+    return _listed(checkpoints, folder, checkpoints.checkpoint_table(folder))
 
 
 def _list_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
@@ -99,7 +99,7 @@ def _listed(checkpoints: Any, place: Path | str, rows: Any) -> Answer:
 
 
 def _verify(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
-    return _verified(checkpoints, folder, checkpoints.table(folder, hashes=True))
+    return _verified(checkpoints, folder, checkpoints.checkpoint_table(folder, hashes=True))
 
 
 def _verify_store(checkpoints: Any, url: str, arguments: Namespace) -> Answer:
@@ -132,7 +132,7 @@ def _pruned(prune: Any, place: Path | str, arguments: Namespace) -> Answer:
 
 
 def _info(checkpoints: Any, folder: Path, arguments: Namespace) -> Answer:
-    found = checkpoints.describe(folder)
+    found = checkpoints.describe_checkpoint(folder)
     return 0, found, checkpoints.described_lines(found)
 
 
@@ -155,4 +155,4 @@ _ACTIONS_ON_STORES: Final = {
     "copy": _copy,
 }
 
-COMMAND: Final = Checkpoint()
+COMMAND: Final = CheckpointCommand()

@@ -1,13 +1,77 @@
-"""`accel completion`: the lines that teach a shell to complete `accel` with the Tab key."""
+"""`accel completion`: the lines that teach a shell to complete `accel` with the Tab key, and the answers to that key.
+
+The library argcomplete speaks with the shell. It starts `accel` again with a variable set, and only then `answer` runs.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import os
+import shlex
+from argparse import ArgumentParser
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_cli.command import find_command, offers
+from accel_cli.parser import Parser
+from accel_state.errors import AccelError
+from accel_state.settings.installed import Requirement
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("COMMAND", "SHELLS", "Completion")
+__all__ = ("COMMAND", "REQUIREMENT", "SHELLS", "Completion", "answer", "whole_parser")
+
+REQUIREMENT: Final = Requirement("argcomplete", extra="accel-cli[completion]")
+
+
+def answer(prog: str) -> None:
+    """Print the completions at the cursor for the shell, and exit."""
+    import argcomplete
+
+    argcomplete.autocomplete(whole_parser(prog, _command_of_line(os.environ.get("COMP_LINE", ""))))
+
+
+def whole_parser(prog: str, loaded: str | None) -> ArgumentParser:
+    """A parser that knows all commands by name and one of them with its arguments."""
+    parser = Parser(prog)
+    commands = parser.add_subparsers()
+    for name in offers():
+        known = commands.add_parser(name)
+        if name == loaded:
+            _add_arguments(name, known)
+    return parser
+
+
+def _add_arguments(name: str, parser: ArgumentParser) -> None:
+    try:
+        find_command(name).add_arguments(parser)
+    except AccelError:
+        # A command that cannot be loaded says so when it is run.
+        return
+    for action in parser._actions:
+        choices = _choices(action.dest)
+        if choices:
+            # Not as argparse's own choices: those would take the refusal of a wrong value out of the setting's hands.
+            action.completer = lambda found=choices, **_: found  # type: ignore[attr-defined]
+
+
+def _choices(destination: str) -> tuple[str, ...]:
+    from accel_cli.launch.options import launch_classes, setting_of
+
+    known: Any = setting_of(destination, launch_classes())
+    if known is not None and known.name == "launcher":
+        from accel_cli.launch.launchers import launcher_names
+
+        return launcher_names()
+    return () if known is None else tuple(known.type.choices)
+
+
+def _command_of_line(line: str) -> str | None:
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = line.split()
+    return words[1] if len(words) > 1 else None
+
 
 SHELLS: Final = ("bash", "zsh", "fish", "tcsh", "powershell")
 
@@ -24,7 +88,6 @@ class Completion:
 
     def run(self, arguments: Namespace) -> int:
         """Print the lines."""
-        from accel_cli.completion import REQUIREMENT
 
         REQUIREMENT.demand(f"Cannot complete commands in {arguments.shell}.")
         from argcomplete.shell_integration import shellcode

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
-from accel_cli.config.location import default_path
+from accel_cli.config.file import default_path
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ("COMMAND", "Config")
 class Config:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "write a config file, by answering questions or without"
+    help = "write a config file, by answering questions or without, or show one"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """The path of the file, and the two ways without questions."""
@@ -33,7 +33,7 @@ class Config:
 
         add_place(parser, None)
         parser.set_defaults(action=_ask)
-        ways = parser.add_subparsers(title="without questions", metavar="{default,update}")
+        ways = parser.add_subparsers(title="without questions", metavar="{default,update,show}")
         default = ways.add_parser("default", help="write the usual file for this machine")
         add_place(default, SUPPRESS)
         precision = settings_of(RunSettings)["mixed_precision"]
@@ -42,9 +42,12 @@ class Config:
         update = ways.add_parser("update", help="rewrite a file in today's form")
         add_place(update, SUPPRESS)
         update.set_defaults(action=_update)
+        show = ways.add_parser("show", help="show what a file says, and what reads it")
+        add_place(show, SUPPRESS)
+        show.set_defaults(action=_show)
 
     def run(self, arguments: Namespace) -> int:
-        """Write the file."""
+        """Write or show the file."""
         path = arguments.config_file or default_path(os.environ)
         written: str = arguments.action(path, arguments)
         print(written)
@@ -52,22 +55,20 @@ class Config:
 
 
 def _ask(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.prompt import prompter
-    from accel_cli.config.wizard import questions
+    from accel_cli.config.wizard import prompter, reviewed
     from accel_cli.config.write import write_config
-    from accel_cli.launch.arguments import ASKED
     from accel_cli.launch.backends import backends
+    from accel_cli.launch.settings import ASKED
 
     del arguments
     offered = {backend.extension.name: backend.settings for backend in backends() if backend.manifest is not None}
-    answers = questions(prompter(), ASKED, offered)
+    answers = reviewed(prompter(), ASKED, offered)
     write_config(path, answers)
     return f"Written to {path}."
 
 
 def _write_default(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.defaults import usual_config
-    from accel_cli.config.write import write_config
+    from accel_cli.config.write import usual_config, write_config
     from accel_cli.launch.devices import best_devices
     from accel_state.settings.run import RunSettings
     from accel_state.settings.schema import settings_of
@@ -81,13 +82,27 @@ def _write_default(path: str, arguments: Namespace) -> str:
 
 
 def _update(path: str, arguments: Namespace) -> str:
-    from accel_cli.config.defaults import modernised
-    from accel_cli.config.write import write_config
+    from accel_cli.config.write import modernised, write_config
     from accel_cli.launch.options import launch_classes
 
     del arguments
     write_config(path, modernised(path, launch_classes()))
     return f"Updated {path}."
+
+
+def _show(path: str, arguments: Namespace) -> str:
+    """Each entry of a file with its line, and whether anything that is installed reads it."""
+    from accel_cli.config.file import modern, read_config, read_document
+    from accel_cli.launch.options import launch_classes
+    from accel_cli.terminal import columns
+
+    del arguments
+    unread = {entry.line for entry in read_config(path, launch_classes()).unread}
+    rows = [
+        (entry.key, "-" if entry.value is None else entry.value, entry.line, "no" if entry.line in unread else "yes")
+        for entry in map(modern, read_document(path))
+    ]
+    return "\n".join((f"{path}:", *columns(("key", "value", "line", "read"), rows)))
 
 
 COMMAND: Final = Config()

@@ -12,7 +12,7 @@ from accel_state.errors import SettingError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.doctor.finding import Finding
+    from accel_cli.doctor.examine import Finding
     from accel_cli.launch.request import Request
 
 __all__ = ("COMMAND", "Doctor")
@@ -52,10 +52,10 @@ class Doctor:
 
             print(json.dumps([asdict(finding) for finding in findings], indent=2))
         else:
-            from accel_cli.doctor.finding import lines_of
+            from accel_cli.doctor.examine import lines_of
 
             print("\n".join(lines_of(findings)))
-        from accel_cli.doctor.finding import TROUBLE
+        from accel_cli.doctor.examine import TROUBLE
 
         return int(any(finding.verdict == TROUBLE for finding in findings))
 
@@ -67,9 +67,8 @@ def _here(request: Request) -> Sequence[Finding]:
 
 
 def _nodes(request: Request, arguments: Namespace) -> Sequence[Finding]:
-    from accel_cli.doctor.examine import examine_launch
-    from accel_cli.doctor.finding import TROUBLE
-    from accel_cli.doctor.preflight import meet_machines
+    from accel_cli.doctor.examine import TROUBLE, examine_launch
+    from accel_cli.doctor.nodes import meet_machines
 
     own = [finding for finding in examine_launch(request) if finding.verdict == TROUBLE]
     return [*own, *meet_machines(request, arguments.timeout, arguments.shared_folder)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
-from accel_cli.config.location import default_path
+from accel_cli.config.file import default_path
 from accel_cli.distributions import versions
 from accel_state.errors import AccelError, SettingError
 from accel_state.settings.extension import extensions
@@ -144,7 +144,7 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
             return {"path": f"{path} (there is none)"}
         asked = f"Cannot show the config file {path}."
         raise SettingError(asked, "There is no such file.", "Check the path.")
-    from accel_cli.config.document import read_document
+    from accel_cli.config.file import read_document
 
     try:
         values = {entry.key: entry.value for entry in read_document(path)}

@@ -1,48 +1,121 @@
-"""`accel explain`: every resolved setting of a launch, and where it comes from."""
+"""`accel explain`: what the settings of a launch are, and where each comes from."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
+from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
+from accel_cli.terminal import columns
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from accel_cli.launch.request import Request
 
-__all__ = ("COMMAND", "Explain")
+__all__ = (
+    "COMMAND",
+    "Explain",
+    "as_data",
+    "choices",
+    "difference",
+    "difference_table",
+    "settings_table",
+)
+
+
+def as_data(settings: ResolvedSettings) -> list[dict[str, Any]]:
+    """Every setting as plain data, for programs."""
+    return [
+        {
+            "setting": name,
+            "value": effect.value,
+            "origin": effect.origin,
+            "overrode": [{"value": given.value, "origin": given.origin} for given in effect.overridden],
+            "flag": effect.setting.flag,
+            "variable": effect.setting.variable,
+            "key": effect.setting.key,
+        }
+        for name, effect in settings.items()
+    ]
+
+
+def settings_table(settings: ResolvedSettings, everything: bool = True) -> list[str]:
+    """Every setting as a line of a table, or those that somebody gave."""
+    rows = [
+        (
+            name,
+            shown(effect, effect.value),
+            effect.origin,
+            ", ".join(f"{shown(effect, given.value)} ({given.origin})" for given in effect.overridden),
+        )
+        for name, effect in settings.items()
+        if everything or effect.given
+    ]
+    return columns(("setting", "value", "from", "instead of"), rows) if rows else ["Every setting has its default."]
+
+
+def difference(one: ResolvedSettings, other: ResolvedSettings) -> list[dict[str, Any]]:
+    """Settings whose values differ, with both values and origins."""
+    return [
+        {
+            "setting": name,
+            "values": [one[name].value, other[name].value],
+            "origins": [one[name].origin, other[name].origin],
+        }
+        for name in _differing(one, other)
+    ]
+
+
+def difference_table(one: ResolvedSettings, other: ResolvedSettings, names: tuple[str, str]) -> list[str]:
+    """Settings whose values differ as lines of a table; `names` are those of the two columns."""
+    rows = [(name, *(_with_origin(side[name]) for side in (one, other))) for name in _differing(one, other)]
+    return columns(("setting", *names), rows) if rows else ["There is no difference."]
+
+
+def shown(effect: ResolvedSetting, value: Any) -> str:
+    """A value as in a file or on a command line; `-` for no value."""
+    return "-" if value in (None, ()) else effect.setting.type.format(value)
+
+
+def _with_origin(effect: ResolvedSetting) -> str:
+    return f"{shown(effect, effect.value)} ({effect.origin})"
+
+
+def _differing(one: ResolvedSettings, other: ResolvedSettings) -> Iterator[str]:
+    return (name for name in one if one[name].value != other[name].value)
 
 
 class Explain:
     """The command; see `accel_cli.command.Command`."""
 
-    help = "show every setting of a launch and where it comes from"
+    help = "show the settings of a launch, where each comes from, and what will start the processes"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """A config file, another one to compare with, and the arguments of a launch."""
-        parser.usage = f"{parser.prog} [--config_file PATH] [--diff PATH] [--json] [-- launch arguments]"
+        parser.usage = f"{parser.prog} [--all] [--config_file PATH] [--diff PATH] [--json] [-- launch arguments]"
         parser.add_argument(*spelled("--config_file"), metavar="PATH", help="Config file; the user's own if any.")
         parser.add_argument("--diff", metavar="PATH", help="Config file to compare with; shows only what differs.")
-        parser.add_argument("--json", action="store_true", help="Print JSON.")
+        parser.add_argument("--all", action="store_true", help="Show the settings that have their defaults too.")
+        parser.add_argument("--json", action="store_true", help="Print JSON, of every setting.")
         parser.add_argument("launch", nargs="...", help="After --, what `accel launch` would be given.")
 
     def run(self, arguments: Namespace) -> int:
         """Print the table."""
-        from accel_cli.config import explain
         from accel_cli.launch.request import request_of
 
         words = arguments.launch[arguments.launch[:1] == ["--"] :]
         request = request_of(words, os.environ, arguments.config_file)
         if arguments.diff is None:
-            rows: list[dict[str, Any]] = explain.as_data(request.settings)
-            lines = explain.table(request.settings)
+            rows: list[dict[str, Any]] = as_data(request.settings)
+            lines = [*choices(request), "", *settings_table(request.settings, arguments.all)]
         else:
             other = request_of(words, os.environ, arguments.diff)
             names = (request.config.path if request.config else "no file", arguments.diff)
-            rows = explain.difference(request.settings, other.settings)
-            lines = explain.difference_table(request.settings, other.settings, names)
+            rows = difference(request.settings, other.settings)
+            lines = difference_table(request.settings, other.settings, names)
         if arguments.json:
             import json
 
@@ -51,6 +124,20 @@ class Explain:
             print("\n".join(lines))
             _print_notes(request)
         return 0
+
+
+def choices(request: Request) -> list[str]:
+    """What starts the processes and what trains the model, each with the reason."""
+    launcher, backend = request.launcher, request.settings["backend"]
+    chosen, reason = "chosen by each process at its start", "`accel backends` lists them"
+    if backend.value is not None:
+        chosen, reason = backend.value, backend.origin
+    elif request.backend is not None:
+        from accel_cli.launch.kinds import kind_of
+
+        found = kind_of(request.settings)
+        chosen, reason = request.backend, found[1].origin if found is not None else ""
+    return [f"launcher: {launcher.manifest.name} ({launcher.reason})", f"backend: {chosen} ({reason})"]
 
 
 def _print_notes(request: Request) -> None:

@@ -34,14 +34,19 @@ class Launch:
         from accel_cli.launch.options import add_launch_arguments
 
         add_launch_arguments(parser)
+        parser.add_argument("--help-all", "--help_all", action="store_true")
         parser.set_defaults(prog=parser.prog)
 
     def run(self, arguments: Namespace) -> int:
         """Start the processes and return the exit code of the run."""
+        if getattr(arguments, "help_all", False):
+            from accel_cli.launch.manual import launch_manual
+
+            print(launch_manual(arguments.prog, everything=True), end="")
+            return 0
         from accel_cli.launch.check import check_axes, check_here, check_launch, check_launchers
         from accel_cli.launch.launchers import load_launcher
-        from accel_cli.launch.request import notes, read_request
-        from accel_cli.launch.script import script_of
+        from accel_cli.launch.request import notes, read_request, script_of
 
         script = script_of(arguments)
         request = read_request(arguments, os.environ)
@@ -49,7 +54,7 @@ class Launch:
         if not manifest.elsewhere:
             check_here(settings, python=script.how != "program")
             if settings["preflight"].value:
-                from accel_cli.doctor.preflight import clear_for_launch
+                from accel_cli.doctor.nodes import clear_for_launch
 
                 clear_for_launch(request)
             check_launch(settings)

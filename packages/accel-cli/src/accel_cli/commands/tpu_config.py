@@ -57,8 +57,8 @@ def command_line_of(arguments: Namespace, package: str = _PACKAGE) -> tuple[str,
         SettingError: the TPU, its zone or the commands are missing.
         NotFound: the config file or the file with commands is not there.
     """
-    from accel_cli.launch.launcher_settings import TPUSettings
     from accel_cli.launch.request import request_of
+    from accel_cli.launch.settings import TPUSettings
 
     settings = request_of([], os.environ, arguments.config_file).settings.instance(TPUSettings)
     given = [command for commands in arguments.command or () for command in commands]

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from accel_state.settings.environ import DEFAULT, Given, read_setting
-from accel_state.settings.schema import Setting, settings_of
+from accel_state.settings.schema import JSON, Setting, ValueType, settings_of
 
-__all__ = ("ResolvedSetting", "ResolvedSettings", "label", "resolve_settings")
+__all__ = (
+    "REPEATED",
+    "ResolvedSetting",
+    "ResolvedSettings",
+    "label",
+    "resolve_settings",
+)
+
+
+def _parse(text: str) -> tuple[str, ...]:
+    if not text.startswith("["):
+        return (text,)
+    return tuple(map(str, JSON.parse(text)))
+
+
+REPEATED: Final = ValueType("a text, or a list of texts", _parse, lambda texts: JSON.format(list(texts)))
+"""Texts that may hold anything, so no separator divides them."""
+
 
 S = TypeVar("S")
 

@@ -1,16 +1,96 @@
-"""The wizard of `accel config`: its questions are those that the settings carry, installed backends included."""
+"""The wizard of `accel config`: its questions are those that the settings carry, installed backends included.
+
+In a terminal it shows menus where the library for them is installed, and plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
-from accel_cli.config.known import says_nothing
-from accel_cli.config.prompt import Prompter
+from accel_cli.config.file import says_nothing
 from accel_cli.config.resolved import label
+from accel_state.errors import SettingError
+from accel_state.settings.installed import importable
 from accel_state.settings.schema import BOOLEAN, Setting, settings_of
 
-__all__ = ("AUTOMATIC", "questions")
+__all__ = (
+    "AUTOMATIC",
+    "Lines",
+    "Menus",
+    "Prompter",
+    "prompter",
+    "questions",
+    "reviewed",
+)
+
+
+class Prompter(Protocol):
+    """A way to ask."""
+
+    def choose(self, question: str, options: Sequence[str], default: str) -> str:
+        """One of the options."""
+
+    def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
+        """A text for which `problem` says None."""
+
+
+def prompter() -> Prompter:
+    """The way that this terminal allows."""
+    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return Menus() if in_terminal and importable("questionary") else Lines()
+
+
+class Menus:
+    """Menus of the library questionary."""
+
+    def choose(self, question: str, options: Sequence[str], default: str) -> str:
+        """One of the options, chosen with the arrow keys."""
+        import questionary
+
+        return str(questionary.select(question, choices=list(options), default=default).unsafe_ask())
+
+    def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
+        """A text; what is wrong with it is shown while it is typed."""
+        import questionary
+
+        def check(text: str) -> bool | str:
+            return problem(text) or True
+
+        return str(questionary.text(question, default=default, validate=check).unsafe_ask())
+
+
+class Lines:
+    """One line of standard input for each answer; an empty one takes the default."""
+
+    def choose(self, question: str, options: Sequence[str], default: str) -> str:
+        """One of the options, by its number or its name."""
+        print(question)
+        for number, option in enumerate(options, start=1):
+            print(f"  {number}. {option}")
+
+        def problem(text: str) -> str | None:
+            known = text in options or (text.isdecimal() and 1 <= int(text) <= len(options))
+            return None if known else f"Give a number from 1 to {len(options)}, or a name."
+
+        answer = self.ask("Which one?", default, problem)
+        return answer if answer in options else options[int(answer) - 1]
+
+    def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
+        """A text."""
+        while True:
+            try:
+                answer = input(f"{question} [{default}] " if default else f"{question} ").strip() or default
+            except EOFError:
+                asked = f"Cannot ask the question {question!r}."
+                remedy = "Answer in a terminal, or run `accel config default`."
+                raise SettingError(asked, "The input ended before the answer.", remedy) from None
+            wrong = problem(answer)
+            if wrong is None:
+                return answer
+            print(wrong)
+
 
 AUTOMATIC: Final = "automatic"
 _YES_OR_NO: Final = ("no", "yes")
@@ -39,6 +119,8 @@ _SUGGESTIONS: Final = {
     "dynamo_config.dynamo_backend": "NO",
     "dynamo_config.dynamo_mode": "default",
 }
+_REVIEW: Final = "These are your answers. Which one do you want to change?"
+_WRITE: Final = "none, write the file"
 _NEEDED: Final = ("main_process_ip",)
 
 
@@ -58,6 +140,45 @@ def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str
         chosen = backends[name]
         keys.update(_ask_all(prompter, () if chosen is None else (chosen,), answers))
     return keys
+
+
+def reviewed(prompter: Prompter, classes: Iterable[type], backends: Mapping[str, type | None]) -> dict[str, Any]:
+    """Ask as `questions` does, show all answers, and ask again what the user wants to change, until nothing is left."""
+    remembered = _Remembering(prompter)
+    while True:
+        remembered.asked.clear()
+        keys = questions(remembered, classes, backends)
+        answers = {f"{question} {answer}".rstrip(): question for question, answer in remembered.asked.items()}
+        chosen = prompter.choose(_REVIEW, [_WRITE, *answers], _WRITE)
+        if chosen == _WRITE:
+            return keys
+        del remembered.known[answers[chosen]]
+
+
+class _Remembering:
+    """Asks each question once, and answers it from memory afterwards.
+
+    Attributes:
+        known: answers by question.
+        asked: those that this pass needed, in their order.
+    """
+
+    def __init__(self, prompter: Prompter) -> None:
+        self._prompter = prompter
+        self.known: dict[str, str] = {}
+        self.asked: dict[str, str] = {}
+
+    def choose(self, question: str, options: Sequence[str], default: str) -> str:
+        """One of the options."""
+        if self.known.get(question) not in options:
+            self.known[question] = self._prompter.choose(question, options, default)
+        return self.asked.setdefault(question, self.known[question])
+
+    def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
+        """A text for which `problem` returns None."""
+        if question not in self.known:
+            self.known[question] = self._prompter.ask(question, default, problem)
+        return self.asked.setdefault(question, self.known[question])
 
 
 def _ask_all(prompter: Prompter, classes: Iterable[type], answers: dict[str, Any]) -> dict[str, Any]:

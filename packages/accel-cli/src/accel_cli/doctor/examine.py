@@ -6,20 +6,53 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from accel_cli.doctor.finding import FINE, TROUBLE, WORRY, Finding
 from accel_cli.launch.backends import failures
 from accel_cli.launch.check import check_here
 from accel_cli.launch.devices import ask_torch
-from accel_cli.launch.ports import Port
-from accel_cli.launch.request import Request
-from accel_cli.launch.script import script_of
+from accel_cli.launch.rendezvous import Port
+from accel_cli.launch.request import Request, script_of
+from accel_cli.terminal import coloured
 from accel_state.errors import AccelError
 from accel_state.settings.extension import extensions
 
-__all__ = ("EXAMINATIONS", "examine", "examine_launch")
+__all__ = ("EXAMINATIONS", "FINE", "TROUBLE", "WORRY", "Finding", "examine", "examine_launch", "lines_of")
+
+FINE: Final = "fine"
+WORRY: Final = "worry"
+TROUBLE: Final = "trouble"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result.
+
+    Args:
+        subject: what was looked at.
+        verdict: `FINE`, `WORRY` (a run may go wrong) or `TROUBLE` (a run will).
+        told: what was seen.
+        remedy: what to do, empty when nothing has to be done.
+    """
+
+    subject: str
+    verdict: str
+    told: str
+    remedy: str = ""
+
+
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """Findings as people read them, one a line, each with its remedy below."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{coloured(format(finding.verdict, '<7'))}  {finding.subject:<{width}}  {finding.told}")
+        if finding.remedy:
+            lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
+    return lines
+
 
 _OLDEST_PYTHON: Final = (3, 10)
 _SHARED_MEMORY: Final = "/dev/shm"

@@ -11,23 +11,273 @@ findings                           -->    the same report everywhere
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import TracebackType
 from typing import Any, Final
 
-from accel_cli.doctor.compare import Member, compare
-from accel_cli.doctor.finding import Finding
-from accel_cli.doctor.wire import Line, Unreachable, connect, listen
-from accel_cli.launch.meeting_place import is_own_address
-from accel_state.errors import LaunchError
-from accel_state.untrusted import Shape, dict_of, integer, list_of, number, printable, record, text
+from accel_cli.distributions import versions
+from accel_cli.doctor.examine import FINE, TROUBLE, WORRY, Finding, lines_of
+from accel_cli.launch.check import check_launch, check_own_launcher
+from accel_cli.launch.rendezvous import is_own_address
+from accel_cli.launch.request import Request
+from accel_cli.launch.settings import MachineSettings
+from accel_state.errors import LaunchError, SettingError
+from accel_state.network import DEFAULT_PORT
+from accel_state.untrusted import Shape, dict_of, integer, list_of, number, parse_json, printable, record, text
 
-__all__ = ("Meeting", "meet")
+__all__ = (
+    "Line",
+    "Meeting",
+    "Member",
+    "Unreachable",
+    "clear_for_launch",
+    "compare",
+    "connect",
+    "listen",
+    "meet",
+    "meet_machines",
+)
+
+_LONGEST: Final = 2**20
+_BETWEEN_TRIES: Final = 0.2
+_ONE_TRY: Final = 5.0
+_CHUNK: Final = 65536
+_DEEPEST: Final = 8
+
+
+class Unreachable(Exception):
+    """The other side cannot be reached, has gone, or does not speak as expected."""
+
+
+class Line:
+    """One connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._pending = bytearray()
+        self._complete = False
+
+    def fileno(self) -> int:
+        """The descriptor of the connection, to be waited for."""
+        return self._connection.fileno()
+
+    @property
+    def peer(self) -> str:
+        """Address of the other side.
+
+        Raises:
+            Unreachable: it has gone.
+        """
+        try:
+            return str(self._connection.getpeername()[0])
+        except OSError as error:
+            raise Unreachable(str(error)) from None
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            Unreachable: the other side has gone.
+        """
+        try:
+            self._connection.settimeout(_ONE_TRY)
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise Unreachable(str(error)) from None
+
+    def receive(self, deadline: float, shape: Shape | None = None) -> Any:
+        """The next message.
+
+        Args:
+            deadline: until when to wait, by `time.monotonic()`.
+            shape: what the message has to be like.
+
+        Raises:
+            Unreachable: no message arrived in time, or one of another shape.
+        """
+        while not self._complete:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Unreachable("no answer in time")
+            self.read_chunk(left)
+        text, _, rest = self._pending.partition(b"\n")
+        self._pending, self._complete = rest, b"\n" in rest
+        try:
+            return parse_json(bytes(text), shape, depth=_DEEPEST)
+        except ValueError as error:
+            raise Unreachable(f"the answer is not a message of accel: {error}") from None
+
+    def read_chunk(self, patience: float) -> bool:
+        """Take what has come, after waiting for it for some seconds; whether a message is complete.
+
+        Raises:
+            Unreachable: the other side has gone, or its message is too long.
+        """
+        if self._complete:
+            return True
+        try:
+            self._connection.settimeout(patience)
+            chunk = self._connection.recv(_CHUNK)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except OSError as error:
+            raise Unreachable(str(error)) from None
+        if not chunk:
+            raise Unreachable("the connection was closed")
+        self._pending += chunk
+        # Only the chunk is searched: one byte at a time must not cost the whole message each time.
+        self._complete = b"\n" in chunk
+        if len(self._pending) > _LONGEST:
+            raise Unreachable("the answer is too long")
+        return self._complete
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on all addresses; port 0 takes a free one.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def connect(host: str, port: int, deadline: float) -> Line:
+    """Connect, trying again while the other side is not there yet.
+
+    Raises:
+        Unreachable: it was not there until the deadline.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return Line(socket.create_connection((host, port), timeout=max(min(left, _ONE_TRY), 0.01)))
+        except (OSError, ValueError, OverflowError) as error:
+            if time.monotonic() + _BETWEEN_TRIES >= deadline:
+                raise Unreachable(str(error)) from None
+        time.sleep(_BETWEEN_TRIES)
+
+
+_LARGEST_CLOCK_DIFFERENCE: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One machine of the run.
+
+    Args:
+        rank: which one it says it is.
+        host: its name.
+        versions: version of each package that has to agree.
+        settings: text of each setting that has to agree.
+        clock: seconds by which its clock is ahead of the main machine's.
+        unreachable: ranks of machines it could not connect to, with the reason.
+        shares_folder: whether it sees what the main machine wrote into the shared folder; None without one.
+    """
+
+    rank: int
+    host: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    clock: float = 0.0
+    unreachable: Mapping[int, str] = field(default_factory=dict)
+    shares_folder: bool | None = None
+
+
+def compare(members: Sequence[Member], machines: int, waited: float) -> list[Finding]:
+    """What is wrong between the machines; a single fine finding when nothing is.
+
+    Args:
+        members: the machines that came, the main one first.
+        machines: how many should have come.
+        waited: for how many seconds they were waited for.
+    """
+    checks = (_ranks(members, machines, waited), _differences(members), _clocks(members), _links(members))
+    found = [finding for check in (*checks, _folders(members)) for finding in check]
+    return found or [Finding("machines", FINE, f"all {machines} are there, agree and reach each other")]
+
+
+def _ranks(members: Sequence[Member], machines: int, waited: float) -> Iterator[Finding]:
+    by_rank: dict[int, list[str]] = {}
+    for member in members:
+        by_rank.setdefault(member.rank, []).append(member.host)
+    for rank, hosts in sorted(by_rank.items()):
+        if len(hosts) > 1:
+            told = f"{' and '.join(hosts)} all say that they are machine {rank}."
+            yield Finding("machine ranks", TROUBLE, told, "Give each machine its own --machine_rank.")
+        if rank >= machines:
+            told = f"{hosts[0]} says that it is machine {rank} of {machines}."
+            yield Finding("machine ranks", TROUBLE, told, "Give the same --num_machines everywhere.")
+    for rank in sorted(set(range(machines)) - set(by_rank)):
+        told = f"Machine {rank} did not come within {waited:.0f} s."
+        remedy = (
+            "Start `accel doctor --nodes` there too, and check that it reaches the main machine's address and port."
+        )
+        yield Finding("machine ranks", TROUBLE, told, remedy)
+
+
+def _differences(members: Sequence[Member]) -> Iterator[Finding]:
+    main = members[0]
+    for member in members[1:]:
+        for name, version in _differing(main.versions, member.versions):
+            told = f"{name} is {version[0]} on {main.host} and {version[1]} on {member.host}."
+            yield Finding("versions", WORRY, told, "Install the same version everywhere.")
+        for name, value in _differing(main.settings, member.settings):
+            told = f"{name} is {value[0]} on {main.host} and {value[1]} on {member.host}."
+            yield Finding("settings", TROUBLE, told, "Use the same config file and options everywhere.")
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    for name in sorted({*one, *other}):
+        pair = one.get(name, "absent"), other.get(name, "absent")
+        if pair[0] != pair[1]:
+            yield name, pair
+
+
+def _clocks(members: Sequence[Member]) -> Iterator[Finding]:
+    for member in members:
+        if abs(member.clock) > _LARGEST_CLOCK_DIFFERENCE:
+            told = f"The clock of {member.host} differs from that of {members[0].host} by {member.clock:+.1f} s."
+            remedy = "Set the clocks by NTP: the times in logs and checkpoints would mislead."
+            yield Finding("clocks", WORRY, told, remedy)
+
+
+def _links(members: Sequence[Member]) -> Iterator[Finding]:
+    hosts = {member.rank: member.host for member in members}
+    for member in members:
+        for rank, reason in sorted(member.unreachable.items()):
+            told = f"{member.host} cannot connect to {hosts.get(rank, f'machine {rank}')}: {reason}."
+            yield Finding(
+                "network", TROUBLE, told, "Open the ports between the machines: every process connects to others."
+            )
+
+
+def _folders(members: Sequence[Member]) -> Iterator[Finding]:
+    apart: list[Any] = [member.host for member in members if member.shares_folder is False]
+    if apart:
+        told = f"{', '.join(apart)} do not see what {members[0].host} writes into the shared folder."
+        yield Finding("shared folder", TROUBLE, told, "Mount the same file system at the same path everywhere.")
+
 
 # How long machines have for each other once all are there.
 _PATIENCE: Final = 20.0
@@ -261,3 +511,55 @@ def _token(folder: str | None) -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):
             os.remove(path)
+
+
+# Settings that differ from machine to machine by their nature.
+_PARTICULAR: Final = ("machine_rank", "main_process_ip", "gpu_ids", "device", "log_dir", "num_cpu_threads_per_process")
+
+_COMPARED: Final = ("torch", "accel-state", "accel-ops", "accel-data", "accel-plugins", "accel-cli", "accel-torch")
+
+_LAUNCH_PATIENCE: Final = 120.0
+"""Seconds for which a launch waits for the other machines."""
+
+
+def meet_machines(request: Request, timeout: float, shared_folder: str | None) -> Sequence[Finding]:
+    """Meet the other machines of a launch and return what is wrong between them.
+
+    Raises:
+        SettingError: the launch takes place on one machine.
+        LaunchError: the main machine was not reached, or its port is in use.
+    """
+    check_launch(request.settings)
+    check_own_launcher(request.settings)
+    machines = request.settings.instance(MachineSettings)
+    if machines.num_machines < 2 or machines.main_process_ip is None:
+        raise SettingError(
+            "The machines of a run were to meet.",
+            "The launch that is meant takes place on one machine.",
+            "Give its arguments: accel doctor --nodes -- --num_machines 2 --machine_rank 0 --main_process_ip ADDRESS",
+        )
+    told = {
+        name: str(effect.value)
+        for name, effect in request.settings.items()
+        if name not in _PARTICULAR and effect.value is not None
+    }
+    port = machines.main_process_port or DEFAULT_PORT
+    meeting = Meeting(machines.main_process_ip, port, machines.num_machines, timeout, shared_folder)
+    return meet(meeting, Member(machines.machine_rank, socket.gethostname(), versions(_COMPARED), told))
+
+
+def clear_for_launch(request: Request) -> None:
+    """Connect the machines if there are several and `--preflight` is set.
+
+    Raises:
+        LaunchError: a run would not work, or the machines did not meet in time.
+    """
+    if not request.settings["preflight"].value or request.settings["num_machines"].value < 2:
+        return
+    findings = meet_machines(request, _LAUNCH_PATIENCE, None)
+    if any(finding.verdict == TROUBLE for finding in findings):
+        raise LaunchError(
+            "The machines met before the launch (--preflight).",
+            "\n  ".join(lines_of(findings)),
+            "Nothing was started. Correct it, or leave out --preflight to start all the same.",
+        )

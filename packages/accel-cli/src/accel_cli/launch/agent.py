@@ -91,7 +91,7 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
     _choose_interface(given)
     if given.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in given:
         return own, None
-    from accel_cli.launch.meeting_place import seat_at
+    from accel_cli.launch.rendezvous import seat_at
 
     host, _, port = given["rdzv-endpoint"].rpartition(":")
     seat = seat_at(host.strip("[]"), int(port))
@@ -107,8 +107,8 @@ def _seated(arguments: Sequence[str]) -> tuple[list[str], socket | None]:
 
 
 def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
-    from accel_cli.launch.arguments import SupervisionSettings
     from accel_cli.launch.hangs import HangWatch
+    from accel_cli.launch.settings import SupervisionSettings
     from accel_state.settings.environ import from_environment
 
     settings = from_environment(SupervisionSettings)
@@ -176,7 +176,7 @@ def _choose_interface(given: Mapping[str, str]) -> None:
     host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
     if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE):
         return
-    from accel_cli.launch.meeting_place import interface_towards
+    from accel_cli.launch.rendezvous import interface_towards
 
     name = interface_towards(host)
     if name is not None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
-from accel_cli.launch.arguments import TorchrunSettings
 from accel_cli.launch.cluster_environment import ClusterEnvironment
 from accel_cli.launch.kinds import check_kind, check_requirements, given_sizes
+from accel_cli.launch.settings import TorchrunSettings
 from accel_state.errors import AccelError, Conflict, SettingError
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.schema import settings_of

@@ -1,21 +1,67 @@
-"""The machines of a run as a batch system describes them: Slurm, MPI, LSF, Kubernetes, and torchrun's own variables.
+"""What the environment of a launch says: of an outer launch, and of the machines, as a batch system describes them.
 
-A batch system that started one launcher on each machine describes the run. Where it started the launcher once, as in
-the script of a Slurm job, its variables describe what the job may use, and this module ignores them.
+Slurm, MPI, LSF, Kubernetes and torchrun's own variables are read. A batch system that started one launcher on each
+machine describes the run. Where it started the launcher once, as in the script of a Slurm job, its variables describe
+what the job may use, and this module ignores them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from accel_state.errors import SettingError
-from accel_state.settings.environ import Given
+from accel_state.network import SECRET_VARIABLE
+from accel_state.settings.environ import ORIGINS, Given
 from accel_state.topology import derive_from_slurm, first_host, in_batch_script, tasks_of_node
 
-__all__ = ("SYSTEMS", "ClusterEnvironment", "read_cluster_environment")
+__all__ = (
+    "PLACE_VARIABLES",
+    "SYSTEMS",
+    "WRITTEN",
+    "ClusterEnvironment",
+    "read_cluster_environment",
+    "without_outer",
+    "written",
+)
+
+WRITTEN: Final = "ACCEL_LAUNCH_VARIABLES"
+"""Variable that names the variables a launch wrote."""
+
+PLACE_VARIABLES: Final = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_ERROR_FILE",
+)
+"""What a launch tells each process about its place, besides where the store is."""
+
+_STORE_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE)
+_TORCHRUN_TRACE: Final = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_PREFIXES: Final = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+
+
+def written(environment: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Value of `WRITTEN`: what a launch adds or changes, not what it passes on as it was."""
+    changed = [name for name, value in environment.items() if environ.get(name) != value]
+    return ",".join(sorted({*changed, *PLACE_VARIABLES, *_STORE_VARIABLES}))
+
+
+def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment as it was before an outer launch, of this launcher or of torch.distributed.run."""
+    dropped = {WRITTEN, ORIGINS, *environ.get(WRITTEN, "").split(",")}
+    if _TORCHRUN_TRACE in environ:
+        dropped.update(PLACE_VARIABLES, _STORE_VARIABLES, _with_prefix(environ))
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
+def _with_prefix(environ: Iterable[str]) -> Iterable[str]:
+    return (name for name in environ if name.startswith(_TORCHRUN_PREFIXES))
+
 
 Variables = Mapping[str, str]
 

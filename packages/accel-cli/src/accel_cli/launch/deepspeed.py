@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.arguments import MachineSettings
-from accel_cli.launch.hostfile import Host, read_hostfile
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
-from accel_cli.launch.launcher_settings import DEEPSPEED_LAUNCHERS, DeepSpeedLaunchSettings
 from accel_cli.launch.local import Supervisor, one_process
+from accel_cli.launch.mpi import Host, read_hostfile
+from accel_cli.launch.settings import DEEPSPEED_LAUNCHERS, DeepSpeedLaunchSettings, MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
 

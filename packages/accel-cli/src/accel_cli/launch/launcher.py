@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.arguments import MachineSettings
+from accel_cli.launch.cluster_environment import PLACE_VARIABLES, WRITTEN, written
 from accel_cli.launch.devices import usual_variables, visible
 from accel_cli.launch.kinds import kind_of, kind_origins, kind_variables
-from accel_cli.launch.nested import PLACE_VARIABLES, WRITTEN, written
+from accel_cli.launch.settings import MachineSettings
 from accel_state.devices.specs import SPECS
 from accel_state.errors import NotFound, PluginError
 from accel_state.settings.environ import ORIGINS, origins_text

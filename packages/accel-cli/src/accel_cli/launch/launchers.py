@@ -33,6 +33,7 @@ __all__ = (
     "choose_launcher",
     "find_launcher",
     "idle_settings",
+    "launcher_names",
     "launcher_settings",
     "load_launcher",
     "offered_launchers",
@@ -47,7 +48,7 @@ _BY_MACHINE: Final = "standard"
 _ENGINE: Final = "deepspeed"
 """Backend whose runs DeepSpeed's launcher starts."""
 
-_PLACES: Final = "accel_cli.launch.launcher_settings"
+_PLACES: Final = "accel_cli.launch.settings"
 
 
 def _this_machine(settings: ResolvedSettings, environ: Mapping[str, str]) -> str:
@@ -194,6 +195,11 @@ def launcher_settings() -> tuple[type, ...]:
     return tuple(dict.fromkeys(settings for settings in found if settings is not None))
 
 
+def launcher_names() -> tuple[str, ...]:
+    """What `--launcher` takes."""
+    return tuple(sorted((_AUTO, *offered_launchers())))
+
+
 def find_launcher(name: str, origin: str) -> LauncherManifest:
     """The manifest of a launcher.
 
@@ -208,7 +214,7 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
     several = offered_launchers().get(name, ())
     asked = f"Cannot use the launcher {name!r} ({origin})."
     if not several:
-        names = sorted((_AUTO, *offered_launchers()))
+        names = launcher_names()
         near = closest(name, names)
         raise SettingError(
             asked,

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Final
 
-from accel_cli.launch.arguments import MachineSettings, SupervisionSettings
 from accel_cli.launch.check import check_own_launcher
 from accel_cli.launch.hangs import HangWatch
 from accel_cli.launch.kinds import check_devices_of_kind, kind_of
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
-from accel_cli.launch.ports import Port
+from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.report import Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_cli.launch.settings import MachineSettings, SupervisionSettings
 from accel_state.errors import LaunchError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret

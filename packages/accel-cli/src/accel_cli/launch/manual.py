@@ -13,28 +13,53 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from accel_cli.manual import render
+from accel_cli.terminal import render
 from accel_state.settings.extension import extensions
 
-__all__ = ("OPTIONS", "cache_path", "launch_manual")
+__all__ = ("ESSENTIAL", "OPTIONS", "cache_path", "launch_manual")
 
 _PREFIX: Final = "accel_"
 OPTIONS: Final = (
     ("--config_file PATH", "Config file to read; the user's own when not given, if there is one."),
     ("-m, --module", "The script is the name of a module."),
     ("--no_python", "The script is a program that is not Python."),
-    ("-q, --quiet", "Tell nothing but the traceback of a failure."),
+    ("-q, --quiet", "Print nothing but the traceback of a failure."),
+    ("--help-all", "Show every option."),
 )
 """Options that are not settings, with their help."""
+
+ESSENTIAL: Final = (
+    *("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--gpu_ids"),
+    *("--cpu", "--mixed_precision", "--gradient_accumulation_steps", "--backend", "--use_fsdp", "--use_deepspeed"),
+    *("--launcher", "--max_restarts", "--preflight", "--prefix_output", "--hang_timeout", "--grace_period"),
+)
+"""Flags that the short help text shows: those that most runs need."""
+
+_SHORT_OF: Final = "accel launch"
 
 Rows = Mapping[str, list[tuple[str, str]]]
 
 
-def launch_manual(prog: str) -> str:
-    """The help text of `accel launch`."""
+def launch_manual(prog: str, everything: bool = False) -> str:
+    """The help text of `accel launch`: the options that most runs need, or every option.
+
+    Args:
+        prog: how the command was called; under the name of the drop-in it has every option.
+        everything: whether every option is shown.
+    """
     usage = f"{prog} [options] script [options of the script]"
     about = "Start a script on one or many processes. Every option may also be written with dashes for underscores."
-    return render(usage, about, {"options": OPTIONS, **_rows()})
+    if everything or prog != _SHORT_OF:
+        return render(usage, about, {"options": OPTIONS, **_rows()})
+    short = {heading: [row for row in rows if _flag(row[0]) in ESSENTIAL] for heading, rows in _rows().items()}
+    shown = {heading: rows for heading, rows in short.items() if rows}
+    end = f"`{prog} --help-all` shows every option: those of further launchers, engines and backends."
+    return render(usage, about, {"options": OPTIONS, **shown}, end)
+
+
+def _flag(name: str) -> str:
+    """The first flag of a row that has two dashes."""
+    return next((word.rstrip(",") for word in name.split() if word.startswith("--")), "")
 
 
 def cache_path(environ: Mapping[str, str]) -> str:
@@ -44,7 +69,10 @@ def cache_path(environ: Mapping[str, str]) -> str:
 
 
 def _rows() -> Rows:
-    path, offered = cache_path(os.environ), [list(extension) for extension in extensions("accel.backends")]
+    path, offered = (
+        cache_path(os.environ),
+        [list(extension) for group in ("accel.backends", "accel.launchers") for extension in extensions(group)],
+    )
     try:
         with open(path, encoding="utf-8") as file:
             kept = json.load(file)
@@ -60,8 +88,7 @@ def _rows() -> Rows:
 
 
 def _made() -> Rows:
-    from accel_cli.launch.flags import flag_rows
-    from accel_cli.launch.options import launch_classes
+    from accel_cli.launch.options import flag_rows, launch_classes
 
     return flag_rows(launch_classes())
 

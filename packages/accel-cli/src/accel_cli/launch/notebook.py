@@ -196,7 +196,7 @@ def _check_untouched() -> None:
 @contextmanager
 def _free_port(wanted: str) -> Iterator[int]:
     """The wanted port, or another one where it is in use."""
-    from accel_cli.launch.ports import Port
+    from accel_cli.launch.rendezvous import Port
 
     if not str(wanted).isdecimal():
         raise SettingError(_ASKED, f"use_port={wanted!r} is not a port.", "Give a number, or 0 for a free one.")
@@ -226,7 +226,7 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from accel_cli.launch.meeting_place import Seat, seat_at
+    from accel_cli.launch.rendezvous import Seat, seat_at
 
     seat = Seat(None, None)
     if options["rdzv_backend"] == "c10d":

@@ -1,19 +1,139 @@
-"""Every option of a launch: those of this package, of launchers and of backends."""
+"""Command-line options grown from the definitions of settings, in both spellings: `--num_processes`, `--num-processes`.
+
+A setting that is off by default, or is declared as a switch, becomes one with its opposite, `--cpu` and `--no_cpu`, so
+that a flag can undo what a file says; another bool takes `true` or `false`. A setting of several texts may be
+repeated. Opposites and spellings with dashes are understood without a line of help of their own. Where two
+settings have one flag, it sets both.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
-from accel_cli.launch.arguments import CARRIED, LAUNCH_CLASSES
+from accel_cli.config.resolved import REPEATED, label
 from accel_cli.launch.backends import backend_settings
-from accel_cli.launch.flags import add_settings, destination, is_switch, settings_by_flag
 from accel_cli.launch.launchers import launcher_settings
+from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
+from accel_state.settings.environ import Given
+from accel_state.settings.schema import BOOLEAN, SWITCH, TEXT, Setting, settings_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("add_launch_arguments", "carried_classes", "launch_classes", "launch_options")
+__all__ = (
+    "add_launch_arguments",
+    "add_settings",
+    "carried_classes",
+    "destination",
+    "flag_rows",
+    "flag_values",
+    "is_switch",
+    "launch_classes",
+    "launch_options",
+    "setting_of",
+    "settings_by_flag",
+)
+
+_ALSO: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_rank": ("--node_rank",)}
+"""Further names of flags: those of torchrun."""
+
+_PREFIX: Final = "setting:"
+
+
+def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
+    """Add the flags of every setting of some classes."""
+    for flag, known in settings_by_flag(classes).items():
+        names = _names(known)
+        to = destination(flag)
+        if not is_switch(known):
+            parser.add_argument(*names, dest=to, action=_action(known))
+            continue
+        parser.add_argument(*names, dest=to, action="store_const", const="true")
+        opposites = spelled(f"--no_{flag.removeprefix('--')}")
+        parser.add_argument(*opposites, dest=to, action="store_const", const="false")
+
+
+def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:
+    """What a help text says about each flag, under the headings the settings name."""
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for flag, known in settings_by_flag(classes).items():
+        value = "" if is_switch(known) else f" {_metavar(known)}"
+        also = _ALSO.get(flag, ())
+        short = [name for name in also if not name.startswith("--")]
+        names = ", ".join((*short, flag, *(name for name in also if name not in short)))
+        rows.setdefault(known.group or "General", []).append((names + value, _meaning(known)))
+    return rows
+
+
+def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Given]:
+    """Values of the flags that were given, by the label of their setting.
+
+    Raises:
+        SettingError: a flag's text is not of its setting's kind.
+    """
+    values = {}
+    for known in _flagged(classes):
+        said = getattr(parsed, destination(str(known.flag)), None)
+        if said is not None:
+            value = tuple(said) if known.type is REPEATED else known.parse(said, str(known.flag))
+            values[label(known)] = Given(value, str(known.flag))
+    return values
+
+
+def setting_of(dest: str, classes: Iterable[type]) -> Setting | None:
+    """The setting whose flag is parsed to `dest`."""
+    return settings_by_flag(classes).get(dest.removeprefix(_PREFIX))
+
+
+def settings_by_flag(classes: Iterable[type]) -> dict[str, Setting]:
+    """The first setting of each flag."""
+    found: dict[str, Setting] = {}
+    for known in _flagged(classes):
+        found.setdefault(str(known.flag), known)
+    return found
+
+
+def destination(flag: str) -> str:
+    """Name under which a namespace of `accel launch` has the text given for a flag."""
+    return _PREFIX + flag
+
+
+def _action(known: Setting) -> str:
+    return "append" if known.type is REPEATED else "store"
+
+
+def is_switch(known: Setting) -> bool:
+    """Whether the flag of a setting takes no value."""
+    return known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
+
+
+def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
+    for settings_class in classes:
+        yield from (known for known in settings_of(settings_class).values() if known.flag is not None)
+
+
+def _names(known: Setting) -> tuple[str, ...]:
+    names = (str(known.flag), *_ALSO.get(str(known.flag), ()))
+    return tuple(spelling for name in names for spelling in spelled(name))
+
+
+def _metavar(known: Setting) -> str:
+    if known.type is BOOLEAN:
+        return "{true,false}"
+    if known.type.choices:
+        return "{" + ",".join(known.type.choices) + "}"
+    return "TEXT" if known.type in (TEXT, REPEATED) else "N"
+
+
+def _meaning(known: Setting) -> str:
+    parts = [known.help]
+    if known.default not in (None, "", False, ()):
+        parts.append(f"Default: {known.type.format(known.default)}.")
+    if known.variable is not None:
+        parts.append(f"Variable: {known.variable}.")
+    return " ".join(parts)
 
 
 def launch_classes() -> tuple[type, ...]:

@@ -1,28 +1,172 @@
-"""From a command line to the settings of a launch, with notes for the user."""
+"""From a command line to the script and the settings of a launch, with notes for the user."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from accel_cli.config.file import ConfigFile, read_config
-from accel_cli.config.location import default_path
+from accel_cli.config.file import ConfigFile, default_path, read_config
 from accel_cli.config.resolved import ResolvedSettings, resolve_settings
 from accel_cli.launch.backends import backend_for, check_backend, failures
-from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment
-from accel_cli.launch.flags import flag_values
+from accel_cli.launch.cluster_environment import ClusterEnvironment, read_cluster_environment, without_outer
 from accel_cli.launch.kinds import idle, kind_of, named_by
+from accel_cli.launch.launcher import Script
 from accel_cli.launch.launchers import Choice, choose_launcher, idle_settings
-from accel_cli.launch.nested import without_outer
-from accel_cli.launch.options import add_launch_arguments, launch_classes
+from accel_cli.launch.options import add_launch_arguments, flag_values, launch_classes
+from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from importlib.machinery import ModuleSpec
+
+__all__ = (
+    "Request",
+    "find_script",
+    "how_to_run",
+    "notes",
+    "read_request",
+    "request_of",
+    "script_of",
+)
+
+_ZIPPED: Final = (".zip", ".pyz")
+
+
+def script_of(arguments: Namespace) -> Script:
+    """What a command line of `accel launch` names.
+
+    Raises:
+        SettingError: it cannot be found.
+    """
+    words = arguments.script[arguments.script[:1] == ["--"] :]
+    target, *script_arguments = words or [""]
+    return find_script(target, script_arguments, arguments.module, arguments.no_python)
+
+
+def find_script(target: str, arguments: Sequence[str], module: bool, no_python: bool) -> Script:
+    """What every process is to run.
+
+    Args:
+        target: path of a script, name of a module with `module`, or a program with `no_python`.
+        arguments: what it is given.
+
+    Raises:
+        SettingError: it cannot be found.
+    """
+    how = how_to_run(module, no_python)
+    _CHECKS[how](target)
+    return Script(how, target, tuple(arguments))
+
+
+def how_to_run(module: bool, no_python: bool) -> str:
+    """The way in which a target is run, as `Script.how` names it.
+
+    Raises:
+        Conflict: a module is to be run, and no Python.
+    """
+    if module and no_python:
+        raise Conflict(
+            "Cannot combine --module and --no_python.",
+            "A module is run by Python, --no_python runs something else.",
+            "Remove one of the two.",
+        )
+    return "module" if module else "program" if no_python else "script"
+
+
+def _check_script(target: str) -> None:
+    asked = f"Cannot start the script {target}."
+    if not target:
+        raise SettingError("Cannot launch.", "The script is missing.", "Write: accel launch [options] script.py")
+    if not os.path.exists(target):
+        where = "" if os.path.isabs(target) else f" in {os.getcwd()}"
+        remedy = _as_module(target) or "Check the path."
+        raise SettingError(asked, f"There is no such file{where}.", remedy)
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise SettingError(asked, "It is a folder without a __main__.py.", "Name the file to run.")
+    if not os.access(target, os.R_OK):
+        raise SettingError(asked, "It may not be read.", "Change its permissions.")
+
+
+def _as_module(target: str) -> str | None:
+    """The advice for a name that looks like a module's."""
+    if os.sep in target or target.endswith(".py") or not all(part.isidentifier() for part in target.split(".")):
+        return None
+    return "Check the path, or give -m to run a module."
+
+
+def _check_module(target: str) -> None:
+    from importlib.util import find_spec
+
+    asked = f"Cannot start the module {target}."
+    if not all(part.isidentifier() for part in target.split(".")):
+        near = target.removesuffix(".py").replace(os.sep, ".")
+        raise SettingError(
+            asked, "The name is not that of a module.", f"Write it as {near}, or leave out -m for a path."
+        )
+    if target.endswith(".py") and os.path.isfile(target):
+        raise SettingError(asked, f"{target} is a file.", f"Leave out -m, or write {target.removesuffix('.py')}.")
+    first = target.partition(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = find_spec(first)
+    except ValueError:
+        # It has been imported and says nothing of where it is from.
+        return
+    finally:
+        del sys.path[0]
+    missing = first if spec is None else _missing_part(spec, target)
+    if missing.endswith(".__main__"):
+        raise SettingError(asked, "It is a package without a __main__ module.", "Name the module to run.")
+    if missing:
+        raise SettingError(asked, f"There is no module {missing!r}.", "Install it, or start from its folder.")
+
+
+def _missing_part(spec: ModuleSpec, target: str) -> str:
+    """What a package lacks of a longer name, or of what makes it run; found without importing it."""
+    from importlib.machinery import PathFinder
+
+    names = f"{target}.__main__".split(".")
+    for count in range(2, len(names) + 1):
+        if spec.submodule_search_locations is None:
+            # A module: it has no parts, and needs none to run.
+            return "" if count == len(names) else ".".join(names[:count])
+        if _extends_itself(spec):
+            return ""
+        found = PathFinder.find_spec(".".join(names[:count]), spec.submodule_search_locations)
+        if found is None:
+            return ".".join(names[:count])
+        spec = found
+    return ""
+
+
+def _extends_itself(spec: ModuleSpec) -> bool:
+    """Whether a package may look for its parts in other folders than its own."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return spec.origin is not None
+    try:
+        with open(spec.origin, "rb") as file:
+            return b"__path__" in file.read()
+    except OSError:
+        return True
+
+
+def _check_program(target: str) -> None:
+    import shutil
+
+    if shutil.which(target) is None:
+        raise SettingError(
+            f"Cannot start the program {target}.",
+            "There is no such executable file.",
+            "Check the path and its permissions.",
+        )
+
+
+_CHECKS: Final = {"script": _check_script, "module": _check_module, "program": _check_program}
+
 
 _PROG: Final = "accel launch"
-
-__all__ = ("Request", "notes", "read_request", "request_of")
 
 
 class Request(NamedTuple):

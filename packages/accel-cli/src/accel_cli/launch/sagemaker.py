@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, common_environment
-from accel_cli.launch.launcher_settings import SageMakerSettings
+from accel_cli.launch.settings import SageMakerSettings
 from accel_state.errors import NotOffered, SettingError
 from accel_state.labels import SageMakerDistributedType
 from accel_state.settings.installed import Requirement

@@ -23,9 +23,9 @@ from typing import IO, Final, NamedTuple
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.check import shown
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
-from accel_cli.launch.launcher_settings import SlurmSettings
 from accel_cli.launch.local import ENDING, Inbox, Local
 from accel_cli.launch.report import shell_code
+from accel_cli.launch.settings import SlurmSettings
 from accel_cli.launch.torchrun import Torchrun
 from accel_state.errors import Conflict, LaunchError, NotFound, SettingError
 from accel_state.exit_codes import RESUME

@@ -8,8 +8,8 @@ from typing import Final
 
 from accel_cli.config.resolved import ResolvedSettings
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
-from accel_cli.launch.launcher_settings import TPUSettings
 from accel_cli.launch.local import Supervisor, one_process
+from accel_cli.launch.settings import TPUSettings
 from accel_state.errors import NotOffered, SettingError
 
 __all__ = ("RUNNER_OF_TPU", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")

@@ -9,8 +9,7 @@ from accel_cli.commands.launch import launch_request
 from accel_cli.launch.check import check_launch
 from accel_cli.launch.launcher import Launcher, LaunchPlan, LaunchRequest
 from accel_cli.launch.launchers import choose_launcher, load_launcher
-from accel_cli.launch.request import read_request
-from accel_cli.launch.script import script_of
+from accel_cli.launch.request import read_request, script_of
 from accel_cli.parser import Parser
 
 __all__ = ("make_plan", "prepare_launch")

@@ -1,4 +1,5 @@
-"""`accel runs`: `show` draws the curves of a run that the tracker "jsonl" stored, `samples` counts the samples of each
+"""`accel runs`: `list` names the runs of this machine and of a folder, `show` draws the curves of a run that the
+tracker "jsonl" stored, `samples` counts the samples of each
 source of a mixture, `status` shows its processes.
 
 All actions identify a run by its folder, or by the process id of its launcher while it runs.
@@ -25,6 +26,15 @@ class Runs:
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        listed = actions.add_parser(
+            "list",
+            help="list the runs of this machine and those stored in a folder",
+            description="List the runs that `accel launch` of this user started here, and those stored in a folder.",
+        )
+        listed.add_argument(
+            "path", metavar="FOLDER", nargs="?", default=".", help="where runs are stored; by default ."
+        )
+        listed.add_argument("--json", action="store_true", help="print one line of JSON per run")
         show = actions.add_parser("show", help="show one run", description="Show the curves of one run.")
         show.add_argument("path", metavar="RUN", help=f"{_RUN}, for its newest curves; or a .jsonl file")
         show.add_argument(
@@ -64,6 +74,11 @@ class Runs:
             from accel_tracking.commands.status import show_status
 
             return show_status(arguments.run, arguments.watch, arguments.json, arguments.stacks)
+        if arguments.action == "list":
+            from accel_tracking.commands.stored import list_runs
+
+            print(_printable(list_runs(arguments.path, arguments.json)))  # noqa: T201 - what the command is for
+            return 0
         if arguments.action == "samples":
             from accel_tracking.commands.samples import describe_samples
 

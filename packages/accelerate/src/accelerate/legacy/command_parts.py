@@ -9,15 +9,13 @@ from argparse import ArgumentParser, HelpFormatter, Namespace, RawDescriptionHel
 from typing import Any, Final
 
 from accel_cli.command import spelled
-from accel_cli.config.defaults import modernised, usual_config
-from accel_cli.config.location import default_path
-from accel_cli.config.prompt import prompter
-from accel_cli.config.wizard import questions
-from accel_cli.config.write import nested, write_config
-from accel_cli.launch.arguments import ASKED
+from accel_cli.config.file import default_path
+from accel_cli.config.wizard import prompter, questions
+from accel_cli.config.write import modernised, nested, usual_config, write_config
 from accel_cli.launch.backends import backends
 from accel_cli.launch.devices import best_devices
 from accel_cli.launch.options import launch_classes
+from accel_cli.launch.settings import ASKED
 from accel_state.labels import ComputeEnvironment, DynamoBackend
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Final, TypeVar
 
-from accel_cli.config.document import read_document, read_tables
-from accel_cli.config.file import modern
-from accel_cli.config.location import default_path
+from accel_cli.config.file import default_path, modern, read_document, read_tables
 from accel_cli.config.write import write_config
 from accel_state.errors import SettingError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType

@@ -7,9 +7,8 @@ from argparse import Namespace
 from enum import Enum
 from typing import Any, Final
 
-from accel_cli.commands.to_fsdp2 import target_of
-from accel_cli.config.document import read_tables
-from accel_cli.config.fsdp2 import convert
+from accel_cli.commands.to_fsdp2 import convert, target_of
+from accel_cli.config.file import read_tables
 from accel_cli.config.write import write_config
 from accel_state.errors import SettingError
 

@@ -9,9 +9,8 @@ from typing import Final
 from accel_cli.config.resolved import label
 from accel_cli.launch.check import check_launch
 from accel_cli.launch.devices import count_devices
-from accel_cli.launch.flags import settings_by_flag
 from accel_cli.launch.kinds import given_sizes, kind_of
-from accel_cli.launch.options import launch_classes
+from accel_cli.launch.options import launch_classes, settings_by_flag
 from accel_cli.launch.request import read_request
 from accel_state.settings.environ import Given
 from accelerate.legacy.config_classes import BaseConfig, load_config_from_file

@@ -11,16 +11,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from accel_cli.commands.launch import this_machine
-from accel_cli.launch.arguments import MachineSettings
 from accel_cli.launch.deepspeed import check_deepspeed, deepspeed_argv
-from accel_cli.launch.flags import flag_values
 from accel_cli.launch.launcher import LaunchRequest, Script, common_environment
 from accel_cli.launch.launchers import own_launcher
 from accel_cli.launch.mpi import find_mpi, placement
-from accel_cli.launch.options import carried_classes
-from accel_cli.launch.request import read_request
+from accel_cli.launch.options import carried_classes, flag_values
+from accel_cli.launch.request import how_to_run, read_request
 from accel_cli.launch.sagemaker import describe_job
-from accel_cli.launch.script import how_to_run
+from accel_cli.launch.settings import MachineSettings
 from accel_cli.launch.tpu import tpu_variables
 from accel_state.labels import DistributedType
 from accel_state.network import DEFAULT_PORT, get_free_port

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from accel_cli.config.prompt import prompter
+from accel_cli.config.wizard import prompter
 
 __all__ = (
     "ARROW_KEY_FLAG",

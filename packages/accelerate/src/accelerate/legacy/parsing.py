@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from accel_cli.config.repeated import REPEATED
-from accel_cli.launch.flags import destination, is_switch, settings_by_flag
-from accel_cli.launch.options import launch_classes
+from accel_cli.config.resolved import REPEATED
+from accel_cli.launch.options import destination, is_switch, launch_classes, settings_by_flag
 from accel_state.settings.schema import Setting
 
 __all__ = ("CustomArgumentParser", "add_launch_arguments", "default_of", "name_of", "own_arguments")

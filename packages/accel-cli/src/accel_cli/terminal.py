@@ -1,0 +1,125 @@
+"""Texts for a terminal: tables, and help texts written from data, quicker than a parser that only describes itself.
+
+Tables are drawn with the library rich in a terminal where it is installed, and as plain columns elsewhere; `NO_COLOR`
+and a terminal without colours are respected by rich.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from accel_state.settings.installed import importable
+from accel_state.untrusted import printable
+
+__all__ = ("coloured", "columns", "render", "width")
+
+_LEFT: Final = 30
+_NARROWEST: Final = 50
+_WIDEST: Final = 120
+
+
+def render(usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], end: str = "") -> str:
+    """A help text.
+
+    Args:
+        usage: how the command is called.
+        about: one sentence on what it does.
+        sections: rows of a name and what it means, by heading.
+        end: a closing sentence.
+    """
+    from textwrap import wrap
+
+    columns = width()
+    lines = [*wrap(f"usage: {usage}", columns, subsequent_indent="       "), "", *wrap(about, columns)]
+    for heading, rows in sections.items():
+        lines += ["", f"{heading}:"]
+        for name, meaning in rows:
+            lines += _row(name, meaning, columns)
+    return "\n".join((*lines, *(("", *wrap(end, columns)) if end else ()), ""))
+
+
+def _row(name: str, meaning: str, columns: int) -> list[str]:
+    from textwrap import wrap
+
+    text = wrap(meaning, columns - _LEFT) or [""]
+    if len(name) + 4 > _LEFT:
+        return [f"  {name}", *(" " * _LEFT + line for line in text)]
+    return [f"  {name:<{_LEFT - 2}}{text[0]}".rstrip(), *(" " * _LEFT + line for line in text[1:])]
+
+
+def width() -> int:
+    """Columns of a help text in this terminal."""
+    try:
+        columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
+    except (OSError, ValueError):
+        columns = _terminal()
+    return min(max(columns - 2, _NARROWEST), _WIDEST)
+
+
+def _terminal() -> int:
+    try:
+        return os.get_terminal_size().columns
+    except OSError:
+        return 80
+
+
+_GAP: Final = "  "
+
+
+_COLOURS: Final = {
+    **dict.fromkeys(("good", "complete", "default", "available", "fine", "running", "finished", "yes"), "green"),
+    **dict.fromkeys(("worry", "incomplete", "unknown", "?", "no"), "yellow"),
+    **dict.fromkeys(("damaged", "cannot", "unusable", "trouble", "broken", "failed"), "red"),
+}
+_CODES: Final = {"green": "32", "yellow": "33", "red": "31"}
+
+
+def coloured(text: str) -> str:
+    """A status in its colour, where the terminal has colours; otherwise the text as it is."""
+    code = _CODES.get(_colour(text))
+    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    return f"\x1b[{code}m{text}\x1b[0m" if code is not None and wanted else text
+
+
+def _colour(text: str) -> str:
+    words = text.replace(":", " ").split()
+    return _COLOURS.get(words[0], "") if words else ""
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[object]], status: str = "") -> list[str]:
+    """Lines of a table with a heading; nothing is cut, and only a terminal's width wraps anything.
+
+    Characters that control a terminal are escaped: cells may come from files of others. The column whose heading is
+    `status` has colours where the terminal has them.
+
+    Example:
+        >>> columns(["name", "value"], [["cpu", True], ["port", 29500]])
+        ['name  value', 'cpu   True', 'port  29500']
+    """
+    if sys.stdout.isatty() and importable("rich"):
+        return _drawn(head, rows, status)
+    texts = [[printable(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [_GAP.join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]
+
+
+def _drawn(head: Sequence[str], rows: Sequence[Sequence[object]], status: str) -> list[str]:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, name in enumerate(head):
+        drawn.add_column(name, overflow="fold", style="" if number else "cyan", header_style="bold")
+    for row in rows:
+        texts = [printable(cell) for cell in row]
+        styles = [_colour(text) if name == status else "" for name, text in zip(head, texts, strict=True)]
+        drawn.add_row(*(Text(text, style=style) for text, style in zip(texts, styles, strict=True)))
+    console = Console()
+    with console.capture() as captured:
+        console.print(drawn)
+    return [line.rstrip() for line in captured.get().splitlines()]

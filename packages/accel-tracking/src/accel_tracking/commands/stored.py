@@ -1,0 +1,79 @@
+"""`accel runs list [FOLDER]`: the runs of this user on this machine, and those that a folder stores."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accel_state.errors import SettingError
+from accel_state.run_status.find import running_runs
+from accel_state.untrusted import printable
+
+__all__ = ("list_runs",)
+
+_HEADS = ("run", "state", "started", "steps", "where")
+
+
+def list_runs(folder: str, as_json: bool = False) -> str:
+    """The runs as a table, the newest first, or one JSON object a line.
+
+    Args:
+        folder: searched for files of the tracker "jsonl", in all folders below it.
+        as_json: for programs.
+
+    Raises:
+        SettingError: there is no such folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise SettingError(
+            f"Cannot list the runs of {folder!r}.", "It is not a folder.", "Name a logging folder, or leave it out."
+        )
+    found = sorted((*_running(), *_stored(root)), key=lambda run: -run["started"])
+    if as_json:
+        return "\n".join(json.dumps(run) for run in found)
+    if not found:
+        return f"No run of this user is running here, and {folder} stores none."
+    rows = [_HEADS, *(tuple(printable(_text(run[head])) for head in _HEADS) for run in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _running() -> Iterator[dict[str, Any]]:
+    for run in running_runs():
+        yield {"run": str(run.pid), "state": "running", "started": run.began, "steps": None, "where": run.folder()}
+
+
+def _stored(root: Path) -> Iterator[dict[str, Any]]:
+    from accel_tracking.trackers.jsonl import read_run
+
+    for path in root.rglob("*.jsonl"):
+        try:
+            run = read_run(path)
+        except SettingError:
+            # Another program's file.
+            continue
+        steps = [entry.step for entry in run.records if entry.step is not None]
+        state = "finished" if run.finished else "unfinished"
+        where = str(path)
+        yield {
+            "run": run.name,
+            "state": state,
+            "started": run.started,
+            "steps": max(steps, default=None),
+            "where": where,
+        }
+
+
+def _text(value: object) -> str:
+    """A cell: a dash for nothing, a local time for the seconds of a start, an integral step without a fraction."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(value)) if value > 1e8 else f"{value:g}"
+    return str(value)
