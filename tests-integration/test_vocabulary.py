@@ -32,13 +32,7 @@ SHARED = {
 """Names that several modules define because a protocol prescribes them, each with the reason."""
 
 TO_SEPARATE = {
-    "Backend",
-    "Checkpoint",
     "Job",
-    "Launch",
-    "load",
-    "probe",
-    "table",
 }
 """Names with two definitions that one of the two gives up; the set only shrinks."""
 

@@ -1,17 +1,141 @@
-"""`accel backends`: which backends are installed, where they come from, and whether they can be used here."""
+"""`accel backends`: which backends are installed, where they come from, and whether they can be used here.
+
+Everything but the probe is found without importing torch.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import textwrap
-from typing import TYPE_CHECKING, Final
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from accel_cli import launch
+from accel_cli.launch.cluster_environment import PLACE_VARIABLES
+from accel_plugins.resolve import Found, available
+from accel_state.settings.extension import Extension
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.backends.listing import Row
+__all__ = ("COMMAND", "HEAD", "Backends", "Row", "ask", "rows", "table_cells")
 
-__all__ = ("COMMAND", "Backends")
+HEAD: Final = ("name", "version", "package", "tier", "here")
+
+_PROBE: Final = os.path.join(os.path.dirname(os.path.abspath(launch.__file__)), "backend_probe.py")
+_TIMEOUT: Final = 120.0
+_BUSY: Final = "It gave no answer within {:.0f} s."
+
+
+class Row(NamedTuple):
+    """One backend that some package offers.
+
+    Args:
+        name: what users choose it by.
+        package, version: the distribution that offers it.
+        tier: 1 tested for real on a CPU, 2 tested when a GPU is at hand, 3 contract tests only; None is not known.
+        priority: of the backends whose circumstances are present, the one with the highest is taken.
+        state: "default" for the backend of a single process without options, "available" for others that can run,
+            "unusable" with an obstacle, "unknown" without a probe.
+        obstacle: what stands in the way of using it; empty when nothing does.
+        failure: the traceback of what failed; empty when nothing did.
+    """
+
+    name: str
+    package: str
+    version: str
+    tier: int | None = None
+    priority: int = 0
+    state: str = "unknown"
+    obstacle: str = ""
+    failure: str = ""
+
+
+def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
+    """Every offered backend, in order of name; `answers` are those of `ask`."""
+    answered = answers or {}
+    listed = [_row(found, answered.get(found.name, {})) for found in available()]
+    present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
+    best = max((row.priority for row in present), default=None)
+    return [row._replace(state="default") if row in present and row.priority == best else row for row in listed]
+
+
+def _row(found: Found, answer: Mapping[str, Any]) -> Row:
+    package, _, version = found.origin.rpartition(" ")
+    if found.manifest is None:
+        return Row(found.name, package, version, state="unusable", obstacle=found.obstacle or "", failure=found.failure)
+    failure = _settings_failure(found) or answer.get("failed", "")
+    obstacle = found.obstacle or _last_line(failure)
+    return Row(
+        found.name,
+        package,
+        version,
+        found.manifest.tier,
+        found.manifest.priority,
+        "unusable" if obstacle else "available" if answer else "unknown",
+        obstacle,
+        "" if found.obstacle else failure,
+    )
+
+
+def _settings_failure(found: Found) -> str:
+    """Traceback of what happens when the settings of a backend are loaded; empty when nothing goes wrong."""
+    target = found.manifest.config if found.manifest is not None else ""
+    if not target:
+        return ""
+    try:
+        Extension("", found.name, target, found.origin).load()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """What the backends answer in a process of its own, and why they could not be asked; empty when they could."""
+    alone = {name: value for name, value in environ.items() if name not in PLACE_VARIABLES}
+    command = [sys.executable, _PROBE]
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            env={**alone, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+    except subprocess.TimeoutExpired:
+        return {}, _BUSY.format(_TIMEOUT)
+    if answer.returncode:
+        return {}, _last_line(answer.stderr) or f"Exit code {answer.returncode}."
+    try:
+        found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {}, f"They answered {answer.stdout[-200:]!r}."
+    return found, ""
+
+
+def table_cells(listed: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Cells under `HEAD`."""
+    return [
+        (
+            row.name,
+            row.version,
+            row.package,
+            "?" if row.tier is None else str(row.tier),
+            f"cannot be used: {row.obstacle}" if row.obstacle else row.state,
+        )
+        for row in listed
+    ]
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
 
 _END: Final = (
     "A single process without options uses the 'default' backend. "
@@ -33,7 +157,6 @@ class Backends:
 
     def run(self, arguments: Namespace) -> int:
         """Print the table, and the traceback of each that failed."""
-        from accel_cli.backends.listing import ask, rows
 
         answers, obstacle = ({}, "") if arguments.no_probe else ask(os.environ)
         listed = rows(answers)
@@ -51,10 +174,9 @@ class Backends:
 
 
 def _show(listed: list[Row]) -> None:
-    from accel_cli.backends.listing import HEAD, table
     from accel_cli.terminal import columns
 
-    print("\n".join(columns(HEAD, table(listed), HEAD[-1])))
+    print("\n".join(columns(HEAD, table_cells(listed), HEAD[-1])))
     for row in listed:
         if row.failure:
             print(f"\n{row.name} ({row.package} {row.version}) failed:")

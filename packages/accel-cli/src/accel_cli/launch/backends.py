@@ -16,7 +16,7 @@ from accel_state.settings.schema import closest, settings_of
 
 __all__ = (
     "GROUP",
-    "Backend",
+    "OfferedBackend",
     "backend_for",
     "backend_settings",
     "backends",
@@ -30,7 +30,7 @@ __all__ = (
 GROUP: Final = "accel.backends"
 
 
-class Backend(NamedTuple):
+class OfferedBackend(NamedTuple):
     """One entry point of the group, loaded as far as it could be.
 
     Args:
@@ -47,7 +47,7 @@ class Backend(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def backends() -> tuple[Backend, ...]:
+def backends() -> tuple[OfferedBackend, ...]:
     """Every offered backend."""
     return tuple(map(_load, extensions(GROUP)))
 
@@ -67,7 +67,7 @@ def switches() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def failures() -> tuple[Backend, ...]:
+def failures() -> tuple[OfferedBackend, ...]:
     """Backends of which something could not be loaded."""
     return tuple(backend for backend in backends() if backend.error is not None)
 
@@ -107,7 +107,7 @@ def backend_for(label: str, origin: str, names: Collection[str] = ()) -> str | N
     )
 
 
-def why_unusable(backend: Backend, origin: str) -> Exception | None:
+def why_unusable(backend: OfferedBackend, origin: str) -> Exception | None:
     """The error for a backend that cannot start, or None."""
     asked = f"Cannot start the backend {backend.extension.name!r} ({origin})."
     if backend.manifest is None:
@@ -127,18 +127,18 @@ def label_of(manifest: Any) -> str | None:
     return None if label is None else str(label.value)
 
 
-def _load(extension: Extension) -> Backend:
+def _load(extension: Extension) -> OfferedBackend:
     try:
         manifest = extension.load()
     except Exception as error:
-        return Backend(extension, error=error)
+        return OfferedBackend(extension, error=error)
     if not manifest.config:
-        return Backend(extension, manifest)
+        return OfferedBackend(extension, manifest)
     try:
         settings: Any = Extension(GROUP, extension.name, manifest.config, extension.origin).load()
     except Exception as error:
-        return Backend(extension, manifest, error=error)
-    return Backend(extension, manifest, settings if _has_settings(settings) else None)
+        return OfferedBackend(extension, manifest, error=error)
+    return OfferedBackend(extension, manifest, settings if _has_settings(settings) else None)
 
 
 def _has_settings(settings_class: type) -> bool:

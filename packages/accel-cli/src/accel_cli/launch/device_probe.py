@@ -10,10 +10,10 @@ import os
 import sys
 from typing import Any
 
-__all__ = ("main", "probe")
+__all__ = ("main", "probe_devices")
 
 
-def probe() -> dict[str, Any]:
+def probe_devices() -> dict[str, Any]:
     """Version of torch, the device families that are present with their numbers of devices, and the best of them."""
     import torch
 
@@ -31,7 +31,7 @@ def probe() -> dict[str, Any]:
 
 def main() -> None:
     """Print what was found on the last line of the output."""
-    print(json.dumps(probe()))
+    print(json.dumps(probe_devices()))
 
 
 if __name__ == "__main__":

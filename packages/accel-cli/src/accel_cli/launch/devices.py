@@ -71,7 +71,7 @@ def usual_variables() -> Mapping[str, str]:
 
 
 def ask_torch(asked: str) -> dict[str, Any]:
-    """What `device_probe.probe` finds, in a process of its own.
+    """What `device_probe.probe_devices` finds, in a process of its own.
 
     Args:
         asked: for what it is needed, for the message.

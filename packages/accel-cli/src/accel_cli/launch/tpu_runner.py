@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ("call", "load", "main", "start_on_tpu")
+__all__ = ("call", "load_script", "main", "start_on_tpu")
 
 
 def main() -> None:
@@ -47,10 +47,10 @@ def call(index: int, function: str, how: str, target: str, arguments: tuple[str,
     """Call the script's function in one of the processes."""
     del index
     sys.argv = [target, *arguments]
-    return getattr(load(how, target), function)()
+    return getattr(load_script(how, target), function)()
 
 
-def load(how: str, target: str) -> ModuleType:
+def load_script(how: str, target: str) -> ModuleType:
     """The script as a module."""
     if how == "module":
         sys.path.insert(0, os.getcwd())

@@ -15,10 +15,10 @@ import traceback
 import warnings
 from typing import Any
 
-__all__ = ("main", "probe")
+__all__ = ("main", "probe_backends")
 
 
-def probe() -> dict[str, Any]:
+def probe_backends() -> dict[str, Any]:
     """By name of backend: whether it is `present` (None when it has to be named), and a traceback of what `failed`."""
     from accel_plugins import resolve
     from accel_state import current
@@ -45,7 +45,7 @@ def _imported(target: str) -> Any:
 def main() -> None:
     """Print what was found on the last line of the output."""
     warnings.simplefilter("ignore")
-    print(json.dumps(probe()))
+    print(json.dumps(probe_backends()))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""What `accel backends` finds out and shows."""
