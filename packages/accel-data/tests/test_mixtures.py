@@ -209,8 +209,6 @@ def test_sources_that_read_many_samples_at_once_do_so() -> None:
     assert mixture.__getitems__([]) == []
 
 
-# The library pickles its formats to name a data set, and dill warns of a class of pyarrow.
-@pytest.mark.filterwarnings("ignore:Cannot locate reference to")
 def test_a_hugging_face_data_set_is_a_source() -> None:
     datasets = pytest.importorskip("datasets", reason="reads data sets of Hugging Face, an optional library")
     text = datasets.Dataset.from_dict({"x": TEXT})
