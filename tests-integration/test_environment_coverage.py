@@ -38,7 +38,7 @@ def sources() -> dict[str, tuple[str, frozenset[str]]]:
 def settings_classes() -> Iterator[type]:
     """Every class with declared settings, wherever in the packages."""
     for name, (text, _) in sources().items():
-        if "setting" in text:
+        if "setting(" in text or "partial(\n    setting," in text:
             for value in vars(importlib.import_module(name)).values():
                 if isinstance(value, type) and value.__module__ == name and has_settings(value):
                     yield value

@@ -64,7 +64,7 @@ def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() 
     run = current.require_run()
     engine = run.strategy
     manifest = dataclasses.replace(engine.manifest, owns=frozenset({Duty.ACCUMULATION}))
-    current.set_run(run._replace(strategy=engine._replace(manifest=manifest)))
+    current.set_run(run._replace(strategy=dataclasses.replace(engine, manifest=manifest)))
 
     first.gradient_state.sync_gradients = False
     assert not Accelerator().gradient_state.sync_gradients

@@ -30,7 +30,9 @@ class OptimizerStepper:
     __slots__ = ("_accumulation", "_has_after_step", "_model", "_registry", "_strategy")
 
     def __init__(self, strategy: Strategy, accumulation: Accumulation, registry: Registry) -> None:
-        self._strategy, self._accumulation, self._registry = strategy, accumulation, registry
+        self._strategy, self._accumulation = strategy, accumulation
+        # The registry keeps the prepared optimizers, which keep this.
+        self._registry = weakref.ref(registry)
         self._has_after_step = type(strategy).after_step is not base.Strategy.after_step
         self._model: weakref.ref[Module] | None = None
 
@@ -45,7 +47,8 @@ class OptimizerStepper:
     def _model_of(self, optimizer: Optimizer) -> Module | None:
         """The model whose parameters the optimizer holds; looked for once, since models may be prepared later."""
         model = None if self._model is None else self._model()
-        if model is None and (model := self._registry.owner_of(optimizer)) is not None:
+        registry = self._registry()
+        if model is None and registry is not None and (model := registry.owner_of(optimizer)) is not None:
             self._model = weakref.ref(model)
         return model
 

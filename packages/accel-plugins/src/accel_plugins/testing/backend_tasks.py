@@ -306,8 +306,8 @@ def overflow(case: Case) -> Answer:
 SAVED, RESUMED = 7, 9
 """Steps before a save, and after it.
 
-The number before is no multiple of 2 to 6, and both are more than 6, so that a strategy that does something only every
-few steps has done it before the save, is in the middle of a window then, and does it again afterwards.
+The number before is not a multiple of 2 to 6, and both are more than 6, so that a strategy that does something only
+every few steps has done it before the save, is in the middle of a window then, and does it again afterwards.
 """
 
 
