@@ -15,6 +15,8 @@ from accel_state.testing.processes import run_command
 from accel_torch.check_resume.comparison import Notes, compare_notes, controls
 from accel_torch.check_resume.digests import digests_of, sample_digests
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 SCRIPT = str(Path(__file__).with_name("resumed_script.py"))
 
 
