@@ -46,7 +46,8 @@ class AcceleratorSession(Session):
         if isinstance(case.config, KwargsHandler):
             handlers = [*handlers, case.config]
         elif case.config is not None:
-            given = {case.manifest.parameter: case.config}
+            # Settings of another backend are given by the argument of that one.
+            given = {case.manifest.parameter or "fsdp_plugin": case.config}
         self.accelerator = Accelerator(
             cpu=current.process().device.type == "cpu",
             mixed_precision=case.precision,
@@ -203,7 +204,7 @@ def train_compiled(case: Case) -> dict[str, Any]:
     """Losses and weights of a compiled model, and what it is when it is unwrapped."""
     session: Any = case.open()
     losses, _ = session.train()
-    bare = session.accelerator.unwrap_model(session.model)
+    bare = session.accelerator.unwrap_model(session.model, keep_torch_compile=False)
     return {
         "compiled": any(hasattr(module, "_orig_mod") for module in session.model.modules()),
         "is_users_class": isinstance(bare, Small),
