@@ -211,7 +211,7 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
         SettingError: there is no launcher of that name.
         PluginError: several packages offer it, or it could not be loaded.
     """
-    several = offered_launchers().get(name, ())
+    several = list(offered_launchers().get(name, ()))
     asked = f"Cannot use the launcher {name!r} ({origin})."
     if not several:
         names = launcher_names()

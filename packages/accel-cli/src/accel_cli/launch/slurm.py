@@ -282,16 +282,17 @@ def _processes(settings: ResolvedSettings, nodes: int, environ: Mapping[str, str
 def _run_step(plan: LaunchPlan, inbox: Inbox) -> int:
     """Run the step, again when it failed and may be restarted, and queue the job again when it saved."""
     step: SlurmStep = plan.details
-    for restart in range(step.restarts + 1):
+    restart = 0
+    while True:
         running = _Running(plan, step)
         code = running.wait(inbox)
         if code == RESUME and step.requeue and not running.stopped_for_good:
             _requeue(step.job)
         if code in (0, RESUME) or running.signalled or restart == step.restarts:
-            break
+            return code
+        restart += 1
         if not plan.quiet:
-            _tell(f"The step failed with exit code {code}; it starts again ({restart + 1} of {step.restarts}).")
-    return code
+            _tell(f"The step failed with exit code {code}; it starts again ({restart} of {step.restarts}).")
 
 
 class _Running:
