@@ -22,7 +22,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
 from types import TracebackType
@@ -187,8 +186,7 @@ _SAME_CALL: Final = (
 _PAD: Final = "Call pad_across_processes() on the data first, or gather_object() if the shapes are meant to differ."
 
 
-@dataclass(frozen=True)
-class CallDescription:
+class CallDescription(NamedTuple):
     """What one process called, in words; the processes exchange it only when the fingerprints differ.
 
     Args:
@@ -209,7 +207,7 @@ class CallDescription:
 
     def to_json(self) -> bytes:
         """The description as it travels."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self._asdict()).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> CallDescription:
@@ -556,7 +554,7 @@ class HeaderCall:
 
     def _mismatch(self, description: CallDescription) -> AccelError:
         """How the calls of the processes differ; called only after all have seen that they do."""
-        described = replace(description, location=str(self._location_of_call() or ""), group=self._transport.group)
+        described = description._replace(location=str(self._location_of_call() or ""), group=self._transport.group)
         rows = self._all_gather_bytes(_NO_FINGERPRINT, described, described.to_json(), _DESCRIBES)
         return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
 
@@ -572,7 +570,7 @@ class HeaderCall:
         else:
             reason = (f"{type(error).__name__}: {error}", "", "See the traceback of that process.")
         try:
-            self._exchange_headers(_NO_FINGERPRINT, replace(self._describe([]), refusal=reason), 0, _REFUSES)
+            self._exchange_headers(_NO_FINGERPRINT, self._describe([])._replace(refusal=reason), 0, _REFUSES)
         except ShapeMismatch:
             return
 

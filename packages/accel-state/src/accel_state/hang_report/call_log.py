@@ -13,9 +13,8 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 from accel_state.settings.extension import is_library
 
@@ -33,8 +32,7 @@ __all__ = (
 )
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """A line of the user's code.
 
     Args:
@@ -49,8 +47,7 @@ class Location:
         return f"{self.path}:{self.line}"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a collective.
 
     Args:
@@ -166,8 +163,7 @@ _DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_co
 """Wrappers around the function whose name is of use."""
 
 
-@dataclass(frozen=True)
-class UserFrame:
+class UserFrame(NamedTuple):
     """The innermost frame of the user's code in a thread.
 
     Args:
