@@ -221,10 +221,10 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
             f"Installed launchers: {', '.join(names)}.",
             f"Did you mean {near!r}?" if near else "Install the package that offers it.",
         )
-    if len(several) > 1:
+    offered, *others = several
+    if others:
         packages = ", ".join(one.extension.origin for one in several)
         raise PluginError(asked, f"Several packages offer it: {packages}.", "Uninstall all but one of them.")
-    offered = several[0]
     if offered.manifest is None:
         package = offered.extension.origin
         remedy = f"Repair, update or remove {package.split()[0]}."
