@@ -59,7 +59,8 @@ def adapted(strategy: type[Strategy]) -> type[Strategy]:
     """A strategy of version 1 as one of version 2."""
     # The plugin's methods stand between the two, so that their calls of `super()` find the names of version 1.
     kept = {"__module__": strategy.__module__, "__doc__": strategy.__doc__}
-    bases: tuple[type, ...] = (_Names2, strategy, _Names1)
+    # A type checker cannot order bases that it does not know.
+    bases: Any = (_Names2, strategy, _Names1)
     made: type[Strategy] = type(strategy.__name__, bases, kept)
     return made
 
