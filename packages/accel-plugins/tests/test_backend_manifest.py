@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -8,6 +9,7 @@ from accel_plugins import Ability, Job, Manifest, Phase
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.xla.manifest import MANIFEST as XLA
 from accel_state.errors import NotOffered, PluginError
+from accel_state.settings.extension import extensions
 
 GOOD = Manifest(name="example", strategy="example.strategy:ExampleStrategy")
 
@@ -46,3 +48,9 @@ def test_an_ability_that_a_backend_lacks_is_refused_in_three_parts(ability: Abil
 def test_a_backend_whose_steps_need_all_processes_joins_nothing(manifest: Manifest) -> None:
     with pytest.raises(NotOffered, match="join_uneven_inputs"):
         manifest.demand(Ability.JOIN)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "xla"])
+def test_a_manifest_travels_to_other_processes(name: str) -> None:
+    (found,) = [found for found in extensions("accel.backends") if found.name == name]
+    assert pickle.loads(pickle.dumps(found.load())) == found.load()

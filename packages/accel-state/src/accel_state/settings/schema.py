@@ -107,7 +107,13 @@ def _format_json(value: Any) -> str:
 TEXT: Final = ValueType("a text", str)
 INTEGER: Final = ValueType("an integer", int)
 FLOAT: Final = ValueType("a number", float)
-BOOLEAN: Final = ValueType("true or false", _parse_boolean, lambda value: "true" if value else "false")
+
+
+def _format_boolean(value: bool) -> str:
+    return "true" if value else "false"
+
+
+BOOLEAN: Final = ValueType("true or false", _parse_boolean, _format_boolean)
 SWITCH: Final = BOOLEAN._replace(name="true or false (a switch)")
 """A bool whose flag takes no value, even where its default is None."""
 JSON: Final = ValueType("a JSON value", _parse_json, _format_json)
