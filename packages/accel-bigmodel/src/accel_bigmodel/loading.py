@@ -129,7 +129,7 @@ class Loading:
             if self._stays_on_disk(name) or self._is_mapped(name, weight):
                 continue
             device = resolve_device(self._device(self.layout.weights[name]))
-            if (id(own), device) not in counted:
+            if device.type != "meta" and (id(own), device) not in counted:
                 counted.add((id(own), device))
                 size = own.numel() * self._dtype(name, weight).itemsize
                 # The memory that a weight has there already becomes free.
