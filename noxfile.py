@@ -30,7 +30,8 @@ EDITABLE = [item for package in PACKAGES if package != "accelerate" for item in 
 ORIGINAL = "accelerate==1.15.0"
 
 # Two processes that compute with all cores each are slower than two with one core each.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# An interpreter that may keep bytecode starts sooner, and tests start many.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 # Whose interface the tests of its tracker stand in for.
 AIM = "aim==3.29.1"
@@ -51,7 +52,7 @@ def run(session: nox.Session, name: str, *arguments: str) -> None:
     """Runs a program of `.venv`."""
     if shutil.which(program("python")) is None:
         session.error("there is no .venv here yet; make it with: python3 tools/bootstrap.py setup")
-    session.run(program(name), *arguments, external=True, env=ONE_THREAD)
+    session.run(program(name), *arguments, external=True, env=ENVIRONMENT)
 
 
 def pytest(session: nox.Session, *paths: str) -> None:
@@ -237,7 +238,7 @@ def matrix(session: nox.Session, torch: str) -> None:
     tools = nox.project.dependency_groups(nox.project.load_toml(PROJECT), "test")
     session.install("-q", "-c", str(constraints), *tools, *own)
     tests = session.posargs or ["-m", "not slow", *(f"packages/{name}/tests" for name in PACKAGES)]
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests, env=ENVIRONMENT)
 
 
 def extras_of(package: str) -> list[str]:
@@ -251,7 +252,7 @@ def outside_the_sources(session: nox.Session, package: str) -> None:
     with tempfile.TemporaryDirectory() as outside:
         copy = shutil.copytree(ROOT / "packages" / package / "tests", Path(outside) / "tests")
         settings = ["-c", str(PROJECT), "--rootdir", outside, "-p", "no:cacheprovider"]
-        session.run("python", "-m", "pytest", *settings, str(copy), *session.posargs, env=ONE_THREAD)
+        session.run("python", "-m", "pytest", *settings, str(copy), *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(
@@ -270,7 +271,7 @@ def third_party(session: nox.Session) -> None:
         tests = shutil.copytree(example / "tests", Path(outside) / "tests")
         shutil.copy(ROOT / "tests-integration" / "test_third_party_backend.py", tests)
         settings = ["-c", str(PROJECT), "--rootdir", outside, "-p", "no:cacheprovider"]
-        session.run("python", "-m", "pytest", *settings, str(tests), *session.posargs, env=ONE_THREAD)
+        session.run("python", "-m", "pytest", *settings, str(tests), *session.posargs, env=ENVIRONMENT)
 
 
 def look_through_to_base(session: nox.Session) -> None:
@@ -293,7 +294,7 @@ def trackers(session: nox.Session) -> None:
         system = ("--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_x86_64")
         session.run("python", "-m", "pip", "download", "-q", "--no-deps", *system, "-d", folder, AIM)
         (wheel,) = Path(folder).glob("aim-*.whl")
-        environment = {**ONE_THREAD, "ACCEL_AIM_WHEEL": str(wheel)}
+        environment = {**ENVIRONMENT, "ACCEL_AIM_WHEEL": str(wheel)}
         session.run("python", "-m", "pytest", "packages/accel-tracking/tests", *session.posargs, env=environment)
 
 
@@ -303,7 +304,7 @@ def optimizers(session: nox.Session) -> None:
     look_through_to_base(session)
     session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "schedulefree", "lomo-optim")
     tests = "packages/accel-torch/tests/test_unusual_optimizers.py"
-    session.run("python", "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", tests, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
@@ -313,7 +314,7 @@ def bigmodel(session: nox.Session) -> None:
     own = ["-e", "packages/accel-state[testing]", "-e", "packages/accel-ops"]
     own += ["-e", "packages/accel-bigmodel[bnb,estimate,hub,plots,progress]"]
     session.install("-q", "-c", str(CONSTRAINTS), "numpy", *own)
-    session.run("python", "-m", "pytest", "packages/accel-bigmodel/tests", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", "packages/accel-bigmodel/tests", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
@@ -328,7 +329,7 @@ def float8(session: nox.Session) -> None:
             release = f"transformer-engine=={version}"
             session.run("python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, release)
         wheels = os.pathsep.join(map(str, sorted(Path(folder).glob("*.whl"))))
-        environment = {**ONE_THREAD, "ACCEL_TRANSFORMER_ENGINE_WHEELS": wheels}
+        environment = {**ENVIRONMENT, "ACCEL_TRANSFORMER_ENGINE_WHEELS": wheels}
         session.run("python", "-m", "pytest", *tests, *session.posargs, env=environment)
 
 
@@ -374,7 +375,7 @@ def engines_deepspeed(session: nox.Session) -> None:
     own = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
     libraries = ("-e", "packages/accel-plugins[deepspeed,torchao]", "transformers")
     session.install("-q", "-c", str(CONSTRAINTS), *own, *libraries)
-    kept = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": compiled_before(), "DS_ACCELERATOR": "cpu"}
+    kept = {**ENVIRONMENT, "TORCH_EXTENSIONS_DIR": compiled_before(), "DS_ACCELERATOR": "cpu"}
     # Compiled before the tests, whose time is limited; what reads and writes disks needs the header of libaio.
     parts = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
     build = "from deepspeed.accelerator import get_accelerator as a; "
@@ -399,13 +400,13 @@ def client(session: nox.Session, tests: str, *libraries: str, own: tuple[str, ..
     look_through_to_base(session)
     packages = [item for package in PACKAGES for item in ("-e", f"packages/{package}")]
     session.install("-q", "-c", str(CONSTRAINTS), *packages, *libraries)
-    both = {**ONE_THREAD, "ACCEL_ORIGINAL_PYTHON": original_beside(session)}
+    both = {**ENVIRONMENT, "ACCEL_ORIGINAL_PYTHON": original_beside(session)}
     both["TORCH_EXTENSIONS_DIR"] = compiled_before()
     files = sorted(map(str, ROOT.glob(f"tests-integration/clients/{tests}")))
     session.run("python", "-m", "pytest", *files, *session.posargs, env=both)
     if own:
         program = "tests-integration/clients/own_tests.py"
-        session.run("python", program, both["ACCEL_ORIGINAL_PYTHON"], libraries[0], *own, env=ONE_THREAD)
+        session.run("python", program, both["ACCEL_ORIGINAL_PYTHON"], libraries[0], *own, env=ENVIRONMENT)
 
 
 def original_beside(session: nox.Session) -> str:
@@ -480,7 +481,7 @@ def clients_datasets(session: nox.Session) -> None:
     files = [
         f"packages/accel-data/tests/test_{name}.py" for name in ("mixtures", "hugging_face_loaders", "stream_sharding")
     ]
-    session.run("python", "-m", "pytest", *files, *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", *files, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(name="engines-xla", default=False, venv_backend="virtualenv", reuse_venv=True)
@@ -489,11 +490,11 @@ def engines_xla(session: nox.Session) -> None:
     project = nox.project.load_toml(PROJECT)
     tools = [*nox.project.dependency_groups(project, "test"), *nox.project.dependency_groups(project, "integration")]
     session.install("-q", "torch==2.9.0", "torch-xla==2.9.0", *tools, *EDITABLE)
-    devices = {**ONE_THREAD, "PJRT_DEVICE": "CPU"}
+    devices = {**ENVIRONMENT, "PJRT_DEVICE": "CPU"}
     families = ("packages/accel-state/tests/test_device_families.py", "-k", "TestXLA")
     session.run("python", "-m", "pytest", *families, env=devices)
     contract = "packages/accel-state/tests/test_xla_transport.py"
-    session.run("python", "-m", "pytest", contract, "tests-integration/engines/xla", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", contract, "tests-integration/engines/xla", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(default=False)
@@ -508,7 +509,7 @@ def engines_megatron(session: nox.Session) -> None:
     look_through_to_base(session)
     session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "-e", "packages/accel-plugins[megatron]")
     tests = ["tests-integration/engines/test_megatron_runs.py", "tests-integration/engines/test_megatron_contract.py"]
-    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(default=False)
