@@ -197,8 +197,6 @@ def check_room(
 
 def _room_of(device: torch.device, size: int) -> int | None:
     """Bytes that a device has for `size` bytes; None where it does not tell."""
-    if device.type == "meta":
-        return None
     family = family_of(device)
     try:
         if family is family_of(HOST):
