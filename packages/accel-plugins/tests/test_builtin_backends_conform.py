@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from accel_plugins import DistributedDataParallelKwargs
@@ -27,6 +29,12 @@ class TestDDPWithViews(BackendSuite):
 class TestFSDP1(BackendSuite):
     target = "accel_plugins.fsdp.manifest:FSDP1"
     config = FullyShardedDataParallelPlugin(1)
+
+    @pytest.mark.xfail(
+        strict=True, run=False, reason="saving waits for ever: a process whose shard is frozen ends early"
+    )
+    def test_frozen_weights_are_restored(self, run: Run, tmp_path: Path) -> None:
+        super().test_frozen_weights_are_restored(run, tmp_path)
 
 
 class TestFSDP2(BackendSuite):
