@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -43,9 +44,17 @@ _OVERWRITES: Final = frozenset(
 )
 
 
-def arrives_sharded(model: Module) -> bool:
-    """Whether somebody has sharded a model already: by `fully_shard`, or into DTensors of another kind."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+def arrives_sharded(model: Module, tensor_mesh: DeviceMesh | None) -> bool:
+    """Whether somebody has sharded a model already: by `fully_shard`, or into DTensors of another kind.
+
+    Args:
+        model: the model.
+        tensor_mesh: the axis of tensor parallelism of the run, if it has one. DTensors over it are still sharded along
+            the other axes.
+    """
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) and parameter.device_mesh != tensor_mesh for parameter in model.parameters()
+    )
 
 
 def is_built_in_shards(model: Module) -> bool:

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from accel_plugins.context import Context
 from accel_plugins.fsdp import loading
-from accel_plugins.fsdp.building import arrives_sharded, build_in_shards, is_built_in_shards, materialise
+from accel_plugins.fsdp.building import build_in_shards, is_built_in_shards, materialise
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, offload
 from accel_plugins.fsdp.sharded import ShardedStrategy
@@ -63,7 +63,7 @@ class FSDP2Strategy(ShardedStrategy):
         return build_in_shards(self._mesh, empty=bool(empty_init))
 
     def place(self, model: Module) -> Module:
-        if arrives_sharded(model):
+        if self.arrives_sharded(model):
             return model
         if is_built_in_shards(model):
             return loading.place_values(model, self.context.process.device)
@@ -74,7 +74,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     def shard(self, model: Module) -> Module:
         config, process = self.config, self.context.process
-        if arrives_sharded(model):
+        if self.arrives_sharded(model):
             return model
         if self._mesh is not None and is_built_in_shards(model):
             offloads = isinstance(offload(config, process.family.pins_memory), fsdp.CPUOffloadPolicy)

@@ -21,7 +21,8 @@ from accel_plugins.fsdp import loading, weights
 from accel_plugins.fsdp.building import arrives_sharded
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
-from accel_plugins.manifest import Part
+from accel_plugins.manifest import Axis, Part
+from accel_plugins.mesh import submesh
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
@@ -103,10 +104,14 @@ class ShardedStrategy(Strategy):
         loading.to_device(model, self.context.process.device, self.config.param_init_fn)
         return model
 
+    def arrives_sharded(self, model: Module) -> bool:
+        """Whether somebody has sharded a model before it came to `prepare`."""
+        return arrives_sharded(model, submesh(self.context.mesh, Axis.TENSOR))
+
     def setup(self, bundle: Bundle) -> Bundle:
         before = bundle.parameter_names()
         for model in bundle.models:
-            if arrives_sharded(model):
+            if self.arrives_sharded(model):
                 continue
             if self.context.precision.dtype is not None:
                 loading.train_in_fp32(model)
