@@ -31,7 +31,7 @@ def test_the_package_passes_the_kit_as_it_is_written(tmp_path: Path) -> None:
     (row,) = [row for row in json.loads(listed.stdout) if row["name"] == "very-fancy"]
     assert (row["package"], row["version"], row["failure"]) == ("accel-backend-very-fancy", "0.1.0", "")
 
-    helped = run_command([sys.executable, "-m", "accel_cli.main", "launch", "--help"], env=env)
+    helped = run_command([sys.executable, "-m", "accel_cli.main", "launch", "--help-all"], env=env)
     assert "--very_fancy_bucket_mb" in helped.stdout
 
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q"]
