@@ -374,7 +374,7 @@ def missing_member() -> str:
 def test_a_process_that_never_uses_its_group_is_named(three: Processes) -> None:
     first, *_ = three.run(missing_member)
     assert "gather() in the group of ranks 0, 2" in first
-    assert "Process 2 did not come" in first
+    assert "Process 2 did not arrive" in first
 
 
 def late_member() -> str:
