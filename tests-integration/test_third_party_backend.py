@@ -127,6 +127,6 @@ def test_what_cannot_be_used_is_refused(
 
 
 def test_help_and_explain_know_its_settings(installed: dict[str, str]) -> None:
-    assert "--example_keep" in accel(installed, "launch", "--help").stdout
+    assert "--example_keep" in accel(installed, "launch", "--help-all").stdout
     explained = accel(installed, "explain", "--json", "--", "--backend", "example", "--example_keep", "0.5", "train.py")
     assert "example_config.keep" in explained.stdout

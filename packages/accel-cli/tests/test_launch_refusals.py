@@ -153,7 +153,7 @@ def rocket(script):
 
 def test_settings_of_a_strangers_backend_are_flags_and_keys_and_reach_the_process(accel, script, tmp_path, rocket):
     body = script("import os; print(os.environ.get('ROCKET_STAGE'), os.environ.get('ACCEL_BACKEND'))")
-    assert "Rockets:\n  --rockets N" in accel("launch", "--help", env=rocket).stdout
+    assert "Rockets:\n  --rockets N" in accel("launch", "--help-all", env=rocket).stdout
     assert accel("launch", "--rockets", "3", body, env=rocket).stdout == "3 None\n"
     (tmp_path / "run.yaml").write_text("distributed_type: MEGATRON_LM\nrocket_config:\n  stage: 4\n")
     # Two backends train in this way now, so that the processes choose.

@@ -32,7 +32,7 @@ def rocket(script):
 
 
 def test_it_is_an_option_that_chooses_the_backend_and_reaches_the_process(accel, script, rocket):
-    assert "--use_rocket" in accel("launch", "--help", env=rocket).stdout
+    assert "--use_rocket" in accel("launch", "--help-all", env=rocket).stdout
     body = script("import os; print(os.environ.get('ACCEL_BACKEND'), os.environ.get('USE_ROCKET'))")
     done = accel("launch", "--use_rocket", "--rockets", "3", body, env=rocket)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rocket true\n", "")
