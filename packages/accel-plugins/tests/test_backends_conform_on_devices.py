@@ -44,10 +44,6 @@ class TestDDPOnSimulated(OnSimulated):
     def test_averaging_gives_everyone_the_mean(self, run: Run) -> None:
         super().test_averaging_gives_everyone_the_mean(run)
 
-    @pytest.mark.xfail(strict=True, reason="the profiler sees no collectives of a group that is written in Python")
-    def test_no_sync_reduces_nothing_and_is_over_afterwards(self, run: Run) -> None:
-        super().test_no_sync_reduces_nothing_and_is_over_afterwards(run)
-
 
 class TestFSDP2OffloadedOnCPU(BackendSuite):
     target = "accel_plugins.fsdp.manifest:FSDP2"

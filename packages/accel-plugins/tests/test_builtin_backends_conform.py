@@ -25,6 +25,10 @@ class TestDDPWithViews(BackendSuite):
     target = "accel_plugins.ddp.manifest:MANIFEST"
     config = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
 
+    @pytest.mark.xfail(strict=True, reason="broadcast_buffers=False leaves each process the buffers that it made")
+    def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
+        super().test_set_up_makes_all_processes_start_with_the_weights_of_the_first(run)
+
 
 class TestFSDP1(BackendSuite):
     target = "accel_plugins.fsdp.manifest:FSDP1"

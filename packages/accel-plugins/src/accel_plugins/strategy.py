@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from accel_bigmodel.tied import preserved_ties
 from accel_plugins.manifest import Part, Traits
 from accel_plugins.mesh import DATA_AXES, present_axes
 
@@ -85,7 +86,9 @@ class Strategy:
         Called by `prepare` for each model whose placement was left to us, before any transform. The optimizers hold the
         model's parameters already; where one is replaced it keeps its name, and the caller rebinds the optimizers.
         """
-        return model.to(self.context.process.device)
+        # `Module.to` makes a new parameter for each name on devices such as XLA's, also for each name of a tied one.
+        with preserved_ties(model):
+            return model.to(self.context.process.device)
 
     def setup(self, bundle: Bundle) -> Bundle:
         """Wrap what has to be wrapped.

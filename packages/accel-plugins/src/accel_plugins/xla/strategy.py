@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch_xla
 import torch_xla.core.xla_model as xla_model
 import torch_xla.runtime as runtime
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accel_bigmodel.tied import preserved_ties
 from accel_ops.tree import recursively_apply
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
@@ -30,7 +28,6 @@ from accel_state.settings.environ import publish
 
 __all__ = (
     "XLAStrategy",
-    "move",
     "move_state",
 )
 
@@ -61,9 +58,6 @@ class XLAStrategy(Strategy):
                     "Some of its parameters have no values yet (device 'meta'), and XLA devices take values alone.",
                     "Load its weights before, on the CPU.",
                 )
-
-    def place(self, model: Module) -> Module:
-        return move(model, self.context.process.device)
 
     def setup(self, bundle: Bundle) -> Bundle:
         for model in bundle.models:
@@ -232,15 +226,6 @@ def _downcast(context: Context) -> None:
             f"Make the Accelerator first, or set {_DOWNCAST}=1 for the script.",
         )
     publish({_DOWNCAST: "1"})
-
-
-def move(model: Module, device: torch.device) -> Module:
-    """A model on the device, its shared parameters shared as before.
-
-    `Module.to` makes new parameters there, one for each place; the caller rebinds what holds the old ones.
-    """
-    with preserved_ties(model):
-        return model.to(device)
 
 
 def move_state(optimizer: Optimizer) -> None:

@@ -311,7 +311,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def _over_gloo(name: str) -> Callable[..., Any]:
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _raw, (args, kwargs))
-        return getattr(self.gloo, name)(*args, **kwargs)
+        # torch records the collectives of groups written in C++ alone.
+        with torch.profiler.record_function(f"c10d::{name}"):
+            return getattr(self.gloo, name)(*args, **kwargs)
 
     return call
 
