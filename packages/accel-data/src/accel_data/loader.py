@@ -268,10 +268,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if first is NO_BATCH and not (resumed or self.skips or self.source.may_be_empty):
                 raise self._error("cannot begin an epoch.", "It gave no sample.", _ENOUGH)
             steps = self._give_out(batches, first)
-            if self.observer is not None:
-                steps = _observed(steps, self.observer)
-            between = self.between_batches
-            given = yield from (steps if between is None else _with_pauses(steps, between))
+            between, observer = self.between_batches, self.observer
+            alone = between is None and observer is None
+            given = yield from (steps if alone else _accompanied(steps, between, observer))
             wrong = self._wrong_length(info, given)
             self.progress.finish()
             if wrong is not None:
@@ -532,29 +531,23 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
-def _observed(steps: Generator[Any, None, int], observer: LoaderObserver) -> Generator[Any, None, int]:
-    """The same batches, each shown to an observer first."""
+def _accompanied(
+    steps: Generator[Any, None, int], between: Callable[[bool], None] | None, observer: LoaderObserver | None
+) -> Generator[Any, None, int]:
+    """The same batches, with a call before each is read, and each shown to an observer."""
+    if between is not None:
+        between(True)
     while True:
         try:
             batch = next(steps)
         except StopIteration as end:
             given: int = end.value
             return given
-        observer.batch_given(batch)
+        if observer is not None:
+            observer.batch_given(batch)
         yield batch
-
-
-def _with_pauses(steps: Generator[Any, None, int], between: Callable[[bool], None]) -> Generator[Any, None, int]:
-    """The same batches, with a call before each."""
-    between(True)
-    while True:
-        try:
-            batch = next(steps)
-        except StopIteration as end:
-            given: int = end.value
-            return given
-        yield batch
-        between(False)
+        if between is not None:
+            between(False)
 
 
 class DataLoaderShard(PreparedLoader):
