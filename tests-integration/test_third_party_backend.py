@@ -39,7 +39,7 @@ for step in range(3):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-strategy = accelerator._engine.strategy
+strategy = accelerator._backend.strategy
 if accelerator.is_main_process:
     told = [type(strategy).__name__, strategy.config.keep, strategy.config.feedback, strategy.sent_bytes()]
     print(json.dumps(told), file=open(sys.argv[1], "w"))

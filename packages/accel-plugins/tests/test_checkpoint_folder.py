@@ -15,8 +15,9 @@ from torch import nn
 from accel_plugins import AcceleratedOptimizer, AcceleratedScheduler, Bundle, Context, Strategy
 from accel_plugins.checkpoint.files import MANIFEST_NAME, random_states_name
 from accel_plugins.checkpoint.pickled import read, write
-from accel_plugins.checkpoint.state import Contents, load_folder, save_folder
+from accel_plugins.checkpoint.state import load_folder, save_folder
 from accel_plugins.precision import choose
+from accel_plugins.prepared import PreparedObjects
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
 from accel_state import PartialState, current
@@ -58,7 +59,7 @@ def strategy(precision: str = "no") -> Strategy:
     return build(choose_backend(), None, Context(process, GradientState(), choose(precision, process.family)))
 
 
-def contents(owner: Strategy, seed: int = 0) -> Contents:
+def contents(owner: Strategy, seed: int = 0) -> PreparedObjects:
     """Two models with an optimizer each, a schedule, a loader, a scale and a registered object."""
     torch.manual_seed(seed)
     models: list[nn.Module] = [nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 1)), nn.Linear(2, 1)]
@@ -66,7 +67,7 @@ def contents(owner: Strategy, seed: int = 0) -> Contents:
     schedule = torch.optim.lr_scheduler.MultiStepLR(inner[0], [2, 3], 0.5)
     bundle = owner.setup(Bundle.of([*models, *inner]))
     optimizers = [AcceleratedOptimizer(each, strategy=owner) for each in bundle.optimizers]
-    return Contents(
+    return PreparedObjects(
         models=bundle.models,
         optimizers=optimizers,
         schedulers=[AcceleratedScheduler(schedule, optimizers[0], processes=1)],
@@ -76,7 +77,7 @@ def contents(owner: Strategy, seed: int = 0) -> Contents:
     )
 
 
-def train(owner: Strategy, what: Contents, steps: int) -> list[float]:
+def train(owner: Strategy, what: PreparedObjects, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = sum(model(torch.randn(4, 2)).square().mean() for model in what.models)
@@ -97,11 +98,11 @@ def owner(fresh_state: None) -> Strategy:
     return strategy()
 
 
-def save(folder: Path, owner: Strategy, what: Contents, **options: Any) -> None:
+def save(folder: Path, owner: Strategy, what: PreparedObjects, **options: Any) -> None:
     save_folder(folder, what, owner, owner.context.process, **options)
 
 
-def load(folder: Path, owner: Strategy, what: Contents, **options: Any) -> int:
+def load(folder: Path, owner: Strategy, what: PreparedObjects, **options: Any) -> int:
     return load_folder(folder, what, owner, owner.context.process, **options)
 
 
@@ -135,9 +136,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, precision: str, safe:
 
 
 def test_all_generators_continue(tmp_path: Path, owner: Strategy) -> None:
-    save(tmp_path, owner, Contents())
+    save(tmp_path, owner, PreparedObjects())
     expected = random.random(), float(numpy.random.rand()), torch.rand(3).tolist()
-    load(tmp_path, owner, Contents())
+    load(tmp_path, owner, PreparedObjects())
 
     assert (random.random(), float(numpy.random.rand()), torch.rand(3).tolist()) == expected
     keys = set(read(tmp_path / random_states_name(0)))
@@ -170,8 +171,8 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path, owner:
         return model
 
     model, other = tied(), tied()
-    save(tmp_path, owner, Contents(models=[model]))
-    load(tmp_path, owner, Contents(models=[other]))
+    save(tmp_path, owner, PreparedObjects(models=[model]))
+    load(tmp_path, owner, PreparedObjects(models=[other]))
 
     assert torch.equal(other[1].weight, model[0].weight)
     assert other[1].weight is other[0].weight
@@ -299,12 +300,12 @@ def test_a_state_of_another_object_is_refused(tmp_path: Path, owner: Strategy) -
 
 
 def test_strict_may_be_waived_for_models(tmp_path: Path, owner: Strategy) -> None:
-    save(tmp_path, owner, Contents(models=[nn.Linear(2, 1, bias=False)]))
+    save(tmp_path, owner, PreparedObjects(models=[nn.Linear(2, 1, bias=False)]))
     model = nn.Linear(2, 1)
 
     with pytest.raises(CheckpointError, match="bias"):
-        load(tmp_path, owner, Contents(models=[model]))
-    load(tmp_path, owner, Contents(models=[model]), model_options={"strict": False})
+        load(tmp_path, owner, PreparedObjects(models=[model]))
+    load(tmp_path, owner, PreparedObjects(models=[model]), model_options={"strict": False})
 
 
 def test_a_state_that_cannot_be_pickled_leaves_no_file(tmp_path: Path, owner: Strategy) -> None:
@@ -313,7 +314,7 @@ def test_a_state_that_cannot_be_pickled_leaves_no_file(tmp_path: Path, owner: St
             return {"function": lambda: 0}
 
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl"):
-        save(tmp_path, owner, Contents(custom=[Local()]))
+        save(tmp_path, owner, PreparedObjects(custom=[Local()]))
     assert not (tmp_path / "custom_checkpoint_0.pkl").exists()
 
 

@@ -62,9 +62,9 @@ def test_other_libraries_find_sharding_in_the_environment_while_the_run_lasts() 
 def test_accelerators_share_the_count_of_a_backend_that_accumulates_by_itself() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=2)
     run = current.require_run()
-    engine = run.strategy
+    engine = run.backend
     manifest = dataclasses.replace(engine.manifest, owns=frozenset({Duty.ACCUMULATION}))
-    current.set_run(run._replace(strategy=dataclasses.replace(engine, manifest=manifest)))
+    current.set_run(run._replace(backend=dataclasses.replace(engine, manifest=manifest)))
 
     first.gradient_state.sync_gradients = False
     assert not Accelerator().gradient_state.sync_gradients

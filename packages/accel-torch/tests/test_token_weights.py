@@ -57,7 +57,7 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach()
 
 
-def train(backend: str, loss_is: Any, as_tensor: bool, precision: str) -> dict[str, Any]:
+def train(backend: str, loss_reduction: Any, as_tensor: bool, precision: str) -> dict[str, Any]:
     """Complete gradients of each step, weights at the end, and the collectives of our own transport."""
     accelerator = Accelerator(
         cpu=True,
@@ -75,8 +75,8 @@ def train(backend: str, loss_is: Any, as_tensor: bool, precision: str) -> dict[s
             for number in range(3):
                 inputs, targets, tokens = micro_batch(step, number, accelerator.process_index)
                 weight = torch.tensor(tokens) if as_tensor else tokens
-                with accelerator.accumulate(model, weight=weight, loss_is=loss_is):
-                    accelerator.backward(cross_entropy(model(inputs), targets, reduction=loss_is))
+                with accelerator.accumulate(model, weight=weight, loss_reduction=loss_reduction):
+                    accelerator.backward(cross_entropy(model(inputs), targets, reduction=loss_reduction))
                     if accelerator.sync_gradients:
                         norms.append(float(full(accelerator.clip_grad_norm_(model.parameters(), 1e9))))
                         gradients.append([full(p.grad).tolist() for p in model.parameters()])
@@ -111,10 +111,12 @@ def near(actual: Any, expected: Any, rel: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-@pytest.mark.parametrize(("loss_is", "as_tensor"), [("mean", False), ("sum", True)])
-def test_gradients_are_those_of_one_big_batch(group: Processes, backend: str, loss_is: str, as_tensor: bool) -> None:
+@pytest.mark.parametrize(("loss_reduction", "as_tensor"), [("mean", False), ("sum", True)])
+def test_gradients_are_those_of_one_big_batch(
+    group: Processes, backend: str, loss_reduction: str, as_tensor: bool
+) -> None:
     expected = one_big_batch(group.count)
-    for told in group.run(train, backend, loss_is, as_tensor, "no"):
+    for told in group.run(train, backend, loss_reduction, as_tensor, "no"):
         for step in range(2):
             near(told["gradients"][step], expected["gradients"][step])
         near(told["norms"], expected["norms"])
@@ -186,7 +188,7 @@ def no_tokens_at_all() -> float:
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = next(model.parameters()).clone()
-    with accelerator.accumulate(model, weight=0, loss_is="sum"):
+    with accelerator.accumulate(model, weight=0, loss_reduction="sum"):
         accelerator.backward(model(torch.ones(1, 2)).sum() * 0)
         optimizer.step()
     return float((next(model.parameters()) - before).abs().max())
@@ -233,7 +235,7 @@ def test_a_window_may_have_weights_and_the_next_none(accelerator: Accelerator) -
 
 def test_a_loss_is_a_mean_or_a_sum(accelerator: Accelerator) -> None:
     wrong: Any = "median"
-    with pytest.raises(SettingError, match="'mean' or 'sum'"), accelerator.accumulate(weight=1, loss_is=wrong):
+    with pytest.raises(SettingError, match="'mean' or 'sum'"), accelerator.accumulate(weight=1, loss_reduction=wrong):
         pass
 
 

@@ -16,7 +16,7 @@ from accel_plugins.manifest import Part
 from accel_plugins.parameters import parameter_names, rebind
 from accel_state.labels import PREPARED
 
-__all__ = ("Bundle", "part_kind")
+__all__ = ("Bundle", "ObjectsByKind", "part_kind")
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -42,7 +42,27 @@ def part_kind(given: object) -> Part | None:
     return Part.SCHEDULER if looks_like_a_scheduler and not isinstance(given, type) else None
 
 
-class Bundle:
+class ObjectsByKind:
+    """Lists of models, optimizers, schedulers and loaders."""
+
+    def __init__(self) -> None:
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[Any] = []
+
+    def of_kind(self, part: Part) -> list[Any]:
+        """The list of one kind."""
+        lists = {
+            Part.MODEL: self.models,
+            Part.OPTIMIZER: self.optimizers,
+            Part.SCHEDULER: self.schedulers,
+            Part.LOADER: self.loaders,
+        }
+        return lists[part]
+
+
+class Bundle(ObjectsByKind):
     """Objects of one `prepare` call by kind; a strategy replaces the items of the lists by what it makes of them.
 
     Attributes:
@@ -51,10 +71,7 @@ class Bundle:
     """
 
     def __init__(self) -> None:
-        self.models: list[Module] = []
-        self.optimizers: list[Optimizer] = []
-        self.schedulers: list[Any] = []
-        self.loaders: list[Any] = []
+        super().__init__()
         self.unchanged: list[Any] = []
         self._places: list[tuple[Part | None, int]] = []
 
@@ -67,7 +84,7 @@ class Bundle:
         bundle = cls()
         for index, given in enumerate(objects):
             kind = bundle._kind(given, index)
-            items = bundle.of_kind(kind)
+            items = bundle._list_of(kind)
             bundle._places.append((kind, len(items)))
             items.append(given)
         return bundle
@@ -87,20 +104,12 @@ class Bundle:
             )
         return kind
 
-    def of_kind(self, kind: Part | None) -> list[Any]:
-        """The list of one kind; None means what is not prepared."""
-        lists: dict[Part | None, list[Any]] = {
-            None: self.unchanged,
-            Part.MODEL: self.models,
-            Part.OPTIMIZER: self.optimizers,
-            Part.SCHEDULER: self.schedulers,
-            Part.LOADER: self.loaders,
-        }
-        return lists[kind]
-
     def in_given_order(self) -> tuple[Any, ...]:
         """What the lists hold now, in the order of the caller."""
-        return tuple(self.of_kind(kind)[position] for kind, position in self._places)
+        return tuple(self._list_of(kind)[position] for kind, position in self._places)
+
+    def _list_of(self, kind: Part | None) -> list[Any]:
+        return self.unchanged if kind is None else self.of_kind(kind)
 
     def parameter_names(self) -> dict[Parameter, str]:
         """Name of every parameter of the models: "<index of the model>.<name in the user's model>".

@@ -58,12 +58,12 @@ class Process(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the processes do together: precision, strategy, mesh. The first Accelerator makes it, later ones share it.
+    """What the processes do together: precision, backend, mesh. The first Accelerator makes it, later ones share it.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        distributed_type: the label of the strategy, else that of the process.
-        strategy: the object that owns the run; opaque to this layer.
+        distributed_type: the label of the backend, else that of the process.
+        backend: the object that owns the run; opaque to this layer.
         given: options that were given as arguments, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
         parallelism_config: the sizes of the axes of the mesh, or None.
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
     mixed_precision: str
     distributed_type: DistributedType
-    strategy: Any = None
+    backend: Any = None
     given: Mapping[str, Any] = MappingProxyType({})
     mesh: Any = None
     parallelism_config: ParallelismConfig | None = None

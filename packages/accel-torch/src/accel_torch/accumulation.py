@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
     from accel_torch.misuse import MisuseGuard
-    from accel_torch.weighting import LossIs, Weighting
+    from accel_torch.weighting import LossReduction, TokenWeighting
 
 __all__ = ("Accumulation", "MicroBatch", "WeightedMicroBatch")
 
@@ -45,7 +45,7 @@ class Accumulation:
         self._counted_by_strategy = counted_by_strategy
         self._first = True
         self.guard: MisuseGuard | None = None
-        self.weighting: Weighting | None = None
+        self.weighting: TokenWeighting | None = None
         self.factor: float | None = None
 
     def advance(self) -> None:
@@ -77,12 +77,12 @@ class Accumulation:
             return loss
         return loss / self.gradient.num_steps
 
-    def weigh(self, weight: float | Tensor, loss_is: LossIs) -> None:
+    def weigh(self, weight: float | Tensor, loss_reduction: LossReduction) -> None:
         """Give the current micro-batch a weight.
 
         Raises:
             NotOffered: the strategy counts micro-batches by itself.
-            SettingError: `loss_is` is neither "mean" nor "sum".
+            SettingError: `loss_reduction` is neither "mean" nor "sum".
         """
         if self._counted_by_strategy:
             raise NotOffered(
@@ -90,18 +90,18 @@ class Accumulation:
                 "The backend of this run accumulates by itself and divides by the number of micro-batches.",
                 "Remove the weight, or use another backend.",
             )
-        if loss_is not in ("mean", "sum"):
+        if loss_reduction not in ("mean", "sum"):
             raise SettingError(
-                f"Cannot accumulate with loss_is={loss_is!r}.",
+                f"Cannot accumulate with loss_reduction={loss_reduction!r}.",
                 "The loss of a micro-batch is the mean or the sum over its tokens.",
                 "Give 'mean' or 'sum'.",
             )
         if self.weighting is None:
-            from accel_torch.weighting import Weighting
+            from accel_torch.weighting import TokenWeighting
 
             self._refuse_mixing(not self._first)
-            self.weighting = Weighting(current.process())
-        self.factor = self.weighting.enter(weight, loss_is, last=self.gradient.sync_gradients)
+            self.weighting = TokenWeighting(current.process())
+        self.factor = self.weighting.enter(weight, loss_reduction, last=self.gradient.sync_gradients)
 
     def do_not_weigh(self) -> None:
         """Note that the current micro-batch has no weight.
@@ -160,10 +160,14 @@ class WeightedMicroBatch(MicroBatch):
     __slots__ = ("_loss_is", "_weight")
 
     def __init__(
-        self, accumulation: Accumulation, models: tuple[Module, ...], weight: float | Tensor, loss_is: LossIs
+        self,
+        accumulation: Accumulation,
+        models: tuple[Module, ...],
+        weight: float | Tensor,
+        loss_reduction: LossReduction,
     ) -> None:
         super().__init__(accumulation, models)
-        self._weight, self._loss_is = weight, loss_is
+        self._weight, self._loss_is = weight, loss_reduction
 
     def __enter__(self) -> None:
         self._accumulation.advance()

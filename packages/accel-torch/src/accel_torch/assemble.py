@@ -1,4 +1,4 @@
-"""Putting the parts of an Accelerator together: process, precision, backend, run.
+"""Starting a run: the process, its mesh, precision and backend, and the transforms of models.
 
 The first Accelerator makes the run; those that follow share it, and may not ask for other options than it was made
 with.
@@ -19,22 +19,29 @@ from accel_plugins.precision.select import choose
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.current import Process, Run
-from accel_state.errors import Conflict
+from accel_state.errors import Conflict, NotOffered
 from accel_state.gradient import GradientAccumulationPlugin, GradientState
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.process import PartialState
-from accel_state.run_state import AcceleratorState, check_given, precision_name
+from accel_state.run_state import (
+    AcceleratorState,
+    check_given,
+    parallelism_config_from_environment,
+    precision_name,
+)
 from accel_torch.options import Options
-from accel_torch.parallelism import parallelism_config_of
 
 if TYPE_CHECKING:
+    from accel_plugins.transform import Transform
+    from accel_plugins.transforms.config import TorchTensorParallelPlugin
+    from accel_state.mesh import ParallelismConfig
     from accel_torch.straggler import StragglerReport
 
-__all__ = ("Engine", "assemble")
+__all__ = ("ActiveBackend", "assemble", "transforms_of")
 
 
 @dataclass(eq=False)
-class Engine:
+class ActiveBackend:
     """What does the work of a run; the strategy of `accel_state.current.Run`.
 
     Args:
@@ -73,7 +80,9 @@ class Engine:
         return duty in self.manifest.owns
 
 
-def assemble(options: Options, report: StragglerReport | None = None) -> tuple[AcceleratorState, GradientState, Engine]:
+def assemble(
+    options: Options, report: StragglerReport | None = None
+) -> tuple[AcceleratorState, GradientState, ActiveBackend]:
     """Join the other processes, choose the backend and start the run; or share the run there is.
 
     Args:
@@ -96,53 +105,53 @@ def assemble(options: Options, report: StragglerReport | None = None) -> tuple[A
     }
     check_given(given)
     run = current.run_or_none()
-    if run is not None and isinstance(run.strategy, Engine):
-        if run.strategy.closed:
-            run = run._replace(strategy=_reopened(run.strategy))
+    if run is not None and isinstance(run.backend, ActiveBackend):
+        if run.backend.closed:
+            run = run._replace(backend=_reopened(run.backend))
             current.set_run(run)
-        return AcceleratorState(), _gradient(options, run.strategy), run.strategy
+        return AcceleratorState(), _gradient(options, run.backend), run.backend
     gradient = GradientState.of(options.accumulation)
     run = _run(options, current.process(), gradient, {**given, **options.plugins})
     current.set_run(run)
-    return AcceleratorState(), gradient, run.strategy
+    return AcceleratorState(), gradient, run.backend
 
 
-def _opened(engine: Engine) -> Engine:
-    """The engine, whose strategy is closed when the run or the process ends, where nobody closed it before."""
-    current.on_run_end(engine.close)
-    known = weakref.ref(engine)
+def _opened(backend: ActiveBackend) -> ActiveBackend:
+    """The backend, whose strategy is closed when the run or the process ends, where nobody closed it before."""
+    current.on_run_end(backend.close)
+    known = weakref.ref(backend)
 
     def close_at_exit() -> None:
-        engine = known()
-        if engine is not None:
-            engine.close()
+        backend = known()
+        if backend is not None:
+            backend.close()
 
     atexit.register(close_at_exit)
     current.on_run_end(lambda: atexit.unregister(close_at_exit))
-    return engine
+    return backend
 
 
-def _reopened(engine: Engine) -> Engine:
+def _reopened(backend: ActiveBackend) -> ActiveBackend:
     """A new strategy for a run that goes on after all its Accelerators ended their training."""
-    old = engine.strategy
-    strategy = resolve.build(engine.manifest, old.config, old.context)
-    return _opened(Engine(engine.manifest, strategy, engine.precision))
+    old = backend.strategy
+    strategy = resolve.build(backend.manifest, old.config, old.context)
+    return _opened(ActiveBackend(backend.manifest, strategy, backend.precision))
 
 
-def _gradient(options: Options, engine: Engine) -> GradientState:
-    """The gradient state of another Accelerator: its own, or that of the engine which counts micro-batches by itself.
+def _gradient(options: Options, backend: ActiveBackend) -> GradientState:
+    """The gradient state of another Accelerator: its own, or that of the backend which counts micro-batches by itself.
 
     Raises:
-        Conflict: the engine accumulates differently.
+        Conflict: the backend accumulates differently.
     """
-    if not engine.owns(Duty.ACCUMULATION):
+    if not backend.owns(Duty.ACCUMULATION):
         return GradientState.of(options.accumulation)
-    shared, asked = engine.strategy.context.gradient, options.accumulation
+    shared, asked = backend.strategy.context.gradient, options.accumulation
     if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
         raise Conflict(
             f"Cannot construct an Accelerator with {asked!r}.",
-            f"The backend {engine.manifest.name!r} accumulates by itself, alike for all Accelerators of a run, and the "
-            f"run was made with {shared.plugin!r}.",
+            f"The backend {backend.manifest.name!r} accumulates by itself, alike for all Accelerators of a run, and "
+            f"the run was made with {shared.plugin!r}.",
             "Give the same to every Accelerator, or give it to the first one only.",
         )
     current.set_gradient(shared)
@@ -163,9 +172,72 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
         check_precision(precision.name, precision.excludes, parallelism_config)
     mesh = None if parallelism_config is None else parallelism_config.get_device_mesh(process.device.type)
     strategy = resolve.build(manifest, config, Context(process, gradient.shared(), precision, mesh, parallelism_config))
-    engine = _opened(Engine(manifest, strategy, precision))
+    backend = _opened(ActiveBackend(manifest, strategy, precision))
     if manifest.parameter:
         given[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type
     given = {name: value for name, value in given.items() if value is not None}
-    return Run(precision.name, label, engine, given, mesh, parallelism_config)
+    return Run(precision.name, label, backend, given, mesh, parallelism_config)
+
+
+def parallelism_config_of(options: Options, process: Process) -> ParallelismConfig | None:
+    """The `ParallelismConfig` given by argument, by variables, or as the size in a `TorchTensorParallelPlugin`.
+
+    Raises:
+        Conflict: two of them contradict each other, or the processes are too few or too many.
+    """
+    parallelism_config = options.parallelism_config or parallelism_config_from_environment()
+    plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
+    asked = 1 if plugin is None else _size(plugin)
+    if asked > 1 and parallelism_config is None:
+        from accel_state.mesh import ParallelismConfig
+
+        # Parameters are sharded over the remaining factor of the world size.
+        parallelism_config = ParallelismConfig(tp_size=asked, dp_shard_size=max(process.world_size // asked, 1))
+    if parallelism_config is None:
+        return None
+    if asked not in (1, parallelism_config.tp_size):
+        raise Conflict(
+            f"Cannot combine TorchTensorParallelPlugin(tp_size={asked}) with "
+            f"ParallelismConfig(tp_size={parallelism_config.tp_size}).",
+            "Both set the size of tensor parallelism.",
+            "Give the size in the ParallelismConfig only.",
+        )
+    parallelism_config.check_world(process.world_size)
+    return parallelism_config
+
+
+def _size(plugin: TorchTensorParallelPlugin) -> int:
+    mesh = plugin.torch_device_mesh
+    if plugin.tp_size > 1 or mesh is None:
+        return plugin.tp_size
+    return int(mesh.size() if mesh.ndim == 1 else mesh["tp"].size())
+
+
+def transforms_of(options: Options, parallelism_config: ParallelismConfig | None) -> tuple[Transform, ...]:
+    """The changes of every model that an Accelerator makes.
+
+    Raises:
+        NotOffered: one cannot be made.
+    """
+    made = list(options.transforms)
+    if parallelism_config is not None and parallelism_config.tp_enabled:
+        made.append(_tensor_parallel(options, parallelism_config))
+    if options.plugins.get("dynamo_plugin") is not None:
+        from accel_plugins.transforms.compile import Compile
+
+        made.append(Compile(options.plugins["dynamo_plugin"]))
+    return tuple(made)
+
+
+def _tensor_parallel(options: Options, parallelism_config: ParallelismConfig) -> Transform:
+    from accel_plugins.transforms.tensor_parallel import TensorParallel
+
+    if parallelism_config.tp_handler is not None and parallelism_config.tp_handler.enable_async_tp:
+        raise NotOffered(
+            "Cannot use TorchTensorParallelConfig(enable_async_tp=True).",
+            "It needs symmetric memory between the GPUs and a compiler pass of torch that is not stable.",
+            "Leave it out.",
+        )
+    plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
+    return TensorParallel(plugin.parallelize_plan, plugin.torch_device_mesh) if plugin else TensorParallel()

@@ -1,26 +1,39 @@
-"""Loading everything back."""
+"""Loading everything back: which checkpoint is taken, whether it is sound, and its states."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_ops.agreement import StoreBarrier
+from accel_plugins.checkpoint.manifest import damage_in, verify
+from accel_plugins.checkpoint.recovery import located
+from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.state import load_folder, load_gradients
+from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, UnknownKind
-from accel_torch.checkpoints import chosen, contents, unwrapped
-from accel_torch.saving import wait
+from accel_torch.folders import automatic_folder, given_folder
 
 if TYPE_CHECKING:
-    from accel_torch.parts import Parts
+    from accel_state.current import Process
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("load_state",)
 
+_REPORTED: Final = 10
+"""How many damaged ranges each process reports to the others."""
+
 
 def load_state(
-    parts: Parts, input_dir: str | os.PathLike[str] | None, options: dict[str, Any], missing_ok: bool = False
+    accelerator: AcceleratorMembers,
+    input_dir: str | os.PathLike[str] | None,
+    options: dict[str, Any],
+    missing_ok: bool = False,
 ) -> str | None:
     """Read a checkpoint and return its folder, or its URL; called on every process.
 
@@ -28,40 +41,45 @@ def load_state(
         SettingError: no folder was given and naming is not automatic.
         CheckpointError: it cannot be trusted or does not fit.
     """
-    project, process = parts._options.project, parts.state._process
+    project, process = accelerator._options.project, accelerator.state._process
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
     barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
     with ExitStack() as stack:
         with barrier.reporting():
-            wait(parts)
-            found = chosen(parts, barrier, input_dir, missing_ok, stack)
+            if accelerator._saver is not None:
+                accelerator._saver.wait()
+            found = _chosen(accelerator, barrier, input_dir, missing_ok, stack)
             if found is not None:
-                _load(parts, found.folder, dict(options))
+                _load(accelerator, found.folder, dict(options))
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
 
-def _load(parts: Parts, folder: Path, options: dict[str, Any]) -> None:
-    map_location = _place(parts, options.pop("map_location", None))
+def _load(accelerator: AcceleratorMembers, folder: Path, options: dict[str, Any]) -> None:
+    map_location = _place(accelerator, options.pop("map_location", None))
     allow_missing = options.pop("allow_missing", ())
     trusted = not options.pop("weights_only", True)
-    parts._accumulation.step = load_folder(
+    accelerator._accumulation.step = load_folder(
         folder,
-        contents(parts),
-        parts._engine.strategy,
-        parts.state._process,
+        accelerator._prepared,
+        accelerator._backend.strategy,
+        accelerator.state._process,
         map_location=map_location,
         model_options=options,
         trusted=trusted,
         allow_missing=allow_missing,
-        hooks=list(parts._registry.load_hooks.values()),
+        hooks=list(accelerator._prepared.load_hooks.values()),
     )
-    load_gradients(unwrapped(parts), folder, parts.state.process_index)
+    load_gradients(
+        accelerator._prepared.unwrapped_models(accelerator._backend.strategy.unwrap),
+        folder,
+        accelerator.state.process_index,
+    )
 
 
-def _place(parts: Parts, asked: Any) -> Any:
+def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:
     """Where tensors are read to, before they go to where the objects have theirs."""
-    places = {None: "cpu", "cpu": "cpu", "on_device": parts.state.device}
+    places = {None: "cpu", "cpu": "cpu", "on_device": accelerator.state.device}
     if not isinstance(asked, (str, type(None))) or asked not in places:
         raise UnknownKind(
             f"Cannot load a state with map_location={asked!r}.",
@@ -69,3 +87,166 @@ def _place(parts: Parts, asked: Any) -> Any:
             "Remove it: tensors move to the device of the prepared objects.",
         )
     return places[asked]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A checkpoint to load.
+
+    Args:
+        folder: where its files are on this node.
+        place: the folder or URL that it was saved to.
+    """
+
+    folder: Path
+    place: str
+
+
+def _chosen(
+    accelerator: AcceleratorMembers,
+    barrier: StoreBarrier,
+    input_dir: str | os.PathLike[str] | None,
+    missing_ok: bool,
+    stack: ExitStack,
+) -> _Chosen | None:
+    """The checkpoint to load, verified; None when there is none and that is right. Called on every process.
+
+    Args:
+        accelerator: the Accelerator.
+        barrier: of the load.
+        input_dir: a folder, the URL of a checkpoint, or None for the newest one of the project.
+        missing_ok: whether there may be none.
+        stack: removes local copies of a checkpoint on a store when it is closed.
+
+    Raises:
+        SettingError: no folder was given and naming is not automatic.
+        CheckpointError: it cannot be trusted, or there is none.
+    """
+    if input_dir is None and accelerator._options.project.automatic_checkpoint_naming:
+        return _newest_good(accelerator, barrier, missing_ok, stack)
+    named = given_folder(input_dir, "load_state")
+    if is_url(named):
+        from accel_torch.remote import fetch
+
+        copy = fetch(accelerator, barrier, named, "fetch", stack, missing_ok)
+        return None if copy is None else _Chosen(copy, named)
+    folder = Path(named)
+    mains = Path(barrier.wait("name", str(folder)))
+    if folder.is_dir() and not any(folder.iterdir()):
+        # Saving to folders of different names has put everything into that of the main process.
+        folder = mains
+    found = _found(accelerator, barrier, folder)
+    if found is None and missing_ok:
+        return None
+    asked = f"Cannot load the checkpoint {folder}."
+    if found is None:
+        raise CheckpointError(asked, "There is no such folder.", "Name a folder that save_state() wrote.")
+    if damage := _damage(accelerator, barrier, found, "contents"):
+        raise CheckpointError(asked, damage, "Load an older checkpoint.")
+    return _Chosen(found, str(found))
+
+
+def _found(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path) -> Path | None:
+    """Where a named checkpoint is read; the first process of each node puts back what a dead run had moved aside.
+
+    Raises:
+        CheckpointError: some processes see it and others do not.
+    """
+    process = accelerator.state._process
+    with barrier.reporting():
+        found = located(folder) if process.topology.is_local_main else None
+        barrier.wait("recover")
+        if not process.topology.is_local_main:
+            found = located(folder)
+
+    def seen_by_all(answers: Sequence[str]) -> str:
+        blind = [str(rank) for rank, seen in enumerate(answers) if not seen]
+        if 0 < len(blind) < len(answers):
+            raise CheckpointError(
+                f"Cannot load the checkpoint {folder}.",
+                f"There is no such folder on process {', '.join(blind)}; the others see it.",
+                "Save to a file system that all nodes share, or copy the checkpoint to each.",
+            )
+        return ""
+
+    barrier.wait("find", "" if found is None else "seen", seen_by_all)
+    return found
+
+
+def _newest_good(
+    accelerator: AcceleratorMembers, barrier: StoreBarrier, missing_ok: bool, stack: ExitStack
+) -> _Chosen | None:
+    """The newest checkpoint of the project that no process finds damaged, from the store where that has a newer one."""
+    project = accelerator._options.project
+    damaged: dict[Path, str] = {}
+    while True:
+        turn = len(damaged)
+        told = _decided_by_main(
+            accelerator, barrier, f"choose {turn}", lambda: _newest(accelerator, damaged, missing_ok)
+        )
+        project.iteration = max(project.iteration, told["following"])
+        if told["url"] is not None:
+            from accel_torch.remote import fetch
+
+            copy = fetch(accelerator, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
+            return None if copy is None else _Chosen(copy, told["url"])
+        if told["folder"] is None:
+            return None
+        folder = Path(told["folder"])
+        damage = _damage(accelerator, barrier, folder, f"contents {turn}")
+        if not damage:
+            return _Chosen(folder, str(folder))
+        damaged[folder] = damage
+
+
+def _damage(accelerator: AcceleratorMembers, barrier: StoreBarrier, folder: Path, phase: str) -> str:
+    """What the processes find wrong with a folder, on every process; each compares its share of the contents."""
+    with barrier.reporting():
+        found = _own_damage(folder, accelerator.state._process, accelerator._options.project.verify == "hashes")
+    return barrier.wait(phase, json.dumps(found[:_REPORTED]), _in_one_text)
+
+
+def _in_one_text(answers: Sequence[str]) -> str:
+    return " ".join(dict.fromkeys(sentence for answer in answers for sentence in json.loads(answer)))
+
+
+def _own_damage(folder: Path, process: Process, hashes: bool) -> list[str]:
+    verdict = verify(folder)
+    if verdict.damage or verdict.manifest is None or not hashes:
+        return list(verdict.damage)
+    return damage_in(folder, verdict.manifest, process)
+
+
+def _newest(accelerator: AcceleratorMembers, damaged: Mapping[Path, str], missing_ok: bool) -> dict[str, Any]:
+    """The newest checkpoint whose files have the right sizes, and a number that is free for the next."""
+    folder = automatic_folder(accelerator._options.project)
+    known = available(folder)
+    following = known[-1].number + 1 if known else 0
+    found, failure = None, None
+    try:
+        found = find_newest(folder, damaged=damaged)
+    except CheckpointError as error:
+        failure = error
+    stored = None
+    if accelerator._uploader is not None:
+        from accel_torch.remote import newest_on_store
+
+        stored = newest_on_store(accelerator, local=found is not None)
+    if stored is not None:
+        following = max(following, stored.number + 1)
+        numbers = {checkpoint.path: checkpoint.number for checkpoint in known}
+        if found is None or stored.number > numbers[found]:
+            return {"folder": None, "url": stored.path, "following": following}
+    if failure is not None and not (missing_ok and not known):
+        raise failure
+    return {"folder": None if found is None else str(found), "url": None, "following": following}
+
+
+def _decided_by_main(
+    accelerator: AcceleratorMembers, barrier: StoreBarrier, phase: str, decide: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `decide` returns on the main process, on every process; its error is raised on every process too."""
+    with barrier.reporting():
+        mine = json.dumps(decide()) if accelerator.state._process.rank == 0 else ""
+    decided: dict[str, Any] = json.loads(barrier.wait(phase, mine))
+    return decided

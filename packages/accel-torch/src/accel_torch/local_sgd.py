@@ -53,7 +53,7 @@ class LocalSGD:
             )
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled:
-            accelerator._engine.manifest.demand(Ability.AVERAGE)
+            accelerator._backend.manifest.demand(Ability.AVERAGE)
         self.num_steps = 0
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
         self.model_sync_obj: AbstractContextManager[object] | None = None
@@ -89,4 +89,4 @@ class LocalSGD:
         if self.accelerator._saver is not None:
             # A checkpoint that is being saved holds the parameters from before.
             self.accelerator._saver.wait_for_copy()
-        self.accelerator._engine.strategy.average_parameters(strategy_model(self.model))
+        self.accelerator._backend.strategy.average_parameters(strategy_model(self.model))

@@ -101,10 +101,10 @@ class MicroBatches:
 def _window(accelerator: Accelerator, steps: int) -> Iterator[None]:
     """Accumulate over exactly `steps` micro-batches inside the block."""
     failed = f"Cannot split a batch into {steps} micro-batches."
-    if accelerator._engine.owns(Duty.ACCUMULATION):
+    if accelerator._backend.owns(Duty.ACCUMULATION):
         raise NotOffered(
             failed,
-            f"The backend {accelerator._engine.manifest.name!r} counts micro-batches by itself.",
+            f"The backend {accelerator._backend.manifest.name!r} counts micro-batches by itself.",
             "Give it the number of steps and the micro-batch size in its settings, and loaders of that batch size.",
         )
     gradient = accelerator.gradient_state
@@ -203,7 +203,7 @@ def _passes_are_local(accelerator: Accelerator) -> bool:
         return True
     mesh = accelerator.state.device_mesh
     axes = () if mesh is None else mesh.mesh_dim_names or ()
-    return Ability.LOCAL_PASSES not in accelerator._engine.manifest.lacks and _INNER_AXES.isdisjoint(axes)
+    return Ability.LOCAL_PASSES not in accelerator._backend.manifest.lacks and _INNER_AXES.isdisjoint(axes)
 
 
 class Search:
@@ -285,15 +285,15 @@ def _restored(accelerator: Accelerator | None) -> Iterator[None]:
         finally:
             restore(generators)
         return
-    models = tuple(accelerator._registry.models)
+    models = tuple(accelerator._prepared.models)
     buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     gradient, counted = accelerator.gradient_state, accelerator.step
     synchronises = gradient.sync_gradients
     gradient.sync_gradients = False
-    holds = Ability.NO_SYNC not in accelerator._engine.manifest.lacks
+    holds = Ability.NO_SYNC not in accelerator._backend.manifest.lacks
     try:
-        with no_sync_all(accelerator._engine.strategy, models) if holds and models else nullcontext():
+        with no_sync_all(accelerator._backend.strategy, models) if holds and models else nullcontext():
             yield
     finally:
         gradient.sync_gradients, accelerator.step = synchronises, counted

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.precision.base import Closure
+    from accel_plugins.prepared import PreparedObjects
     from accel_plugins.wrapped.optimizer import Stepping
     from accel_state.gradient import GradientState
-    from accel_torch.assemble import Engine
-    from accel_torch.registry import Registry
+    from accel_torch.assemble import ActiveBackend
     from accel_torch.replica_comparison import ReplicaComparison
 
 __all__ = ("MisuseGuard", "MisuseWarning")
@@ -59,21 +59,25 @@ class MisuseGuard:
 
     Args:
         gradient: says whether gradients are synchronised.
-        engine: the strategy and precision of the run.
-        registry: what was prepared; not kept alive.
+        backend: the strategy and precision of the run.
+        prepared: what was prepared; not kept alive.
         comparison: compares replicas after the second step, or None.
     """
 
     def __init__(
-        self, gradient: GradientState, engine: Engine, registry: Registry, comparison: ReplicaComparison | None = None
+        self,
+        gradient: GradientState,
+        backend: ActiveBackend,
+        prepared: PreparedObjects,
+        comparison: ReplicaComparison | None = None,
     ) -> None:
         self.backward_ran = False
-        self._gradient, self._engine = gradient, engine
-        self._registry = weakref.ref(registry)
+        self._gradient, self._backend = gradient, backend
+        self._prepared = weakref.ref(prepared)
         self._comparison = comparison
-        self._several = engine.strategy.context.process.world_size > 1
-        self._scaler = None if engine.owns(Duty.PRECISION) else engine.precision.scaler
-        self._counts_backward = not engine.owns(Duty.ACCUMULATION)
+        self._several = backend.strategy.context.process.world_size > 1
+        self._scaler = None if backend.owns(Duty.PRECISION) else backend.precision.scaler
+        self._counts_backward = not backend.owns(Duty.ACCUMULATION)
         self._models: list[_PreparedModel] = []
         self._replaced: dict[int, weakref.ref[Parameter]] = {}
         self._steps: dict[int, int] = {}
@@ -102,7 +106,7 @@ class MisuseGuard:
             return
         now = {id(parameter) for model in made for parameter in model.parameters()}
         self._replaced |= {id(old): weakref.ref(old) for old in before if id(old) not in now}
-        through_own = self._engine.strategy.traits.syncs_in_own_forward and self._several
+        through_own = self._backend.strategy.traits.syncs_in_own_forward and self._several
         for model, own in zip(given, made, strict=True):
             known = _PreparedModel(own, through_own and own is not model)
             self._models.append(known)
@@ -263,7 +267,7 @@ class MisuseGuard:
             if any(id(parameter) in own for parameter in model.parameters()):
                 self._warn(
                     "forward",
-                    f"An optimizer steps with gradients of {type(known.inner(self._engine)).__name__}, and the model "
+                    f"An optimizer steps with gradients of {type(known.inner(self._backend)).__name__}, and the model "
                     "that prepare() returned was never called.",
                     "Only a forward through that one lets backward average the gradients of all processes.",
                     "Write `model = accelerator.prepare(model)` and call this model.",
@@ -274,18 +278,18 @@ class MisuseGuard:
         return self._counts_backward and not self.backward_ran and self._gradient.num_steps > 1
 
     def _unprepared_schedulers(self) -> list[tuple[weakref.ref[Any], Any]]:
-        registry = self._registry()
-        if registry is None:
+        prepared = self._prepared()
+        if prepared is None:
             return []
-        prepared = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in registry.schedulers}
-        followed = {id(one) for wrapped in registry.optimizers for one in _layers(wrapped)}
+        known = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in prepared.schedulers}
+        followed = {id(one) for wrapped in prepared.optimizers for one in _layers(wrapped)}
         # A scheduler refers to its optimizer and not the other way round; this is done once in a run.
         return [
             (weakref.ref(found), found.last_epoch)
             for found in gc.get_objects()
             if issubclass(type(found), LRScheduler)
             and id(getattr(found, "optimizer", None)) in followed
-            and id(found) not in prepared
+            and id(found) not in known
         ]
 
     # ------------------------------------------------------------------ small questions
@@ -294,13 +298,13 @@ class MisuseGuard:
         return any(known.has_any(parameters) for known in self._models)
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
-        registry = self._registry()
-        wrapped = [] if registry is None else registry.optimizers
+        prepared = self._prepared()
+        wrapped = [] if prepared is None else prepared.optimizers
         return any(one is optimizer for outer in wrapped for one in _layers(outer))
 
     def _number(self, optimizer: Optimizer) -> int | None:
-        registry = self._registry()
-        wrapped = [] if registry is None else registry.optimizers
+        prepared = self._prepared()
+        wrapped = [] if prepared is None else prepared.optimizers
         return next((index for index, one in enumerate(wrapped) if getattr(one, "optimizer", None) is optimizer), None)
 
     def reads_prepared_loader(self) -> bool:
@@ -333,9 +337,9 @@ class _PreparedModel:
     def has_any(self, parameters: Sequence[Parameter]) -> bool:
         return any(id(parameter) in self._parameters for parameter in parameters)
 
-    def inner(self, engine: Engine) -> Any:
+    def inner(self, backend: ActiveBackend) -> Any:
         model = self.model()
-        return None if model is None else engine.strategy.unwrap(strategy_model(model))
+        return None if model is None else backend.strategy.unwrap(strategy_model(model))
 
 
 class _NoteForward:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from accel_plugins.manifest import Ability
 
 if TYPE_CHECKING:
+    from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
-    from accel_torch.assemble import Engine
+    from accel_torch.assemble import ActiveBackend
     from accel_torch.misuse import MisuseGuard
     from accel_torch.options import Options
-    from accel_torch.registry import Registry
-    from accel_torch.sentinel import Sentinel
+    from accel_torch.replica_checker import ReplicaChecker
     from accel_torch.straggler import StragglerReport
 
 __all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
@@ -42,23 +42,25 @@ def reporting(options: Options) -> StragglerReport | None:
     return StragglerReport()
 
 
-def watching(options: Options, registry: Registry, strategy: Strategy) -> Sentinel | None:
+def watching(options: Options, prepared: PreparedObjects, strategy: Strategy) -> ReplicaChecker | None:
     """What compares replicas, or None."""
     if not options.check_replicas_every:
         return None
-    from accel_torch.sentinel import Sentinel
+    from accel_torch.replica_checker import ReplicaChecker
 
-    return Sentinel(options.check_replicas_every, registry, strategy)
+    return ReplicaChecker(options.check_replicas_every, prepared, strategy)
 
 
-def guarding(options: Options, gradient: GradientState, engine: Engine, registry: Registry) -> MisuseGuard:
+def guarding(
+    options: Options, gradient: GradientState, backend: ActiveBackend, prepared: PreparedObjects
+) -> MisuseGuard:
     """What watches the first steps for misuse, and has replicas compared once where nothing else was chosen."""
     from accel_torch.misuse import MisuseGuard
 
-    alike = Ability.SYNCHRONOUS not in engine.manifest.lacks and engine.strategy.context.process.world_size > 1
+    alike = Ability.SYNCHRONOUS not in backend.manifest.lacks and backend.strategy.context.process.world_size > 1
     once = options.check_replicas_every is None and alike
     if not once:
-        return MisuseGuard(gradient, engine, registry)
+        return MisuseGuard(gradient, backend, prepared)
     from accel_torch.replica_comparison import ReplicaComparison
 
-    return MisuseGuard(gradient, engine, registry, ReplicaComparison(engine.strategy, registry))
+    return MisuseGuard(gradient, backend, prepared, ReplicaComparison(backend.strategy, prepared))

@@ -13,14 +13,14 @@ from accel_plugins.manifest import Part
 from accel_plugins.wrapped.optimizer import AcceleratedOptimizer
 from accel_plugins.wrapped.scheduler import AcceleratedScheduler
 from accel_state.errors import Conflict, SettingError
+from accel_torch.between_batches import call_between_batches
 from accel_torch.observers import RUN_OBSERVERS
-from accel_torch.pauses import pause
 from accel_torch.step import OptimizerStepper
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from accel_torch.parts import Parts
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("prepare", "prepare_for_evaluation", "prepare_loader")
 
@@ -28,7 +28,7 @@ _logger: Final = logging.getLogger(__name__)
 
 
 def prepare(
-    parts: Parts,
+    accelerator: AcceleratorMembers,
     objects: Sequence[Any],
     device_placement: Sequence[bool] | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
@@ -36,7 +36,7 @@ def prepare(
     """The objects, ready for this run, in the order given; a single one comes back by itself.
 
     Args:
-        parts: the Accelerator.
+        accelerator: the Accelerator.
         objects: models, optimizers, schedulers and loaders; what is of another kind comes back as it is.
         device_placement: for each object, whether it is moved to the device; that of the Accelerator when None.
         slice_fn_for_dispatch: cuts a batch when the main process reads it.
@@ -45,38 +45,39 @@ def prepare(
         SettingError: `device_placement` has another length.
         AccelError: the backend refuses; nothing was changed then.
     """
-    placed = _placement(parts, objects, device_placement)
+    placed = _placement(accelerator, objects, device_placement)
     bundle = Bundle.of(objects)
-    engine = parts._engine
-    _check_together(parts, bundle)
-    order.check_bundle(engine.manifest, engine.strategy, parts._transforms, bundle)
+    backend = accelerator._backend
+    _check_together(accelerator, bundle)
+    order.check_bundle(backend.manifest, backend.strategy, accelerator._transforms, bundle)
     bundle.loaders[:] = [
-        prepare_loader(parts, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
+        prepare_loader(accelerator, loader, placed.get(id(loader)), slice_fn_for_dispatch) for loader in bundle.loaders
     ]
     given = list(bundle.models)
     before = [parameter for model in given for parameter in model.parameters()]
-    bundle = _run_steps(parts, bundle, placed)
-    _wrap_optimizers(parts, bundle)
-    _wrap_schedulers(parts, bundle)
-    if parts._report is not None:
-        parts._report.watch_models(bundle)
-    parts._registry.remember(bundle)
-    if parts._accumulation.guard is not None:
-        parts._accumulation.guard.prepared(given, before, bundle.models)
+    bundle = _run_steps(accelerator, bundle, placed)
+    _wrap_optimizers(accelerator, bundle)
+    _wrap_schedulers(accelerator, bundle)
+    if accelerator._report is not None:
+        accelerator._report.watch_models(bundle)
+    accelerator._prepared.remember(bundle)
+    if accelerator._accumulation.guard is not None:
+        accelerator._accumulation.guard.prepared(given, before, bundle.models)
     prepared = bundle.in_given_order()
     return prepared[0] if len(prepared) == 1 else prepared
 
 
-def prepare_for_evaluation(parts: Parts, model: Module, device_placement: bool) -> Module:
+def prepare_for_evaluation(accelerator: AcceleratorMembers, model: Module, device_placement: bool) -> Module:
     """A model that is not trained: brought to the device, changed and autocast, but not wrapped."""
     bundle = Bundle.of([model])
-    return _run_steps(parts, bundle, {id(model): device_placement}, trains=False).models[0]
+    changed: Module = _run_steps(accelerator, bundle, {id(model): device_placement}, trains=False).models[0]
+    return changed
 
 
-def _run_steps(parts: Parts, bundle: Bundle, placed: dict[int, bool], trains: bool = True) -> Bundle:
-    engine = parts._engine
+def _run_steps(accelerator: AcceleratorMembers, bundle: Bundle, placed: dict[int, bool], trains: bool = True) -> Bundle:
+    backend = accelerator._backend
     planned = order.steps(
-        engine.manifest, engine.strategy, parts._transforms, lambda model: placed.get(id(model), True), trains
+        backend.manifest, backend.strategy, accelerator._transforms, lambda model: placed.get(id(model), True), trains
     )
     if bundle.models or bundle.optimizers:
         _logger.debug("Preparing: %s.", order.numbered(planned))
@@ -85,10 +86,12 @@ def _run_steps(parts: Parts, bundle: Bundle, placed: dict[int, bool], trains: bo
     return bundle
 
 
-def _placement(parts: Parts, objects: Sequence[Any], asked: Sequence[bool] | None) -> dict[int, bool]:
+def _placement(
+    accelerator: AcceleratorMembers, objects: Sequence[Any], asked: Sequence[bool] | None
+) -> dict[int, bool]:
     """By id of object, whether it is moved to the device."""
     if asked is None:
-        asked = [parts._options.device_placement] * len(objects)
+        asked = [accelerator._options.device_placement] * len(objects)
     if len(asked) != len(objects):
         raise SettingError(
             f"Cannot prepare with device_placement={list(asked)!r}.",
@@ -98,15 +101,15 @@ def _placement(parts: Parts, objects: Sequence[Any], asked: Sequence[bool] | Non
     return {id(item): move for item, move in zip(objects, asked, strict=True)}
 
 
-def _check_together(parts: Parts, bundle: Bundle) -> None:
+def _check_together(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
     """Refuse a call that lacks what the backend has to be given at once."""
-    together = parts._engine.manifest.together
+    together = accelerator._backend.manifest.together
     given = {part for part in together if bundle.of_kind(part)}
     missing = together - given
     if given and missing:
         raise Conflict(
             f"prepare() was given {_named(given)}.",
-            f"The backend {parts._engine.manifest.name!r} has to be given {_named(together)} in one call.",
+            f"The backend {accelerator._backend.manifest.name!r} has to be given {_named(together)} in one call.",
             f"Add {_named(missing)} to this call.",
         )
 
@@ -115,69 +118,69 @@ def _named(kinds: set[Part] | frozenset[Part]) -> str:
     return " and ".join(sorted(kind.value for kind in kinds))
 
 
-def _wrap_optimizers(parts: Parts, bundle: Bundle) -> None:
+def _wrap_optimizers(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
     bundle.optimizers[:] = [
-        optimizer if isinstance(optimizer, AcceleratedOptimizer) else _wrapped_optimizer(parts, optimizer)
+        optimizer if isinstance(optimizer, AcceleratedOptimizer) else _wrapped_optimizer(accelerator, optimizer)
         for optimizer in bundle.optimizers
     ]
 
 
-def _wrapped_optimizer(parts: Parts, optimizer: Any) -> AcceleratedOptimizer:
-    stepping: Any = OptimizerStepper(parts._engine.strategy, parts._accumulation, parts._registry)
-    if parts._sentinel is not None:
-        stepping = parts._sentinel.watching(stepping)
-    guard = parts._accumulation.guard
+def _wrapped_optimizer(accelerator: AcceleratorMembers, optimizer: Any) -> AcceleratedOptimizer:
+    stepping: Any = OptimizerStepper(accelerator._backend.strategy, accelerator._accumulation, accelerator._prepared)
+    if accelerator._replica_checker is not None:
+        stepping = accelerator._replica_checker.watching(stepping)
+    guard = accelerator._accumulation.guard
     wrapped = AcceleratedOptimizer(
         optimizer,
-        device_placement=parts._options.device_placement,
-        gradient=parts.gradient_state,
+        device_placement=accelerator._options.device_placement,
+        gradient=accelerator.gradient_state,
         strategy=stepping if guard is None else guard.watching(stepping),
-        precision=parts._engine.precision,
+        precision=accelerator._backend.precision,
     )
     if guard is not None and not wrapped.steps_in_backward:
         guard.guards(wrapped)
     return wrapped
 
 
-def _wrap_schedulers(parts: Parts, bundle: Bundle) -> None:
+def _wrap_schedulers(accelerator: AcceleratorMembers, bundle: Bundle) -> None:
     bundle.schedulers[:] = [
-        scheduler if isinstance(scheduler, AcceleratedScheduler) else _wrapped_scheduler(parts, bundle, scheduler)
+        scheduler if isinstance(scheduler, AcceleratedScheduler) else _wrapped_scheduler(accelerator, bundle, scheduler)
         for scheduler in bundle.schedulers
     ]
 
 
-def _wrapped_scheduler(parts: Parts, bundle: Bundle, scheduler: Any) -> AcceleratedScheduler:
+def _wrapped_scheduler(accelerator: AcceleratorMembers, bundle: Bundle, scheduler: Any) -> AcceleratedScheduler:
     """A scheduler that follows the prepared optimizer it was made for, or all of them when it does not tell."""
-    candidates = [*parts._registry.optimizers, *bundle.optimizers]
+    candidates = [*accelerator._prepared.optimizers, *bundle.optimizers]
     inner = getattr(scheduler, "optimizer", None)
     own = [optimizer for optimizer in candidates if optimizer is inner or optimizer.optimizer is inner]
     return AcceleratedScheduler(
         scheduler,
         own or candidates,
-        step_with_optimizer=parts._options.step_scheduler_with_optimizer,
-        split_batches=parts._options.loader.split_batches,
-        gradient=parts.gradient_state,
-        processes=parts._engine.strategy.shards().count,
+        step_with_optimizer=accelerator._options.step_scheduler_with_optimizer,
+        split_batches=accelerator._options.loader.split_batches,
+        gradient=accelerator.gradient_state,
+        processes=accelerator._backend.strategy.shards().count,
     )
 
 
 def prepare_loader(
-    parts: Parts,
+    accelerator: AcceleratorMembers,
     loader: Any,
     device_placement: bool | None = None,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> Any:
     """The loader of this process's part of the data, as the strategy feeds it."""
-    options, strategy = parts._options, parts._engine.strategy
+    options, strategy = accelerator._options, accelerator._backend.strategy
     if getattr(type(loader), "placeholder_for", None) is Part.LOADER:
-        # The engine makes the loader, of the part that is this process's.
+        # The backend makes the loader, of the part that is this process's.
         return strategy.wrap_loader(loader)
     shards = strategy.shards()
     configuration = options.loader
     move = options.device_placement if device_placement is None else device_placement
     sharded = prepare_data_loader(
         loader,
-        device=parts.state.device,
+        device=accelerator.state.device,
         num_processes=shards.count,
         process_index=shards.index,
         split_batches=configuration.split_batches,
@@ -191,15 +194,15 @@ def prepare_loader(
         non_blocking=configuration.non_blocking,
         use_stateful_dataloader=configuration.use_stateful_dataloader,
         torch_device_mesh=strategy.context.mesh,
-        gradient=parts.gradient_state,
+        gradient=accelerator.gradient_state,
         sharding=configuration.sharding,
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
         order=configuration.order,
     )
-    if parts._report is not None:
-        parts._report.watch_loader(sharded)
-    pause(parts, sharded)
+    if accelerator._report is not None:
+        accelerator._report.watch_loader(sharded)
+    call_between_batches(accelerator, sharded)
     for observer in RUN_OBSERVERS:
-        observer.loader_prepared(parts, sharded)
+        observer.loader_prepared(accelerator, sharded)
     return strategy.wrap_loader(sharded)

@@ -16,25 +16,25 @@ from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints,
 from accel_state.errors import CheckpointError, Conflict
 
 if TYPE_CHECKING:
-    from accel_torch.parts import Parts
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("fetch", "newest_on_store", "probe", "refuse_local_folder", "upload")
 
 logger = logging.getLogger(__name__)
 
 
-def probe(parts: Parts, folder: Path) -> None:
+def probe(accelerator: AcceleratorMembers, folder: Path) -> None:
     """Refuse a store that checkpoints cannot be kept in, before anything is trained; called on every process.
 
     Args:
-        parts: the Accelerator.
+        accelerator: the Accelerator.
         folder: of automatically named checkpoints.
 
     Raises:
         Conflict: it is the folder of the local checkpoints.
         CheckpointError: on every process; it cannot be reached, refuses, or does not know conditional writes.
     """
-    project, process = parts._options.project, parts.state._process
+    project, process = accelerator._options.project, accelerator.state._process
     remote = RemoteCheckpoints.at(str(project.remote), project.deadline)
 
     def work() -> None:
@@ -45,7 +45,7 @@ def probe(parts: Parts, folder: Path) -> None:
 
     failed = f"Cannot keep checkpoints in {project.remote}."
     raise_on_any_rank(process, "remote", work, failed, project.deadline, CheckpointError)
-    parts._uploader = Uploader(remote, *project.retention)
+    accelerator._uploader = Uploader(remote, *project.retention)
 
 
 def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
@@ -69,16 +69,16 @@ def refuse_local_folder(remote: RemoteCheckpoints, target: Path) -> None:
         )
 
 
-def upload(parts: Parts, folder: Path, committed: Committed | None) -> None:
+def upload(accelerator: AcceleratorMembers, folder: Path, committed: Committed | None) -> None:
     """Begin to copy a checkpoint that was committed, on each process that made a folder of it.
 
     What goes wrong is logged.
     """
-    if parts._uploader is not None and committed is not None and committed.is_owner:
-        parts._uploader.add(folder, committed.identity, parts.state._process.rank, committed.owners)
+    if accelerator._uploader is not None and committed is not None and committed.is_owner:
+        accelerator._uploader.add(folder, committed.identity, accelerator.state._process.rank, committed.owners)
 
 
-def newest_on_store(parts: Parts, local: bool) -> RemoteCheckpoint | None:
+def newest_on_store(accelerator: AcceleratorMembers, local: bool) -> RemoteCheckpoint | None:
     """The newest complete checkpoint of the project on its store; called on the main process.
 
     Args:
@@ -87,10 +87,10 @@ def newest_on_store(parts: Parts, local: bool) -> RemoteCheckpoint | None:
     Raises:
         CheckpointError: the store does not answer.
     """
-    if parts._uploader is None:
+    if accelerator._uploader is None:
         return None
     try:
-        return parts._uploader.remote.newest()
+        return accelerator._uploader.remote.newest()
     except CheckpointError as error:
         if not local:
             raise
@@ -98,11 +98,13 @@ def newest_on_store(parts: Parts, local: bool) -> RemoteCheckpoint | None:
         return None
 
 
-def fetch(parts: Parts, barrier: StoreBarrier, url: str, phase: str, stack: ExitStack, missing_ok: bool) -> Path | None:
+def fetch(
+    accelerator: AcceleratorMembers, barrier: StoreBarrier, url: str, phase: str, stack: ExitStack, missing_ok: bool
+) -> Path | None:
     """A local copy of a checkpoint, one on each node; called on every process.
 
     Args:
-        parts: the Accelerator.
+        accelerator: the Accelerator.
         barrier: of the load.
         url: of a checkpoint.
         phase: of the barrier; no other phase begins with it.
@@ -112,7 +114,7 @@ def fetch(parts: Parts, barrier: StoreBarrier, url: str, phase: str, stack: Exit
     Raises:
         CheckpointError: the store does not answer, there is no such checkpoint, or it is damaged.
     """
-    process, project = parts.state._process, parts._options.project
+    process, project = accelerator.state._process, accelerator._options.project
     store, name = split_url(url)
     token = barrier.wait(f"{phase} token", secrets.token_hex(8))
     folder = Path(tempfile.gettempdir()) / f"accel-{token}-{process.topology.node_rank}"

@@ -20,15 +20,15 @@ import torch
 from accel_ops.tree import leaves_with_paths
 from accel_state import current
 from accel_state.errors import StoreUnreachable
-from accel_torch.sentinel import bit_sums, digest, local_part, part_of
+from accel_torch.replica_checker import bit_sums, digest, local_part, part_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
     from accel_state.transport.control import ControlStore
-    from accel_torch.registry import Registry
 
 __all__ = ("ReplicaComparison", "digest_of")
 
@@ -56,12 +56,12 @@ class ReplicaComparison:
 
     Args:
         strategy: knows which part of the parameters, and of the data, this process has.
-        registry: knows the names of parameters; not kept alive.
+        prepared: knows the names of parameters; not kept alive.
     """
 
-    def __init__(self, strategy: Strategy, registry: Registry) -> None:
+    def __init__(self, strategy: Strategy, prepared: PreparedObjects) -> None:
         self._strategy = strategy
-        self._names = weakref.WeakMethod(registry.parameter_name)
+        self._names = weakref.WeakMethod(prepared.parameter_name)
 
     def after_step(self, optimizer: Optimizer, number: int | None, inputs: Sequence[str]) -> None:
         """Post what this process has, and begin to compare.

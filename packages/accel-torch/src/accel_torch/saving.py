@@ -20,10 +20,10 @@ from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
-from accel_torch.checkpoints import contents, next_folder, unwrapped
+from accel_torch.folders import next_folder
 
 if TYPE_CHECKING:
-    from accel_torch.parts import Parts
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("save_state", "wait")
 
@@ -34,7 +34,7 @@ _COPIES_BEHIND: Final = 3
 
 
 def save_state(
-    parts: Parts,
+    accelerator: AcceleratorMembers,
     output_dir: str | os.PathLike[str] | None,
     safe_serialization: bool,
     async_save: bool = False,
@@ -48,43 +48,45 @@ def save_state(
         NotOffered: the backend cannot save while training goes on.
         CheckpointError: it, or the one before it, could not be written; what was there before is unchanged.
     """
-    project = parts._options.project
-    barrier = StoreBarrier(parts.state._process, "save", "Cannot save a checkpoint.", project.deadline, CheckpointError)
+    project = accelerator._options.project
+    barrier = StoreBarrier(
+        accelerator.state._process, "save", "Cannot save a checkpoint.", project.deadline, CheckpointError
+    )
     with barrier.reporting():
-        wait(parts)
-        _check(parts, async_save, options or {})
-        named = next_folder(parts, output_dir)
-        if parts._uploader is not None and named:
+        wait(accelerator)
+        _check(accelerator, async_save, options or {})
+        named = next_folder(accelerator, output_dir)
+        if accelerator._uploader is not None and named:
             from accel_torch.remote import refuse_local_folder
 
-            refuse_local_folder(parts._uploader.remote, Path(named))
+            refuse_local_folder(accelerator._uploader.remote, Path(named))
     target = Path(barrier.wait("ready", named))
     if async_save:
-        _save_behind(parts, _Request(target, safe_serialization), barrier)
+        _save_behind(accelerator, _Request(target, safe_serialization), barrier)
     else:
         finalizer = CheckpointFinalizer(project.fsync)
-        with _staging(parts, target, finalizer, barrier) as folder:
-            _take(parts, folder).write(
+        with _staging(accelerator, target, finalizer, barrier) as folder:
+            _take(accelerator, folder).write(
                 folder,
-                parts._engine.strategy,
+                accelerator._backend.strategy,
                 safe_serialization=safe_serialization,
                 written=finalizer.begin,
                 model_options=options,
             )
-        _after_commit(parts, target, finalizer)
+        _after_commit(accelerator, target, finalizer)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
 
 
 def _staging(
-    parts: Parts, target: Path, finalizer: CheckpointFinalizer, barrier: StoreBarrier
+    accelerator: AcceleratorMembers, target: Path, finalizer: CheckpointFinalizer, barrier: StoreBarrier
 ) -> AbstractContextManager[Path]:
-    project = parts._options.project
+    project = accelerator._options.project
     return staging(
         target,
-        parts.state._process,
-        facts=_facts(parts),
+        accelerator.state._process,
+        facts=_facts(accelerator),
         fsync=project.fsync,
         deadline=project.deadline,
         finalizer=finalizer,
@@ -92,65 +94,65 @@ def _staging(
     )
 
 
-def _facts(parts: Parts) -> dict[str, Any]:
+def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
     """What the manifest tells of the run beside its files."""
-    mesh = parts._engine.strategy.context.mesh
-    positions = [loader.progress for loader in parts._registry.loaders if hasattr(loader, "progress")]
+    mesh = accelerator._backend.strategy.context.mesh
+    positions = [loader.progress for loader in accelerator._prepared.loaders if hasattr(loader, "progress")]
     return {
-        "backend": parts._engine.manifest.name,
-        "step": parts._accumulation.step,
+        "backend": accelerator._backend.manifest.name,
+        "step": accelerator._accumulation.step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
         "seed": torch.initial_seed(),
     }
 
 
-def _check(parts: Parts, async_save: bool, options: Mapping[str, Any]) -> None:
-    strategy = parts._engine.strategy
+def _check(accelerator: AcceleratorMembers, async_save: bool, options: Mapping[str, Any]) -> None:
+    strategy = accelerator._backend.strategy
     unknown = sorted(options.keys() - strategy.traits.save_options)
     if unknown:
         known = ", ".join(sorted(strategy.traits.save_options))
         raise SettingError(
             f"save_state() was given {', '.join(unknown)}.",
-            f"The backend {parts._engine.manifest.name!r} has no such options for saving models.",
+            f"The backend {accelerator._backend.manifest.name!r} has no such options for saving models.",
             f"Leave them out; it knows {known}." if known else "Leave them out.",
         )
     if async_save and strategy.traits.collective_save and not strategy.traits.supports_async_save:
         raise NotOffered(
             "Cannot save a checkpoint while training goes on (async_save=True).",
-            f"The backend {parts._engine.manifest.name!r} saves with collectives that would meet those of training.",
+            f"The backend {accelerator._backend.manifest.name!r} saves with collectives, and training runs others.",
             "Leave async_save out.",
         )
-    _check_window(parts)
+    _check_window(accelerator)
 
 
-def _check_window(parts: Parts) -> None:
-    strategy = parts._engine.strategy
-    weighting = parts._accumulation.weighting
+def _check_window(accelerator: AcceleratorMembers) -> None:
+    strategy = accelerator._backend.strategy
+    weighting = accelerator._accumulation.weighting
     if weighting is not None and weighting.unfinished:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
             "Its micro-batches have weights, whose sum so far no checkpoint holds.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
-    if not parts.gradient_state.sync_gradients and not strategy.traits.can_checkpoint_partial_grads:
+    if not accelerator.gradient_state.sync_gradients and not strategy.traits.can_checkpoint_partial_grads:
         raise NotReady(
             "Cannot save a checkpoint in the middle of an accumulation window.",
-            f"The backend {parts._engine.manifest.name!r} does not give out the gradients gathered so far.",
+            f"The backend {accelerator._backend.manifest.name!r} does not give out the gradients gathered so far.",
             "Call save_state() when accelerator.sync_gradients is true.",
         )
 
 
-def _take(parts: Parts, folder: Path) -> CheckpointState:
+def _take(accelerator: AcceleratorMembers, folder: Path) -> CheckpointState:
     return capture(
-        contents(parts),
-        parts._engine.strategy,
-        parts.state._process,
+        accelerator._prepared,
+        accelerator._backend.strategy,
+        accelerator.state._process,
         folder=folder,
-        step=parts._accumulation.step,
-        save_on_each_node=parts._options.project.save_on_each_node,
-        hooks=list(parts._registry.save_hooks.values()),
-        in_window=not parts.gradient_state.sync_gradients,
+        step=accelerator._accumulation.step,
+        save_on_each_node=accelerator._options.project.save_on_each_node,
+        hooks=list(accelerator._prepared.save_hooks.values()),
+        in_window=not accelerator.gradient_state.sync_gradients,
     )
 
 
@@ -168,24 +170,26 @@ class _Request:
         return f"Cannot save the checkpoint {self.target} while training goes on."
 
 
-def _save_behind(parts: Parts, request: _Request, barrier: StoreBarrier, guard: CopyGuard | None = None) -> None:
+def _save_behind(
+    accelerator: AcceleratorMembers, request: _Request, barrier: StoreBarrier, guard: CopyGuard | None = None
+) -> None:
     """Take the state, then copy it and write the copy, both in a thread.
 
     Args:
         barrier: the operation of all processes, which ends with the commit.
         guard: that of the attempt before, whose copy was torn.
     """
-    strategy = parts._engine.strategy
-    optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in parts._registry.optimizers]
-    saver = _saver(parts)
+    strategy = accelerator._backend.strategy
+    optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in accelerator._prepared.optimizers]
+    saver = _saver(accelerator)
     request.attempts += 1
     boundaries = StepBoundaries()
 
     def again(at_once: bool) -> None:
         if at_once:
-            _save_again(parts, request)
+            _save_again(accelerator, request)
         else:
-            _save_behind(parts, request, _barrier(parts, request), guard)
+            _save_behind(accelerator, request, _barrier(accelerator, request), guard)
 
     def copied() -> list[str]:
         try:
@@ -205,16 +209,21 @@ def _save_behind(parts: Parts, request: _Request, barrier: StoreBarrier, guard: 
                 boundaries.agree(barrier)
                 raise
             snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
-        _after_commit(parts, request.target, finalizer)
+        _after_commit(accelerator, request.target, finalizer)
 
     with ExitStack() as stack:
         # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
-        finalizer = CheckpointFinalizer(parts._options.project.fsync)
-        folder = stack.enter_context(_staging(parts, request.target, finalizer, barrier))
+        finalizer = CheckpointFinalizer(accelerator._options.project.fsync)
+        folder = stack.enter_context(_staging(accelerator, request.target, finalizer, barrier))
         with barrier.reporting():
-            snapshot = Snapshot(_take(parts, folder), saver.buffers, guarded_tensors(optimizers))
+            snapshot = Snapshot(_take(accelerator, folder), saver.buffers, guarded_tensors(optimizers))
             if guard is None:
-                guard = CopyGuard(optimizers, unwrapped(parts), lambda: _before_step(parts), lambda: _after_step(parts))
+                guard = CopyGuard(
+                    optimizers,
+                    accelerator._prepared.unwrapped_models(accelerator._backend.strategy.unwrap),
+                    lambda: _before_step(accelerator),
+                    lambda: _after_step(accelerator),
+                )
             else:
                 guard.hold()
             released = guard
@@ -223,14 +232,14 @@ def _save_behind(parts: Parts, request: _Request, barrier: StoreBarrier, guard: 
     saver.start(work, guard, boundaries, again)
 
 
-def _save_again(parts: Parts, request: _Request) -> None:
+def _save_again(accelerator: AcceleratorMembers, request: _Request) -> None:
     """Save what could not be copied while training went on; training stands still."""
-    _check_window(parts)
+    _check_window(accelerator)
     request.attempts += 1
-    finalizer, barrier = CheckpointFinalizer(parts._options.project.fsync), _barrier(parts, request)
-    with _staging(parts, request.target, finalizer, barrier) as folder:
+    finalizer, barrier = CheckpointFinalizer(accelerator._options.project.fsync), _barrier(accelerator, request)
+    with _staging(accelerator, request.target, finalizer, barrier) as folder:
         with barrier.reporting():
-            taken = _take(parts, folder)
+            taken = _take(accelerator, folder)
         # Other processes may have come to a boundary and copy once more.
         try:
             _refuse_torn(request, barrier, [])
@@ -238,14 +247,14 @@ def _save_again(parts: Parts, request: _Request) -> None:
             # They wait for this one's count to choose the next boundary.
             StepBoundaries().agree(barrier)
             raise
-        taken.write(folder, parts._engine.strategy, safe_serialization=request.safe_serialization)
-    _after_commit(parts, request.target, finalizer)
+        taken.write(folder, accelerator._backend.strategy, safe_serialization=request.safe_serialization)
+    _after_commit(accelerator, request.target, finalizer)
 
 
-def _barrier(parts: Parts, request: _Request) -> StoreBarrier:
+def _barrier(accelerator: AcceleratorMembers, request: _Request) -> StoreBarrier:
     topic = f"copy/{request.target.name}"
-    deadline = parts._options.project.deadline
-    return StoreBarrier(parts.state._process, topic, request.asked, deadline, CheckpointError)
+    deadline = accelerator._options.project.deadline
+    return StoreBarrier(accelerator.state._process, topic, request.asked, deadline, CheckpointError)
 
 
 def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str]) -> None:
@@ -281,40 +290,40 @@ def _named_by_process(answers: Sequence[str]) -> str:
     )
 
 
-def _before_step(parts: Parts) -> None:
+def _before_step(accelerator: AcceleratorMembers) -> None:
     """The boundary of loops that read from no prepared loader, whose position would belong to the checkpoint."""
-    if parts._saver is not None and not parts._registry.loaders:
-        parts._saver.between_steps()
+    if accelerator._saver is not None and not accelerator._prepared.loaders:
+        accelerator._saver.between_steps()
 
 
-def _after_step(parts: Parts) -> None:
-    if parts._saver is not None and parts._saver.boundaries is not None:
-        parts._saver.boundaries.steps += 1
+def _after_step(accelerator: AcceleratorMembers) -> None:
+    if accelerator._saver is not None and accelerator._saver.boundaries is not None:
+        accelerator._saver.boundaries.steps += 1
 
 
-def _saver(parts: Parts) -> BackgroundSaver:
-    if parts._saver is None:
-        parts._saver = BackgroundSaver(pinned=parts.state._process.family.pins_memory)
-    return parts._saver
+def _saver(accelerator: AcceleratorMembers) -> BackgroundSaver:
+    if accelerator._saver is None:
+        accelerator._saver = BackgroundSaver(pinned=accelerator.state._process.family.pins_memory)
+    return accelerator._saver
 
 
-def _after_commit(parts: Parts, target: Path, finalizer: CheckpointFinalizer) -> None:
+def _after_commit(accelerator: AcceleratorMembers, target: Path, finalizer: CheckpointFinalizer) -> None:
     """Copy a new checkpoint to the store, and remove the oldest beyond what the project keeps."""
-    project = parts._options.project
-    if parts._uploader is not None:
+    project = accelerator._options.project
+    if accelerator._uploader is not None:
         from accel_torch.remote import upload
 
-        upload(parts, target, finalizer.committed)
+        upload(accelerator, target, finalizer.committed)
     limit, period = project.retention
-    if limit is not None and parts.state.process_index == 0:
-        remove_oldest(target.parent, limit, _in_use(parts), period)
+    if limit is not None and accelerator.state.process_index == 0:
+        remove_oldest(target.parent, limit, _in_use(accelerator), period)
 
 
-def _in_use(parts: Parts) -> frozenset[Path]:
-    return frozenset() if parts._uploader is None else parts._uploader.in_use
+def _in_use(accelerator: AcceleratorMembers) -> frozenset[Path]:
+    return frozenset() if accelerator._uploader is None else accelerator._uploader.in_use
 
 
-def wait(parts: Parts) -> None:
+def wait(accelerator: AcceleratorMembers) -> None:
     """Return when no checkpoint is being saved any more; what went wrong with it is raised here."""
-    if parts._saver is not None:
-        parts._saver.wait()
+    if accelerator._saver is not None:
+        accelerator._saver.wait()

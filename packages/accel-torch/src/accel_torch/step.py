@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.precision.base import Closure
+    from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
     from accel_torch.accumulation import Accumulation
-    from accel_torch.parts import Parts
-    from accel_torch.registry import Registry
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("OptimizerStepper", "clip_grad_norm", "clip_grad_value", "fused_backward", "unscale_gradients")
 
@@ -27,12 +27,12 @@ __all__ = ("OptimizerStepper", "clip_grad_norm", "clip_grad_value", "fused_backw
 class OptimizerStepper:
     """How prepared optimizers step: with complete gradients, the way the strategy steps."""
 
-    __slots__ = ("_accumulation", "_has_after_step", "_model", "_registry", "_strategy")
+    __slots__ = ("_accumulation", "_has_after_step", "_model", "_prepared", "_strategy")
 
-    def __init__(self, strategy: Strategy, accumulation: Accumulation, registry: Registry) -> None:
+    def __init__(self, strategy: Strategy, accumulation: Accumulation, prepared: PreparedObjects) -> None:
         self._strategy, self._accumulation = strategy, accumulation
-        # The registry keeps the prepared optimizers, which keep this.
-        self._registry = weakref.ref(registry)
+        # The prepared keeps the prepared optimizers, which keep this.
+        self._prepared = weakref.ref(prepared)
         self._has_after_step = type(strategy).after_step is not base.Strategy.after_step
         self._model: weakref.ref[Module] | None = None
 
@@ -47,8 +47,8 @@ class OptimizerStepper:
     def _model_of(self, optimizer: Optimizer) -> Module | None:
         """The model whose parameters the optimizer holds; looked for once, since models may be prepared later."""
         model = None if self._model is None else self._model()
-        registry = self._registry()
-        if model is None and registry is not None and (model := registry.owner_of(optimizer)) is not None:
+        prepared = self._prepared()
+        if model is None and prepared is not None and (model := prepared.owner_of(optimizer)) is not None:
             self._model = weakref.ref(model)
         return model
 
@@ -60,24 +60,24 @@ def complete(strategy: Strategy, accumulation: Accumulation, optimizer: Optimize
         accumulation.weighting.complete(optimizer)
 
 
-def unscale_gradients(parts: Parts, optimizers: Iterable[Any] | None = None) -> None:
+def unscale_gradients(accelerator: AcceleratorMembers, optimizers: Iterable[Any] | None = None) -> None:
     """Make the gradients of prepared optimizers complete and bring them to their true size; all of them when None."""
-    engine = parts._engine
-    for wrapped in parts._registry.optimizers if optimizers is None else optimizers:
+    backend = accelerator._backend
+    for wrapped in accelerator._prepared.optimizers if optimizers is None else optimizers:
         optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
-        complete(engine.strategy, parts._accumulation, optimizer)
-        if not engine.owns(Duty.PRECISION):
-            engine.precision.unscale(optimizer)
+        complete(backend.strategy, accelerator._accumulation, optimizer)
+        if not backend.owns(Duty.PRECISION):
+            backend.precision.unscale(optimizer)
 
 
-def fused_backward(parts: Parts, loss: Tensor, learning_rate: float | None) -> None:
+def fused_backward(accelerator: AcceleratorMembers, loss: Tensor, learning_rate: float | None) -> None:
     """Backward in which optimizers such as LOMO change each parameter as soon as its gradient is there.
 
     Raises:
         SettingError: without a learning rate, or without such an optimizer.
         NotOffered: gradients would have to be gathered first, over processes or micro-batches.
     """
-    fused = [optimizer for optimizer in parts._registry.optimizers if _steps_in_backward(optimizer)]
+    fused = [optimizer for optimizer in accelerator._prepared.optimizers if _steps_in_backward(optimizer)]
     asked = "Cannot step the optimizer during backward (LOMO)."
     if not fused:
         raise SettingError(
@@ -87,7 +87,7 @@ def fused_backward(parts: Parts, loss: Tensor, learning_rate: float | None) -> N
         raise SettingError(
             asked, "The learning rate is missing.", "Call backward(loss, learning_rate=...): the step happens there."
         )
-    if parts.gradient_state.num_steps > 1 or parts.state.use_distributed:
+    if accelerator.gradient_state.num_steps > 1 or accelerator.state.use_distributed:
         raise NotOffered(
             asked,
             "Each gradient is gone when the next is computed, so none can be gathered over micro-batches or processes.",
@@ -102,18 +102,18 @@ def _steps_in_backward(optimizer: Any) -> bool:
 
 
 def clip_grad_norm(
-    parts: Parts, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
+    accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
 ) -> Tensor | None:
-    """Scale gradients down to a total norm; the norm before, or None when the engine clips by itself."""
-    unscale_gradients(parts)
-    return parts._engine.strategy.clip_norm(_listed(parameters), max_norm, norm_type)
+    """Scale gradients down to a total norm; the norm before, or None when the backend clips by itself."""
+    unscale_gradients(accelerator)
+    return accelerator._backend.strategy.clip_norm(_listed(parameters), max_norm, norm_type)
 
 
-def clip_grad_value(parts: Parts, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+def clip_grad_value(accelerator: AcceleratorMembers, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Cut every element of the gradients."""
-    parts._engine.manifest.demand(Ability.CLIP_VALUE)
-    unscale_gradients(parts)
-    parts._engine.strategy.clip_value(_listed(parameters), clip_value)
+    accelerator._backend.manifest.demand(Ability.CLIP_VALUE)
+    unscale_gradients(accelerator)
+    accelerator._backend.strategy.clip_value(_listed(parameters), clip_value)
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:

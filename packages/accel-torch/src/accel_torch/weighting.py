@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from accel_state.current import Process
 
-__all__ = ("LossIs", "Weighting")
+__all__ = ("LossReduction", "TokenWeighting")
 
-LossIs = Literal["mean", "sum"]
+LossReduction = Literal["mean", "sum"]
 
 _WEIGHTS: Final = struct.Struct("<dq")
 """Sum of the weights of a process, and how many micro-batches they are of."""
 
 
-class Weighting:
+class TokenWeighting:
     """The weights of the current window of micro-batches.
 
     Args:
@@ -54,12 +54,12 @@ class Weighting:
         self._unit = 0.0
         self.unfinished = False
 
-    def enter(self, weight: float | Tensor, loss_is: LossIs, last: bool) -> float:
+    def enter(self, weight: float | Tensor, loss_reduction: LossReduction, last: bool) -> float:
         """Enter a micro-batch; the factor on its loss.
 
         Args:
             weight: tokens of the micro-batch.
-            loss_is: whether its loss is the mean or the sum over its tokens.
+            loss_reduction: whether its loss is the mean or the sum over its tokens.
             last: whether it is the last one of the window.
         """
         if not self.unfinished:
@@ -74,7 +74,7 @@ class Weighting:
             self._unit = _power_of_two_near(*self._totals())
         if last:
             self._travelling = self._send()
-        return (1.0 if loss_is == "sum" else number) / self._unit
+        return (1.0 if loss_reduction == "sum" else number) / self._unit
 
     def _send(self) -> PendingCall:
         return start_all_gather_bytes(self._process.transport, "accumulate", _WEIGHTS.pack(self._sum, self._count))

@@ -37,16 +37,15 @@ from accel_plugins.checkpoint.files import (
 )
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part, Traits
+from accel_plugins.prepared import PreparedObjects, Stateful
 from accel_state.current import Process
 from accel_state.errors import AccelError, CheckpointError
 
 __all__ = (
     "CheckpointState",
-    "Contents",
     "LoadHook",
     "SaveHook",
     "Saver",
-    "Stateful",
     "capture",
     "held_gradients",
     "load_folder",
@@ -61,16 +60,6 @@ LoadHook = Callable[[list[Module], str], None]
 
 Written = Callable[[Path], None]
 _RANDOM_STATES: Final = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
-
-
-class Stateful(Protocol):
-    """An object whose state can be saved."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore what `state_dict` returned."""
 
 
 class Saver(Protocol):
@@ -101,40 +90,6 @@ class Saver(Protocol):
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `extra_state` gave."""
-
-
-@dataclass
-class Contents:
-    """Everything a checkpoint holds.
-
-    Args:
-        models, optimizers, schedulers: as `prepare` returned them, in order.
-        loaders: loaders whose position is saved, and restored by a load.
-        scaler: whatever keeps the scale of the loss, the precision for example; left out when its state is empty.
-        custom: objects registered for checkpointing.
-    """
-
-    models: list[Module] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    schedulers: list[Any] = field(default_factory=list)
-    loaders: list[Any] = field(default_factory=list)
-    scaler: Stateful | None = None
-    custom: list[Any] = field(default_factory=list)
-
-    def of_kind(self, part: Part) -> list[Any]:
-        """The objects of one kind."""
-        kinds: dict[Part, list[Any]] = {
-            Part.MODEL: self.models,
-            Part.OPTIMIZER: self.optimizers,
-            Part.SCHEDULER: self.schedulers,
-            Part.LOADER: self.loaders,
-        }
-        return kinds[part]
-
-    def for_strategy(self, part: Part) -> list[Any]:
-        """The objects of one kind as a strategy knows them: its models without the layers around them."""
-        items = self.of_kind(part)
-        return [strategy_model(model) for model in items] if part is Part.MODEL else items
 
 
 def held_gradients(models: Sequence[Module]) -> dict[str, torch.Tensor]:
@@ -236,7 +191,7 @@ def _tell_new(folder: Path, before: set[Path], written: Written) -> set[Path]:
 
 
 def capture(
-    contents: Contents,
+    contents: PreparedObjects,
     strategy: Saver,
     process: Process,
     *,
@@ -276,7 +231,7 @@ def capture(
     return taken
 
 
-def _equal(contents: Contents) -> dict[str, Any]:
+def _equal(contents: PreparedObjects) -> dict[str, Any]:
     """What is the same on all processes."""
     scale = contents.scaler.state_dict() if contents.scaler is not None else {}
     custom = {custom_name(index): item.state_dict() for index, item in enumerate(contents.custom)}
@@ -297,7 +252,7 @@ def _extra(strategy: Saver, process: Process) -> dict[str, Any]:
     return {extra_state_name(process.rank): state} if state else {}
 
 
-def _own(contents: Contents, rank: int, step: int) -> dict[str, Any]:
+def _own(contents: PreparedObjects, rank: int, step: int) -> dict[str, Any]:
     """What each process has for itself; generators last, so that nothing before moves them."""
     loaders = {loader_name(index, rank): loader.state_dict() for index, loader in enumerate(contents.loaders)}
     return {**loaders, random_states_name(rank): {"step": step, **rng.snapshot()}}
@@ -305,7 +260,7 @@ def _own(contents: Contents, rank: int, step: int) -> dict[str, Any]:
 
 def save_folder(
     folder: str | os.PathLike[str],
-    contents: Contents,
+    contents: PreparedObjects,
     strategy: Saver,
     process: Process,
     *,
@@ -346,7 +301,7 @@ def save_folder(
 
 def load_folder(
     folder: str | os.PathLike[str],
-    contents: Contents,
+    contents: PreparedObjects,
     strategy: Saver,
     process: Process,
     *,

@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader
 
 from accel_plugins import order
 from accel_plugins.bundle import Bundle
-from accel_plugins.checkpoint.state import Contents, load_folder, save_folder
+from accel_plugins.checkpoint.state import load_folder, save_folder
 from accel_plugins.context import Context
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Duty, Manifest
 from accel_plugins.precision.config import GradScalerKwargs
 from accel_plugins.precision.select import choose
+from accel_plugins.prepared import PreparedObjects
 from accel_plugins.resolve import build
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
@@ -323,9 +324,9 @@ class Session:
         """Read a checkpoint; the step it was written at."""
         return load_folder(folder, self._contents(), self.strategy, self.process)
 
-    def _contents(self) -> Contents:
+    def _contents(self) -> PreparedObjects:
         precision = self.strategy.context.precision
-        return Contents([self.model], [self.optimizer], self.schedulers, scaler=precision)
+        return PreparedObjects([self.model], [self.optimizer], self.schedulers, scaler=precision)
 
     def slice(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """This process's part of a global batch, on its device."""

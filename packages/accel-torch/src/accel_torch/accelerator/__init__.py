@@ -1,6 +1,6 @@
 """The Accelerator: one object that makes a plain training loop run anywhere.
 
-Its pages (`process`, `mesh`, `data`, `training`, `saving`, `tracking`, `observing`, `views`) document and delegate; the
+Its mixins (`process`, `mesh`, `data`, `training`, `saving`, `tracking`, `attributes`) document and delegate; the
 work is done by the packages below and by the modules beside this one.
 """
 
@@ -12,27 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from accel_data import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
-from accel_plugins.manifest import Duty
 from accel_state.gradient import GradientAccumulationPlugin
-from accel_state.hang_report.rank_status import PROGRESS
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_torch import options
-from accel_torch.accelerator.data import DataPage
-from accel_torch.accelerator.mesh import MeshPage
-from accel_torch.accelerator.observing import ObservingPage
-from accel_torch.accelerator.process import ProcessPage
-from accel_torch.accelerator.saving import SavingPage
-from accel_torch.accelerator.tracking import TrackingPage
-from accel_torch.accelerator.training import TrainingPage
-from accel_torch.accelerator.views import ViewsPage
-from accel_torch.accumulation import Accumulation
-from accel_torch.assemble import assemble
-from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
+from accel_torch.accelerator.attributes import AttributesMixin
+from accel_torch.accelerator.data import DataMixin
+from accel_torch.accelerator.mesh import MeshMixin
+from accel_torch.accelerator.process import ProcessMixin
+from accel_torch.accelerator.saving import SavingMixin
+from accel_torch.accelerator.tracking import TrackingMixin
+from accel_torch.accelerator.training import TrainingMixin
 from accel_torch.options import UNSET, Options
-from accel_torch.parallelism import transforms_of
-from accel_torch.registry import Registry
-from accel_torch.trigger import Trigger
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -42,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ("Accelerator",)
 
 
-class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, TrackingPage, ObservingPage, ViewsPage):
+class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin, TrackingMixin, AttributesMixin):
     """Makes a plain PyTorch training loop run on one process or many, on any device, in any precision.
 
     Args:
@@ -168,56 +159,13 @@ class Accelerator(ProcessPage, MeshPage, DataPage, TrainingPage, SavingPage, Tra
             )
         )
         if self._options.project.remote is not None:
-            from accel_torch.checkpoints import automatic_folder
+            from accel_torch.folders import automatic_folder
             from accel_torch.remote import probe
 
             probe(self, automatic_folder(self._options.project))
-
-    def _begin(self, options: Options) -> None:
-        """Take part in the run of this process."""
-        self._options = options
-        folder = options.project.project_dir or options.project.logging_dir
-        if folder is not None:
-            PROGRESS.writes_to(folder)
-        self._report = reporting(self._options)
-        self.state, self.gradient_state, self._engine = assemble(self._options, self._report)
-        self._engine.join(self)
-        owned = self._engine.owns(Duty.ACCUMULATION)
-        self._accumulation = Accumulation(self.gradient_state, self._engine.strategy, owned)
-        self._registry = Registry()
-        self._trigger = Trigger()
-        self._accumulation.guard = guarding(self._options, self.gradient_state, self._engine, self._registry)
-        self._sentinel = watching(self._options, self._registry, self._engine.strategy)
-        self._transforms = transforms_of(self._options, self.state.parallelism_config)
-        self._tracking = None
-        self._saver = None
-        if self._report is not None:
-            self._report.watch_methods(self)
-        for observer in RUN_OBSERVERS:
-            observer.begins(self)
-
-    def __copy__(self) -> Accelerator:
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        return other
-
-    def __reduce__(self) -> Any:
-        # What is unpickled takes part in the run of the process that it is in.
-        options = self._options._replace(backends=dict(self._options.backends), plugins=dict(self._options.plugins))
-        return _taking_part, (type(self), options, vars(self._registry))
 
     def __repr__(self) -> str:
         return (
             f"Accelerator({self.distributed_type}, process {self.process_index} of {self.num_processes}, "
             f"{self.device}, mixed_precision={self.mixed_precision!r})"
         )
-
-
-def _taking_part(kind: type[Accelerator], options: Options, remembered: dict[str, Any]) -> Accelerator:
-    accelerator = kind.__new__(kind)
-    accelerator._begin(options)
-    registry = accelerator._registry
-    vars(registry).update(remembered)
-    for prepared in (*registry.optimizers, *registry.schedulers, *registry.loaders):
-        prepared.gradient_state = accelerator.gradient_state
-    return accelerator

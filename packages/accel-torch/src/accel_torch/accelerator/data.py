@@ -1,4 +1,4 @@
-"""The Accelerator's page about data: loaders, and what processes tell each other.
+"""Data: loaders, and what processes tell each other.
 
 What a script may not need is imported when it is first asked for, so that making an Accelerator stays cheap.
 """
@@ -11,12 +11,12 @@ from typing import Any
 import accel_data
 import accel_ops
 from accel_state.labels import PREPARED
-from accel_torch.parts import Parts
+from accel_torch.members import AcceleratorMembers
 
-__all__ = ("DataPage",)
+__all__ = ("DataMixin",)
 
 
-class DataPage(Parts):
+class DataMixin(AcceleratorMembers):
     """Loaders and collectives."""
 
     def prepare_data_loader(
@@ -30,7 +30,7 @@ class DataPage(Parts):
         Args:
             data_loader: a `torch.utils.data.DataLoader`.
             device_placement: whether batches are moved to the device; that of the Accelerator when None.
-            slice_fn_for_dispatch: cuts a batch into the parts of the processes when the main process reads it.
+            slice_fn_for_dispatch: cuts a batch into the accelerator of the processes when the main process reads it.
         """
         from accel_torch.prepare import prepare_loader
 
@@ -43,7 +43,7 @@ class DataPage(Parts):
             dl: a loader.
             model: accepted for older callers and not used.
         """
-        return dl if getattr(dl, PREPARED, False) else self._engine.strategy.wrap_loader(dl)
+        return dl if getattr(dl, PREPARED, False) else self._backend.strategy.wrap_loader(dl)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that starts after the first `num_batches` batches of the epoch, without reading them.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel_plugins.manifest import Axis
 from accel_state.errors import NotOffered, NotReady
-from accel_torch.parts import Parts
+from accel_torch.members import AcceleratorMembers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from accel_state.mesh import ParallelismConfig
 
-__all__ = ("MeshPage",)
+__all__ = ("MeshMixin",)
 
 
-class MeshPage(Parts):
+class MeshMixin(AcceleratorMembers):
     """Axes of the run."""
 
     @property
@@ -128,5 +128,5 @@ class MeshPage(Parts):
 
         handler = parallelism_config.cp_handler
         exchange = "allgather" if handler is None or handler.cp_comm_strategy is None else handler.cp_comm_strategy
-        context = self._engine.strategy.context
+        context = self._backend.strategy.context
         return shard_sequences(context, buffers, buffer_seq_dims, no_restore_buffers, exchange)

@@ -1,4 +1,4 @@
-"""The Accelerator's page about processes: who am I, who goes first, who does what."""
+"""Processes: who am I, who goes first, who does what."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from accel_torch.parts import Parts
+from accel_torch.members import AcceleratorMembers
 
 if TYPE_CHECKING:
     import torch
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from accel_plugins.precision.config import FP8BackendType
     from accel_state.labels import DistributedType
 
-__all__ = ("ProcessPage",)
+__all__ = ("ProcessMixin",)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ProcessPage(Parts):
+class ProcessMixin(AcceleratorMembers):
     """Processes and devices."""
 
     @property
@@ -80,7 +80,7 @@ class ProcessPage(Parts):
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in 8 bits; `FP8BackendType.NO` when none does."""
-        return self._engine.precision.library
+        return self._backend.precision.library
 
     def wait_for_everyone(self) -> None:
         """Return when every process has called this."""
@@ -120,11 +120,21 @@ class ProcessPage(Parts):
             >>> if accelerator.check_trigger():
             ...     break
         """
-        self._trigger.set(self.state._process)
+        import torch
+
+        self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
         """Whether any process raised the flag since the last check; called on every process, and lowers it on all."""
-        return self._trigger.check(self.state._process)
+        import torch
+
+        # Collectives are a dozen modules that a script without triggers may not need.
+        from accel_ops import reduce
+
+        lowered = torch.tensor(0, device=self.device)
+        raised = lowered if self.flag_tensor is None else self.flag_tensor
+        self.flag_tensor = lowered
+        return bool(reduce(raised, "sum").item() >= 1)
 
     def check_breakpoint(self) -> bool:
         """The same as `check_trigger`."""

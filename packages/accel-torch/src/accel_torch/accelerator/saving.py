@@ -1,4 +1,4 @@
-"""The Accelerator's page about saving: checkpoints of everything, and weights alone.
+"""Saving and loading: checkpoints of everything, and weights alone.
 
 What reads and writes them is imported when it is first asked for, so that making an Accelerator stays cheap.
 """
@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.prepared import add_hook
 from accel_state.hang_report.rank_status import PROGRESS
-from accel_torch.parts import Parts
-from accel_torch.registry import add_hook
+from accel_torch.members import AcceleratorMembers
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ("SavingPage",)
+__all__ = ("SavingMixin",)
 
 
-class SavingPage(Parts):
+class SavingMixin(AcceleratorMembers):
     """Checkpoints."""
 
     def save_state(
@@ -134,7 +134,7 @@ class SavingPage(Parts):
         Raises:
             CheckpointError: a weight has no data, or the disk refuses.
         """
-        from accel_torch.export import save_model
+        from accel_torch.weights import save_model
 
         with PROGRESS.during("saving"):
             save_model(self, model, save_directory, max_shard_size, safe_serialization)
@@ -156,7 +156,7 @@ class SavingPage(Parts):
             >>> accelerator.save_model(model, "best")
             >>> accelerator.load_weights(model, "best")
         """
-        from accel_torch.export import put_weights
+        from accel_torch.weights import put_weights
 
         with PROGRESS.during("loading"):
             put_weights(self, model, weights, strict)
@@ -176,7 +176,7 @@ class SavingPage(Parts):
         """
         from accel_plugins.layers import strategy_model
 
-        return self._engine.strategy.global_weights(strategy_model(model))
+        return self._backend.strategy.global_weights(strategy_model(model))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object into a file, on the main process alone (of each node with `save_on_each_node`).
@@ -197,15 +197,15 @@ class SavingPage(Parts):
         Raises:
             UnknownKind: one of them has no `state_dict` and `load_state_dict`.
         """
-        self._registry.register(objects)
+        self._prepared.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call `hook(models, weights, folder)` before a checkpoint is written; the handle returned removes it."""
-        return add_hook(self._registry.save_hooks, hook)
+        return add_hook(self._prepared.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call `hook(models, folder)` before a checkpoint is read; the handle returned removes it."""
-        return add_hook(self._registry.load_hooks, hook)
+        return add_hook(self._prepared.load_hooks, hook)
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
         """All weights of a prepared model under the names of the user's model; called on every process.
@@ -214,14 +214,14 @@ class SavingPage(Parts):
             model: a prepared model.
             unwrap: False keeps the names of the wrapper.
         """
-        from accel_torch.export import state_dict
+        from accel_torch.weights import state_dict
 
         return state_dict(self, model, unwrap)
 
     @property
     def should_save_model(self) -> bool:
         """Whether this is the process that writes a model, which `get_state_dict` gives complete weights."""
-        return self.state.is_main_process and self._engine.strategy.writes_weights()
+        return self.state.is_main_process and self._backend.strategy.writes_weights()
 
     @property
     def save_iteration(self) -> int:

@@ -1,16 +1,22 @@
-"""The Accelerator's page about tracking: what a run logs, and where."""
+"""What a run logs and where, its profiles, and the end of its training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-from accel_torch.parts import Parts
+from accel_torch.members import AcceleratorMembers
 
-__all__ = ("TrackingPage",)
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from accel_torch.profile import ProfileKwargs
+
+__all__ = ("TrackingMixin",)
 
 
-class TrackingPage(Parts):
+class TrackingMixin(AcceleratorMembers):
     """Experiment trackers."""
 
     @property
@@ -90,7 +96,7 @@ class TrackingPage(Parts):
             >>> accelerator.log({"loss": loss, "accuracy": accuracy}, step=step, reduce="mean")
         """
         if reduce is not None:
-            from accel_torch.reduction import reduced
+            from accel_torch.logged_values import reduced
 
             values = reduced(values, reduce)
         if self._tracking is not None:
@@ -98,10 +104,10 @@ class TrackingPage(Parts):
             self._log_sample_counts(step)
 
     def _log_sample_counts(self, step: int | None) -> None:
-        if self._tracking is not None and self._tracking.trackers and self._registry.loaders:
-            from accel_torch.sample_counts import log_sample_counts
+        if self._tracking is not None and self._tracking.trackers and self._prepared.loaders:
+            from accel_torch.logged_values import log_sample_counts
 
-            log_sample_counts(self._tracking, self._registry.loaders, step)
+            log_sample_counts(self._tracking, self._prepared.loaders, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, or what it wraps; one that keeps nothing where none was started.
@@ -114,6 +120,23 @@ class TrackingPage(Parts):
 
             return GeneralTracker(_blank=True)
         return self._tracking.get(name, unwrap)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
+        """A block that is profiled on every process; gives torch's profiler.
+
+        Args:
+            profile_handler: replaces the one of the Accelerator; see `ProfileKwargs`.
+
+        Example:
+            >>> with accelerator.profile(ProfileKwargs(output_trace_dir="traces")) as profiler:
+            ...     for batch in loader:
+            ...         train(batch)
+            ...         profiler.step()
+        """
+        from accel_torch.profile import ProfileKwargs, profiled
+
+        handler = profile_handler or self._options.handler(ProfileKwargs) or ProfileKwargs()
+        return profiled(self.state._process, handler)
 
     def end_training(self) -> None:
         """Finish all trackers and the checkpoint that is being saved or copied; called once, when the training ends.
@@ -133,4 +156,4 @@ class TrackingPage(Parts):
             self._saver.wait()
         if self._uploader is not None:
             self._uploader.close()
-        self._engine.leave(self)
+        self._backend.leave(self)

@@ -1,18 +1,22 @@
-"""The Accelerator's page about training: preparing, accumulating, going backward, clipping.
+"""Training: preparing, accumulating, going backward, clipping.
 
 What a script may not need is imported when it is first asked for, so that making an Accelerator stays cheap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from accel_plugins.layers import strategy_model
+from accel_plugins.manifest import Ability
+from accel_state.labels import DEVICE_MAP
 from accel_state.uncaught import explain_backend_error
 from accel_torch.accumulation import MicroBatch, WeightedMicroBatch, no_sync_all
+from accel_torch.members import AcceleratorMembers
 from accel_torch.options import generator_names
-from accel_torch.parts import Parts
 from accel_torch.step import clip_grad_norm, clip_grad_value, fused_backward, unscale_gradients
 
 if TYPE_CHECKING:
@@ -22,9 +26,9 @@ if TYPE_CHECKING:
 
     from accel_plugins.precision.config import AutocastKwargs
     from accel_state.labels import RNGType
-    from accel_torch.assemble import Engine
+    from accel_torch.assemble import ActiveBackend
 
-__all__ = ("TrainingPage",)
+__all__ = ("TrainingMixin",)
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -36,7 +40,7 @@ G = TypeVar("G")
 H = TypeVar("H")
 
 
-class TrainingPage(Parts):
+class TrainingMixin(AcceleratorMembers):
     """The training loop."""
 
     @overload
@@ -148,10 +152,10 @@ class TrainingPage(Parts):
             ...     model = Transformer(config)
             >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         """
-        return self._engine.strategy.init_module(empty_init)
+        return self._backend.strategy.init_module(empty_init)
 
     def accumulate(
-        self, *models: Module, weight: float | Tensor | None = None, loss_is: Literal["mean", "sum"] = "mean"
+        self, *models: Module, weight: float | Tensor | None = None, loss_reduction: Literal["mean", "sum"] = "mean"
     ) -> AbstractContextManager[None]:
         """The block of one micro-batch: gradients add up, and every so many blocks the optimizer really steps.
 
@@ -162,8 +166,8 @@ class TrainingPage(Parts):
         Args:
             models: those whose gradients are not to be synchronised before the last micro-batch of a window.
             weight: how many tokens (or samples) the loss is over; for every micro-batch of a window or for none.
-            loss_is: whether that loss is the mean over its tokens or their sum. A mean over no tokens is not a number,
-                so give sums where a micro-batch may have none.
+            loss_reduction: whether that loss is the mean over its tokens or their sum. A mean over no tokens is not a
+                number, so give sums where a micro-batch may have none.
 
         Raises:
             Conflict: some micro-batches of a window have a weight and others have none.
@@ -180,7 +184,7 @@ class TrainingPage(Parts):
         """
         if weight is None:
             return MicroBatch(self._accumulation, models)
-        return WeightedMicroBatch(self._accumulation, models, weight, loss_is)
+        return WeightedMicroBatch(self._accumulation, models, weight, loss_reduction)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients; call it instead of `loss.backward()`.
@@ -193,7 +197,7 @@ class TrainingPage(Parts):
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             return
         try:
-            self._engine.strategy.backward(self._accumulation.share(loss), self._registry.only_model(), **kwargs)
+            self._backend.strategy.backward(self._accumulation.share(loss), self._prepared.only_model(), **kwargs)
         except RuntimeError as error:
             explain_backend_error(error)
             raise
@@ -214,7 +218,7 @@ class TrainingPage(Parts):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether a prepared optimizer steps in backward, as LOMO does."""
-        return any(getattr(optimizer, "steps_in_backward", False) for optimizer in self._registry.optimizers)
+        return any(getattr(optimizer, "steps_in_backward", False) for optimizer in self._prepared.optimizers)
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[None]:
@@ -235,8 +239,8 @@ class TrainingPage(Parts):
         from accel_plugins.layers import strategy_model
         from accel_state import current
 
-        engine: Engine = current.require_run().strategy
-        return engine.strategy.sync_in_next_backward(strategy_model(model))
+        backend: ActiveBackend = current.require_run().backend
+        return backend.strategy.sync_in_next_backward(strategy_model(model))
 
     def no_sync(self, *models: Module, model: Module | None = None) -> AbstractContextManager[object]:
         """A block in which gradients are not synchronised between the processes.
@@ -246,7 +250,7 @@ class TrainingPage(Parts):
             model: the same for a single one, by keyword.
         """
         given = models if model is None else (*models, model)
-        return no_sync_all(self._engine.strategy, given or tuple(self._registry.models))
+        return no_sync_all(self._backend.strategy, given or tuple(self._prepared.models))
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -265,9 +269,7 @@ class TrainingPage(Parts):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        from accel_torch.joining import join_uneven_inputs
-
-        return join_uneven_inputs(self, joinables, even_batches)
+        return _join_uneven_inputs(self, joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm they had.
@@ -310,7 +312,7 @@ class TrainingPage(Parts):
 
             known = autocast_handler or self._options.handler(AutocastKwargs) or AutocastKwargs()
             autocast_handler = AutocastKwargs(known.enabled, cache_enabled)
-        return self._engine.precision.autocast(autocast_handler)
+        return self._backend.precision.autocast(autocast_handler)
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
         """The model as it was before `prepare`.
@@ -337,10 +339,10 @@ class TrainingPage(Parts):
 
         if self._saver is not None:
             self._saver.release()
-        models = [strategy_model(model) for model in self._registry.models]
-        self._engine.strategy.release(models, self._registry.optimizers)
+        models = [strategy_model(model) for model in self._prepared.models]
+        self._backend.strategy.release(models, self._prepared.optimizers)
         del models
-        self._registry.clear()
+        self._prepared.clear()
         self._accumulation.step = 0
         count = len(objects)
         del objects
@@ -384,17 +386,17 @@ class TrainingPage(Parts):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of an fp16 run, or None."""
-        return self._engine.precision.scaler
+        return self._backend.precision.scaler
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._engine.precision.scale_by(scaler)
-        for optimizer in self._registry.optimizers:
+        self._backend.precision.scale_by(scaler)
+        for optimizer in self._prepared.optimizers:
             optimizer.scaler = scaler
         if self._accumulation.guard is not None:
             self._accumulation.guard.watch_scaler(scaler)
@@ -425,3 +427,49 @@ class TrainingPage(Parts):
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, follow: bool) -> None:
         self._options = self._options._replace(step_scheduler_with_optimizer=follow)
+
+    def verify_device_map(self, model: Module) -> bool:
+        """Whether a device map spreads a model over several devices, so that it cannot train on several processes."""
+        return any(len(getattr(module, DEVICE_MAP, None) or {}) > 1 for module in model.modules())
+
+
+@contextmanager
+def _join_uneven_inputs(
+    accelerator: AcceleratorMembers, joinables: Sequence[Any], even_batches: bool | None = None
+) -> Iterator[None]:
+    """A block in which a process without batches answers the collectives of those that still have some.
+
+    Args:
+        accelerator: the Accelerator.
+        joinables: prepared models.
+        even_batches: what prepared loaders fill up inside of the block; as before when None.
+
+    Raises:
+        NotOffered: every step of the backend needs all processes.
+    """
+    if accelerator.state.use_distributed:
+        accelerator._backend.manifest.demand(Ability.JOIN)
+    samplers = [] if even_batches is None else _adjustable(accelerator)
+    before = [sampler.even_batches for sampler in samplers]
+    for sampler in samplers:
+        sampler.even_batches = even_batches
+    try:
+        with accelerator._backend.strategy.join([strategy_model(model) for model in joinables], even_batches):
+            yield
+    finally:
+        for sampler, even in zip(samplers, before, strict=True):
+            sampler.even_batches = even
+
+
+def _adjustable(accelerator: AcceleratorMembers) -> list[Any]:
+    """The samplers of prepared loaders that decide about even batches."""
+    samplers = [getattr(loader, "batch_sampler", None) for loader in accelerator._prepared.loaders]
+    found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
+    if len(found) < len(samplers):
+        warnings.warn(
+            "join_uneven_inputs(even_batches=...) is only supported for map-style datasets: it does not reach loaders "
+            "over streams, nor those that the main process reads for the others.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return found

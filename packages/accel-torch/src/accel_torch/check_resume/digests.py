@@ -1,6 +1,6 @@
 """Digests of what a checkpoint holds: short texts that are equal for equal bytes.
 
-Every piece of state has a name in two parts, its group and its path: `("optimizer 0", "state.3.exp_avg")`.
+Every piece of state has a name in two accelerator, its group and its path: `("optimizer 0", "state.3.exp_avg")`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accel_ops.rng import snapshot
 from accel_plugins.manifest import Duty
 
 if TYPE_CHECKING:
-    from accel_torch.parts import Parts
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("Pieces", "digests_of", "sample_digests", "state_pieces", "variables_of")
 
@@ -32,7 +32,7 @@ _MOST_ITEMS: Final = 1000
 _DEPTH: Final = 4
 
 
-def state_pieces(parts: Parts, full: bool) -> Pieces:
+def state_pieces(accelerator: AcceleratorMembers, full: bool) -> Pieces:
     """Digests of everything that a checkpoint of an Accelerator holds, except the positions of loaders.
 
     Buffers that `state_dict` leaves out are among them.
@@ -40,22 +40,22 @@ def state_pieces(parts: Parts, full: bool) -> Pieces:
     Called on every process.
 
     Args:
-        parts: the Accelerator.
+        accelerator: the Accelerator.
         full: digests of full tensors where processes hold shards, which do not depend on the number of processes; the
             generators of processes are then left out.
     """
-    registry, engine = parts._registry, parts._engine
+    prepared, engine = accelerator._prepared, accelerator._backend
     found: Pieces = {}
-    for index, model in enumerate(registry.models):
+    for index, model in enumerate(prepared.models):
         found[f"weights of model {index}"] = digests_of(dict(model.named_parameters()), full)
         found[f"buffers of model {index}"] = digests_of(dict(model.named_buffers()), full)
-    for index, optimizer in enumerate(registry.optimizers):
+    for index, optimizer in enumerate(prepared.optimizers):
         found[f"optimizer {index}"] = digests_of(optimizer.state_dict(), full)
-    for index, scheduler in enumerate(registry.schedulers):
+    for index, scheduler in enumerate(prepared.schedulers):
         found[f"scheduler {index}"] = digests_of(scheduler.state_dict(), full)
     if not engine.owns(Duty.PRECISION):
         found["gradient scaler"] = digests_of(engine.precision.state_dict(), full)
-    for index, item in enumerate(registry.custom):
+    for index, item in enumerate(prepared.custom):
         found[f"registered object {index} ({type(item).__name__})"] = digests_of(item.state_dict(), full)
     if not full:
         for name, state in snapshot().items():

@@ -114,7 +114,7 @@ class RunRecorder:
         """Take part between the batches of a prepared loader."""
         if not hasattr(loader, "between_batches"):
             return
-        number = len(accelerator._registry.loaders)
+        number = len(accelerator._prepared.loaders)
         before, steps = loader.between_batches, self._steps
 
         def between(first: bool) -> None:
@@ -169,7 +169,7 @@ class RunRecorder:
 
     def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         accelerator = self._accelerators[-1]() if self._accelerators else None
-        name_of = None if accelerator is None else accelerator._registry.parameter_name
+        name_of = None if accelerator is None else accelerator._prepared.parameter_name
         gradients = {}
         for group, options in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(options["params"]):
@@ -183,15 +183,15 @@ class RunRecorder:
 
     def _after_step(self, accelerator: Accelerator) -> None:
         step = self.step
-        registry = accelerator._registry
+        prepared = accelerator._prepared
         pieces = {**self._state_of(accelerator), "gradients": self._gradients}
         note: dict[str, Any] = {"step": step, "pieces": pieces, "samples": self._samples, "losses": self._losses}
         last = step >= self.task.last_step
         if last:
-            known = [accelerator, *registry.custom, *registry.loaders, *registry.schedulers, *registry.optimizers]
-            known += [*registry.models, *map(accelerator.unwrap_model, registry.models)]
-            known += [getattr(item, "optimizer", item) for item in registry.optimizers]
-            known += [getattr(item, "scheduler", item) for item in registry.schedulers]
+            known = [accelerator, *prepared.custom, *prepared.loaders, *prepared.schedulers, *prepared.optimizers]
+            known += [*prepared.models, *map(accelerator.unwrap_model, prepared.models)]
+            known += [getattr(item, "optimizer", item) for item in prepared.optimizers]
+            known += [getattr(item, "scheduler", item) for item in prepared.schedulers]
             note["variables"] = variables_of(sys._getframe(), self.script, known)
         self._write(note)
         self._samples, self._losses, self._gradients = [], [], {}
@@ -213,13 +213,13 @@ class RunRecorder:
     def _state_of(self, accelerator: Accelerator) -> Pieces:
         """Digests of what this process would put into a checkpoint, and the positions of its loaders."""
         pieces = state_pieces(accelerator, full=False)
-        registry = accelerator._registry
-        for index, loader in enumerate(registry.loaders):
+        prepared = accelerator._prepared
+        for index, loader in enumerate(prepared.loaders):
             if hasattr(loader, "progress"):
                 at = loader.progress
                 pieces[f"loader {index}"] = {"position": f"epoch {at.epoch}, batch {at.steps}"}
         if self.task.in_window:
-            for index, model in enumerate(registry.models):
+            for index, model in enumerate(prepared.models):
                 held = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
                 pieces[f"gradients of model {index} so far"] = digests_of(held)
         return pieces

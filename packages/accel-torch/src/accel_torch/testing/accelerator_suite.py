@@ -62,7 +62,7 @@ class AcceleratorSession(Session):
         )
         self.process = current.process()
         self.gradient = self.accelerator.gradient_state
-        self.strategy = self.accelerator._engine.strategy
+        self.strategy = self.accelerator._backend.strategy
 
     def arguments(self) -> dict[str, Any]:
         """Further arguments for the Accelerator."""

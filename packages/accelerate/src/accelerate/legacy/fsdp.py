@@ -38,7 +38,7 @@ _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
     """Shard a model the way the run does; for a substitute of an Accelerator, the way its attributes say."""
-    strategy = getattr(getattr(accelerator, "_engine", None), "strategy", None)
+    strategy = getattr(getattr(accelerator, "_backend", None), "strategy", None)
     if not isinstance(strategy, Strategy):
         if accelerator.mixed_precision != "no":
             loading.train_in_fp32(model)
@@ -51,7 +51,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Module) -> Module:
 
 def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:
     """Let the blocks that the run shards recompute their activations in backward."""
-    strategy = accelerator._engine.strategy
+    strategy = accelerator._backend.strategy
     transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config))
     return transform.apply(model, strategy.context)
 

@@ -1,7 +1,7 @@
 """Watching that replicas stay replicas: every so many steps their weights and positions are compared.
 
 Processes that hold the same part of a model must hold the same numbers in it. Where they do not, training goes on and
-quietly means less and less; the sentinel stops it and names the first tensor that differs, and the processes.
+quietly means less and less; the checker stops it and names the first tensor that differs, and the processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.precision.base import Closure
+    from accel_plugins.prepared import PreparedObjects
     from accel_plugins.strategy import Strategy
     from accel_plugins.wrapped.optimizer import Stepping
-    from accel_torch.registry import Registry
 
-__all__ = ("ReplicasDiffer", "Sentinel", "Watched", "bit_sums", "digest", "local_part", "part_of")
+__all__ = ("CheckingStepper", "ReplicaChecker", "ReplicasDiffer", "bit_sums", "digest", "local_part", "part_of")
 
 _WORD: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by size, through which the bits of any tensor can be added up without rounding."""
@@ -40,7 +40,7 @@ class ReplicasDiffer(AccelError, RuntimeError):
     """Raised on every process when processes that should have equal weights and equal positions differ."""
 
 
-class Witness(NamedTuple):
+class ReplicaState(NamedTuple):
     """What one process says of itself in a check.
 
     Args:
@@ -54,19 +54,19 @@ class Witness(NamedTuple):
     facts: dict[str, Hashable]
 
 
-class Sentinel:
+class ReplicaChecker:
     """Compares replicas after every so many steps of each optimizer.
 
     Args:
         every: steps between two checks.
-        registry: knows names of parameters and positions of loaders; not kept alive.
+        prepared: knows names of parameters and positions of loaders; not kept alive.
         strategy: knows which part of them this process has.
     """
 
-    def __init__(self, every: int, registry: Registry, strategy: Strategy) -> None:
+    def __init__(self, every: int, prepared: PreparedObjects, strategy: Strategy) -> None:
         self.every = every
         # The optimizers that it holds hold this.
-        self._registry, self._strategy = weakref.ref(registry), strategy
+        self._prepared, self._strategy = weakref.ref(prepared), strategy
         self._steps: dict[int, int] = {}
         self._shared_generators: set[str] | None = None
 
@@ -80,16 +80,16 @@ class Sentinel:
         if steps % self.every == 0:
             self._check(optimizer, steps)
 
-    def watching(self, stepping: Stepping) -> Watched:
-        """The same stepper, which reports each step to the sentinel."""
-        return Watched(stepping, self)
+    def watching(self, stepping: Stepping) -> CheckingStepper:
+        """The same stepper, which reports each step to the checker."""
+        return CheckingStepper(stepping, self)
 
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         sums = bit_sums(tensors)
         holds = digest([self._strategy.shard_key(), *(part_of(tensor) for tensor in tensors)])
-        witness = Witness(holds, digest(sums), {"optimizer steps": steps, **self._facts()})
-        witnesses: list[Witness] = gather_object([witness])
+        witness = ReplicaState(holds, digest(sums), {"optimizer steps": steps, **self._facts()})
+        witnesses: list[ReplicaState] = gather_object([witness])
         self._compare_facts(witnesses, steps)
         if _agree(witnesses, [witness.weights for witness in witnesses]):
             return
@@ -102,15 +102,15 @@ class Sentinel:
 
     def _facts(self) -> dict[str, Hashable]:
         loaders: dict[str, Hashable] = {}
-        registry = self._registry()
-        for index, loader in enumerate([] if registry is None else registry.loaders):
+        prepared = self._prepared()
+        for index, loader in enumerate([] if prepared is None else prepared.loaders):
             progress = getattr(loader, "progress", None)
             if progress is not None:
                 loaders[f"the position of loader {index}"] = (progress.epoch, progress.steps)
         generators = {f"the generator {name!r}": digest(state) for name, state in snapshot().items()}
         return {**loaders, **generators}
 
-    def _compare_facts(self, witnesses: Sequence[Witness], steps: int) -> None:
+    def _compare_facts(self, witnesses: Sequence[ReplicaState], steps: int) -> None:
         """Compare what must be equal; generators count if they were equal at the first check."""
         facts = list(dict.fromkeys(name for witness in witnesses for name in witness.facts))
         equal = {name for name in facts if len({witness.facts.get(name) for witness in witnesses}) == 1}
@@ -123,28 +123,28 @@ class Sentinel:
                 raise _differ(name, _sides(None, [witness.facts.get(name) for witness in witnesses]), steps)
 
     def _name(self, tensor: Tensor, index: int) -> str:
-        registry = self._registry()
-        name = None if registry is None else registry.parameter_name(tensor)
+        prepared = self._prepared()
+        name = None if prepared is None else prepared.parameter_name(tensor)
         return name or f"parameter {index} of the optimizer"
 
 
-class Watched:
-    """Steps, and tells the sentinel.
+class CheckingStepper:
+    """Steps, and tells the checker.
 
     Args:
         stepping: how optimizers step.
         sentinel: receives each step.
     """
 
-    __slots__ = ("_sentinel", "_stepping")
+    __slots__ = ("_replica_checker", "_stepping")
 
-    def __init__(self, stepping: Stepping, sentinel: Sentinel) -> None:
-        self._stepping, self._sentinel = stepping, sentinel
+    def __init__(self, stepping: Stepping, sentinel: ReplicaChecker) -> None:
+        self._stepping, self._replica_checker = stepping, sentinel
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; False when the step was skipped."""
         stepped = self._stepping.step(optimizer, closure)
-        self._sentinel.stepped(optimizer)
+        self._replica_checker.stepped(optimizer)
         return stepped
 
 
@@ -203,13 +203,13 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def _agree(witnesses: Sequence[Witness], values: Sequence[Hashable]) -> bool:
+def _agree(witnesses: Sequence[ReplicaState], values: Sequence[Hashable]) -> bool:
     """Whether all replicas of each part have the same value."""
     pairs = {(witness.holds, value) for witness, value in zip(witnesses, values, strict=True)}
     return len(pairs) == len({holds for holds, _ in pairs})
 
 
-def _sides(witnesses: Sequence[Witness] | None, values: Sequence[Hashable]) -> list[list[int]]:
+def _sides(witnesses: Sequence[ReplicaState] | None, values: Sequence[Hashable]) -> list[list[int]]:
     """Processes by what they hold, for the first part whose replicas differ; the largest group first."""
     parts = [b""] * len(values) if witnesses is None else [witness.holds for witness in witnesses]
     for part in dict.fromkeys(parts):

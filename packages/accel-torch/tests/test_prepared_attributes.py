@@ -1,4 +1,4 @@
-"""Attributes that other libraries read, pop from and assign show the one registry."""
+"""Attributes that other libraries read, pop from and assign show the prepared objects."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Metrics of all processes as one value each, by name."""
+"""What `log` adds to the values given: those of the other processes, and what the sources of mixtures gave so far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -11,7 +11,10 @@ from accel_ops import gather_object
 from accel_state import current
 from accel_state.errors import SettingError, ShapeMismatch
 
-__all__ = ("REDUCTIONS", "reduced")
+if TYPE_CHECKING:
+    from accel_tracking.group import TrackerGroup
+
+__all__ = ("REDUCTIONS", "log_sample_counts", "reduced")
 
 REDUCTIONS: Final[Mapping[str, Callable[[list[float]], float]]] = {
     "mean": lambda values: sum(values) / len(values),
@@ -98,3 +101,30 @@ def _check_numbers(everyones: list[dict[str, float | None]]) -> None:
             f"These values are not numbers: {listed}.",
             "Log texts, images and the like without reduce=.",
         )
+
+
+def log_sample_counts(tracking: TrackerGroup, loaders: Iterable[Any], step: int | None) -> None:
+    """Add a table of the sources of every mixture that a prepared loader reads; nothing where there is none.
+
+    Args:
+        tracking: the trackers of this process.
+        loaders: prepared ones.
+        step: where on the x-axis the table belongs.
+    """
+    rows = [row for number, loader in enumerate(loaders) for row in _rows(number, loader)]
+    if not rows:
+        return
+    from accel_tracking.commands.samples import COLUMNS, TABLE
+
+    for tracker in tracking:
+        if tracker.name == "jsonl":
+            tracker.log_table(TABLE, list(COLUMNS), rows, step=step)
+
+
+def _rows(number: int, loader: Any) -> list[list[Any]]:
+    dataset: Any = getattr(loader, "dataset", None)
+    progress = getattr(loader, "progress", None)
+    if not hasattr(dataset, "mixture_state") or progress is None or progress.samples is None:
+        return []
+    counts = dataset.counts(progress.samples, progress.epoch)
+    return [[number, name, one.samples, one.epochs, one.asked, one.given] for name, one in counts.items()]

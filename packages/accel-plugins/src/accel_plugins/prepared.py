@@ -1,13 +1,14 @@
-"""What went through `prepare`, and what was registered for checkpoints; the one place that remembers it."""
+"""What went through `prepare`, and what else a checkpoint holds; the one place that remembers it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from accel_plugins.bundle import Bundle
+from accel_plugins.bundle import Bundle, ObjectsByKind
 from accel_plugins.layers import strategy_model
+from accel_plugins.manifest import Part
 from accel_state.errors import UnknownKind
 from accel_state.labels import PREPARED
 
@@ -15,25 +16,51 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-__all__ = ("Registry",)
+
+__all__ = ("PreparedObjects", "Stateful", "add_hook")
 
 
-class Registry:
-    """Prepared objects by kind, in the order in which they were prepared.
+class Stateful(Protocol):
+    """An object whose state can be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore what `state_dict` returned."""
+
+
+class PreparedObjects(ObjectsByKind):
+    """Prepared objects by kind, in the order in which they were prepared, and the other objects of a checkpoint.
+
+    Args:
+        models, optimizers, schedulers: as `prepare` returned them.
+        loaders: whose position a checkpoint holds.
+        scaler: whatever keeps the scale of the loss, the precision for example; left out of a checkpoint when its
+            state is empty.
+        custom: objects registered for checkpoints.
 
     Attributes:
-        models, optimizers, schedulers, loaders: what went through `prepare`.
-        custom: objects registered for checkpoints.
         engine: engine of a backend, where somebody assigned one.
         save_hooks, load_hooks: called before a checkpoint is written or read.
     """
 
-    def __init__(self) -> None:
-        self.models: list[Any] = []
-        self.optimizers: list[Any] = []
-        self.schedulers: list[Any] = []
-        self.loaders: list[Any] = []
-        self.custom: list[Any] = []
+    def __init__(
+        self,
+        models: Iterable[Any] = (),
+        optimizers: Iterable[Any] = (),
+        schedulers: Iterable[Any] = (),
+        loaders: Iterable[Any] = (),
+        scaler: Stateful | None = None,
+        custom: Iterable[Any] = (),
+    ) -> None:
+        super().__init__()
+        self.models += models
+        self.optimizers += optimizers
+        self.schedulers += schedulers
+        self.loaders += loaders
+        self.scaler = scaler
+        self.custom = list(custom)
         self.engine: Any = None
         # RemovableHandle keeps a weak reference, which a plain dict does not allow.
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -41,18 +68,20 @@ class Registry:
 
     def remember(self, bundle: Bundle) -> None:
         """Keep what a `prepare` call made."""
-        for known, made in self._pairs(bundle):
-            for item in made:
-                _mark(item)
-                known.append(item)
+        for part in (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER, Part.LOADER):
+            for item in bundle.of_kind(part):
+                if hasattr(item, "__dict__"):
+                    setattr(item, PREPARED, True)
+                self.of_kind(part).append(item)
 
-    def _pairs(self, bundle: Bundle) -> tuple[tuple[list[Any], list[Any]], ...]:
-        return (
-            (self.models, bundle.models),
-            (self.optimizers, bundle.optimizers),
-            (self.schedulers, bundle.schedulers),
-            (self.loaders, bundle.loaders),
-        )
+    def for_strategy(self, part: Part) -> list[Any]:
+        """The objects of one kind as a strategy knows them: its models without the layers around them."""
+        items = self.of_kind(part)
+        return [strategy_model(model) for model in items] if part is Part.MODEL else items
+
+    def unwrapped_models(self, unwrap: Callable[[Module], Module]) -> list[Module]:
+        """The user's models, whose parameters have the names that the user gave them; `unwrap` is the strategy's."""
+        return [unwrap(strategy_model(model)) for model in self.models]
 
     def register(self, objects: Iterable[Any]) -> None:
         """Keep objects whose state goes into every checkpoint.
@@ -101,8 +130,3 @@ def add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., An
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _mark(item: Any) -> None:
-    if hasattr(item, "__dict__"):
-        setattr(item, PREPARED, True)

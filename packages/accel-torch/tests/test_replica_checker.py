@@ -17,7 +17,7 @@ from accel_state.errors import SettingError
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 from accel_torch import Accelerator, ReplicasDiffer, set_seed
-from accel_torch.sentinel import bit_sums
+from accel_torch.replica_checker import bit_sums
 
 
 def trained(wrong: str, every: int = 2, seeds_differ: bool = False, options: dict[str, Any] | None = None) -> Any:
@@ -165,16 +165,16 @@ def calls_of_a_step(**options: Any) -> list[str]:
 
 def test_switched_off_they_add_no_call_to_a_step() -> None:
     plain = calls_of_a_step()
-    watchers = ("sentinel", "straggler", "stopwatch", "observers", "trigger")
+    watchers = ("replica_checker", "straggler", "stopwatch", "observers")
     assert plain
     assert [name for name in plain if name.split(".")[1] in watchers] == []
     assert plain == calls_of_a_step(check_replicas_every=None, straggler_report=False)
     watched = calls_of_a_step(check_replicas_every=100)
-    assert [name for name in watched if "sentinel" in name] == [
-        "accel_torch.sentinel.step",
-        "accel_torch.sentinel.stepped",
+    assert [name for name in watched if "replica_checker" in name] == [
+        "accel_torch.replica_checker.step",
+        "accel_torch.replica_checker.stepped",
     ]
-    assert [name for name in watched if "sentinel" not in name] == plain
+    assert [name for name in watched if "replica_checker" not in name] == plain
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.0, True, "100"])

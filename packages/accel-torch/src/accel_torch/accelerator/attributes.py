@@ -1,4 +1,4 @@
-"""The Accelerator's page of attributes that other libraries read, pop from and assign; the registry owns what is shown.
+"""Attributes that other libraries read, pop from and assign; the prepared objects are shown here.
 
 Settings objects that were given can be read here too, each under the name that these libraries know it by.
 """
@@ -14,11 +14,9 @@ from accel_plugins.checkpoint.config import ProjectConfiguration
 from accel_state.errors import NoState, SettingError, UnknownKind
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType
-from accel_torch.parts import Parts
+from accel_torch.members import AcceleratorMembers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from accel_plugins.ddp.config import DistributedDataParallelKwargs
     from accel_plugins.precision.config import (
         AORecipeKwargs,
@@ -31,13 +29,13 @@ if TYPE_CHECKING:
     from accel_state.kwargs import InitProcessGroupKwargs
     from accel_torch.profile import ProfileKwargs
 
-__all__ = ("ViewsPage",)
+__all__ = ("AttributesMixin",)
 
 H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Registered:
-    """An attribute that is one of the registry's.
+    """An attribute that is one of the prepared's.
 
     Args:
         name: its name there.
@@ -47,10 +45,10 @@ class _Registered:
         self._name: Final = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else getattr(instance._registry, self._name)
+        return self if instance is None else getattr(instance._prepared, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        setattr(instance._registry, self._name, value)
+        setattr(instance._prepared, self._name, value)
 
 
 class _Handler(Generic[H]):
@@ -62,7 +60,9 @@ class _Handler(Generic[H]):
         then: called with the Accelerator and what was assigned.
     """
 
-    def __init__(self, module: str, name: str, then: Callable[[Parts, H | None], None] | None = None) -> None:
+    def __init__(
+        self, module: str, name: str, then: Callable[[AcceleratorMembers, H | None], None] | None = None
+    ) -> None:
         self._module, self._name, self._then = module, name, then
         self.__doc__ = f"The `{name}` that was given, or None; what is assigned counts for what is made afterwards."
 
@@ -73,12 +73,12 @@ class _Handler(Generic[H]):
     @overload
     def __get__(self, instance: None, owner: type) -> _Handler[H]: ...
     @overload
-    def __get__(self, instance: Parts, owner: type) -> H | None: ...
-    def __get__(self, instance: Parts | None, owner: type) -> _Handler[H] | H | None:
+    def __get__(self, instance: AcceleratorMembers, owner: type) -> H | None: ...
+    def __get__(self, instance: AcceleratorMembers | None, owner: type) -> _Handler[H] | H | None:
         return self if instance is None else instance._options.handler(self._kind())
 
-    def __set__(self, instance: Parts, handler: H | None) -> None:
-        kind, options, strategy = self._kind(), instance._options, instance._engine.strategy
+    def __set__(self, instance: AcceleratorMembers, handler: H | None) -> None:
+        kind, options, strategy = self._kind(), instance._options, instance._backend.strategy
         if handler is not None and not isinstance(handler, kind):
             raise UnknownKind(
                 f"An attribute of an Accelerator was set to {handler!r}.",
@@ -93,7 +93,7 @@ class _Handler(Generic[H]):
             self._then(instance, handler)
 
 
-class ViewsPage(Parts):
+class AttributesMixin(AcceleratorMembers):
     """What was prepared, registered and given."""
 
     _models = _Registered("models")
@@ -107,12 +107,12 @@ class ViewsPage(Parts):
     @property
     def deepspeed_engine_wrapped(self) -> Any:
         """The engine of a backend that has one: what was assigned here, else that of the strategy, else None."""
-        assigned = self._registry.engine
-        return assigned if assigned is not None else getattr(self._engine.strategy, "engine", None)
+        assigned = self._prepared.engine
+        return assigned if assigned is not None else getattr(self._backend.strategy, "engine", None)
 
     @deepspeed_engine_wrapped.setter
     def deepspeed_engine_wrapped(self, engine: Any) -> None:
-        self._registry.engine = engine
+        self._prepared.engine = engine
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -137,22 +137,13 @@ class ViewsPage(Parts):
         return table
 
     @property
-    def flag_tensor(self) -> Tensor | None:
-        """The flag of `set_trigger`; None before it was used."""
-        return self._trigger.flag
-
-    @flag_tensor.setter
-    def flag_tensor(self, flag: Tensor | None) -> None:
-        self._trigger.flag = flag
-
-    @property
     def native_amp(self) -> bool:
         """Whether forward passes autocast."""
-        return self._engine.precision.autocasts
+        return self._backend.precision.autocasts
 
     @native_amp.setter
     def native_amp(self, autocasts: bool) -> None:
-        self._engine.precision.switch_autocast(autocasts)
+        self._backend.precision.switch_autocast(autocasts)
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
@@ -195,7 +186,7 @@ class ViewsPage(Parts):
     autocast_handler: _Handler[AutocastKwargs] = _Handler(
         "accel_plugins.precision.config",
         "AutocastKwargs",
-        lambda parts, handler: parts._engine.precision.autocast_by(handler),
+        lambda accelerator, handler: accelerator._backend.precision.autocast_by(handler),
     )
     scaler_handler: _Handler[GradScalerKwargs] = _Handler("accel_plugins.precision.config", "GradScalerKwargs")
     ddp_handler: _Handler[DistributedDataParallelKwargs] = _Handler(
@@ -216,4 +207,4 @@ class ViewsPage(Parts):
     @property
     def fp8_enabled(self) -> bool:
         """Whether the run computes in 8 bits."""
-        return self._engine.precision.name == PrecisionType.FP8.value
+        return self._backend.precision.name == PrecisionType.FP8.value

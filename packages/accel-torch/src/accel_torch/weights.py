@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from accel_torch.parts import Parts
+    from accel_torch.members import AcceleratorMembers
 
 __all__ = ("put_weights", "save_model", "state_dict")
 
 
-def state_dict(parts: Parts, model: Module, unwrap: bool = True) -> dict[str, Any]:
+def state_dict(accelerator: AcceleratorMembers, model: Module, unwrap: bool = True) -> dict[str, Any]:
     """All weights of a model, those that are offloaded too; called on every process."""
     if any(has_offloaded_params(module) for module in model.modules()):
         return get_state_dict_offloaded_model(model)
-    return parts._engine.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
+    return accelerator._backend.strategy.state_dict(strategy_model(model)) if unwrap else model.state_dict()
 
 
 def save_model(
-    parts: Parts,
+    accelerator: AcceleratorMembers,
     model: Module,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str,
@@ -40,18 +40,18 @@ def save_model(
     Raises:
         CheckpointError: a weight has no data, or the disk refuses.
     """
-    strategy = parts._engine.strategy
-    project, topology = parts._options.project, parts.state._process.topology
+    strategy = accelerator._backend.strategy
+    project, topology = accelerator._options.project, accelerator.state._process.topology
     writes = topology.is_local_main if project.save_on_each_node else topology.rank == 0
     with strategy.global_weights(strategy_model(model)):
-        weights = state_dict(parts, model)
+        weights = state_dict(accelerator, model)
         if writes and strategy.writes_weights():
             folder = os.path.expanduser(os.fspath(save_directory))
             save_weights(weights, folder, max_shard_size, safe_serialization, fsync=project.fsync)
 
 
 def put_weights(
-    parts: Parts, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool
+    accelerator: AcceleratorMembers, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool
 ) -> None:
     """Put weights into a prepared model; called on every process.
 
@@ -60,10 +60,10 @@ def put_weights(
     """
     found = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
     try:
-        parts._engine.strategy.load_weights(strategy_model(model), found, strict=strict)
+        accelerator._backend.strategy.load_weights(strategy_model(model), found, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
-            f"Cannot load weights into {type(parts._engine.strategy.unwrap(strategy_model(model))).__name__}.",
+            f"Cannot load weights into {type(accelerator._backend.strategy.unwrap(strategy_model(model))).__name__}.",
             f"They do not fit: {error}",
             "Give the weights of this model, or strict=False to leave out names that differ.",
         ) from error

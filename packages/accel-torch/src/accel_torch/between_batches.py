@@ -1,0 +1,140 @@
+"""What happens between two batches of a prepared loader: a run may save, take a torn checkpoint again, or end.
+
+The modules of checkpoints are imported where they are needed, since most runs need none of them here.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import NotOffered
+from accel_state.hang_report.rank_status import PROGRESS
+
+if TYPE_CHECKING:
+    from accel_plugins.checkpoint.boundaries import Preemption, StepBoundaries
+    from accel_torch.members import AcceleratorMembers
+
+__all__ = ("BetweenBatches", "call_between_batches")
+
+
+class BetweenBatches:
+    """Called by a prepared loader before each of its batches; see `PreparedLoader.between_batches`.
+
+    A boundary between steps is a pause of a loader whose last batch was trained on: an optimizer stepped since the
+    loader gave it out. A loader for evaluation has none, even one that is read inside the loop of another, so that
+    parameters which are exchanged for an evaluation are never taken for those of the run.
+
+    Args:
+        accelerator: the Accelerator.
+        ending: ends the run here if it was asked to end.
+        saving: saves here if it is time.
+    """
+
+    __slots__ = ("_accelerator", "_all_steps", "_ending", "_saving", "_seen", "_steps")
+
+    def __init__(
+        self,
+        accelerator: AcceleratorMembers,
+        ending: Callable[[], None] | None,
+        saving: Callable[[], None] | None = None,
+    ) -> None:
+        # The Accelerator keeps the loader, which keeps this.
+        self._accelerator, self._ending, self._saving = weakref.ref(accelerator), ending, saving
+        self._seen: StepBoundaries | None = None
+        self._steps = self._all_steps = 0
+
+    def __call__(self, first: bool) -> None:
+        accelerator = self._accelerator()
+        saver = None if accelerator is None else accelerator._saver
+        if accelerator is not None and saver is not None:
+            seen = saver.boundaries
+            trained = not first and seen is not None and seen is self._seen and seen.steps > self._steps
+            if trained and accelerator.gradient_state.sync_gradients:
+                saver.between_steps()
+                seen = saver.boundaries
+            self._seen, self._steps = seen, 0 if seen is None else seen.steps
+        if self._saving is not None and accelerator is not None:
+            if not first and PROGRESS.steps > self._all_steps and accelerator.gradient_state.sync_gradients:
+                self._saving()
+            self._all_steps = PROGRESS.steps
+        if self._ending is not None and not first:
+            self._ending()
+
+
+def call_between_batches(accelerator: AcceleratorMembers, loader: Any) -> None:
+    """Let a prepared loader call between its batches."""
+    ending = None
+    if accelerator._options.project.save_on_signal:
+        ending = _ending(accelerator)
+    saving = None
+    if accelerator._options.project.save_policy is not None:
+        saving = _saving(accelerator)
+    loader.between_batches = BetweenBatches(accelerator, ending, saving)
+
+
+def _ending(accelerator: AcceleratorMembers) -> Callable[[], None]:
+    """What ends the run when it is called between two batches, after a signal has asked for it.
+
+    Raises:
+        NotOffered: the Accelerator is used in another thread than the main one, which alone hears signals.
+    """
+    from accel_plugins.checkpoint.boundaries import Preemption
+    from accel_torch.saving import save_state, wait
+
+    if accelerator._preemption is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise NotOffered(
+                "Cannot handle signals for ProjectConfiguration(save_on_signal=True).",
+                "Only the main thread receives signals, and this is another thread.",
+                "Prepare loaders in the main thread.",
+            )
+
+        def save() -> None:
+            save_state(accelerator, None, True)
+            wait(accelerator)
+
+        accelerator._preemption = Preemption(accelerator.state._process, save, accelerator._options.project.deadline)
+    return _boundary(accelerator, accelerator._preemption)
+
+
+def _boundary(accelerator: AcceleratorMembers, preemption: Preemption) -> Callable[[], None]:
+    """What is called between two batches; where partial gradients cannot be saved, windows have to end first."""
+    gradient = accelerator.gradient_state
+    if accelerator._backend.strategy.traits.can_checkpoint_partial_grads:
+        return preemption.between_batches
+
+    def between_windows() -> None:
+        if gradient.sync_gradients:
+            preemption.between_batches()
+
+    return between_windows
+
+
+def _saving(accelerator: AcceleratorMembers) -> Callable[[], None]:
+    """What saves a checkpoint when it is called between two steps and it is time."""
+    from accel_plugins.checkpoint.boundaries import ContinuousSaver, SavePace
+    from accel_torch.saving import save_state
+
+    project = accelerator._options.project
+    policy = project.save_policy
+    assert policy is not None
+    if accelerator._continuous is None:
+        # The Accelerator keeps the saver; a thread of the saver must not keep the Accelerator.
+        owner = weakref.ref(accelerator)
+        strategy = accelerator._backend.strategy
+        behind = strategy.traits.supports_async_save or not strategy.traits.collective_save
+
+        def save() -> None:
+            if (accelerator := owner()) is not None:
+                save_state(accelerator, None, True, async_save=behind)
+
+        def busy() -> bool:
+            accelerator = owner()
+            return accelerator is not None and accelerator._saver is not None and accelerator._saver.busy
+
+        pace = SavePace(policy.max_overhead)
+        accelerator._continuous = ContinuousSaver(accelerator.state._process, save, busy, pace, project.deadline)
+    return accelerator._continuous.between_steps

@@ -1,0 +1,60 @@
+"""The names of an Accelerator's checkpoints: given by the script, or numbered in the folder of the project."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_state.errors import CheckpointError, SettingError
+
+if TYPE_CHECKING:
+    from accel_plugins.checkpoint.config import ProjectConfiguration
+    from accel_torch.members import AcceleratorMembers
+
+__all__ = ("automatic_folder", "given_folder", "next_folder")
+
+
+def automatic_folder(project: ProjectConfiguration) -> Path:
+    """The folder of automatically named checkpoints."""
+    return Path(project.project_dir or ".") / "checkpoints"
+
+
+def next_folder(accelerator: AcceleratorMembers, output_dir: str | os.PathLike[str] | None) -> str:
+    """What the next checkpoint is called; that of the first process counts.
+
+    Raises:
+        SettingError: no folder was given and naming is not automatic.
+        CheckpointError: the name is taken.
+    """
+    project = accelerator._options.project
+    if not project.automatic_checkpoint_naming:
+        return given_folder(output_dir, "save_state")
+    return str(_next_automatic(project)) if accelerator.state._process.rank == 0 else ""
+
+
+def _next_automatic(project: ProjectConfiguration) -> Path:
+    target = automatic_folder(project) / f"checkpoint_{project.iteration}"
+    if target.exists():
+        raise CheckpointError(
+            f"save_state() was to write {target} by automatic naming.",
+            "It is there already.",
+            "Call load_state() first to go on after it, set project_configuration.iteration to a free number, or use "
+            "another project_dir.",
+        )
+    return target
+
+
+def given_folder(given: str | os.PathLike[str] | None, method: str) -> str:
+    """The folder that a script named in a call of `method`.
+
+    Raises:
+        SettingError: it named none.
+    """
+    if given is None:
+        raise SettingError(
+            f"{method}() was called without a folder.",
+            "Checkpoints are not named automatically.",
+            "Name a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
+        )
+    return os.path.expanduser(os.fspath(given))

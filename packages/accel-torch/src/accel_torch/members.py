@@ -1,0 +1,97 @@
+"""What an Accelerator consists of, and how it takes part in the run of its process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.manifest import Duty
+from accel_plugins.prepared import PreparedObjects
+from accel_state.hang_report.rank_status import PROGRESS
+from accel_torch.accumulation import Accumulation
+from accel_torch.assemble import assemble, transforms_of
+from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_plugins.checkpoint.background import BackgroundSaver
+    from accel_plugins.checkpoint.boundaries import ContinuousSaver, Preemption
+    from accel_plugins.checkpoint.remote import Uploader
+    from accel_plugins.transform import Transform
+    from accel_state.gradient import GradientState
+    from accel_state.run_state import AcceleratorState
+    from accel_torch.assemble import ActiveBackend
+    from accel_torch.options import Options
+    from accel_torch.replica_checker import ReplicaChecker
+    from accel_torch.straggler import StragglerReport
+    from accel_tracking.group import TrackerGroup
+
+__all__ = ("AcceleratorMembers",)
+
+
+class AcceleratorMembers:
+    """The members of an Accelerator, which its mixins and the functions beside them read.
+
+    Attributes:
+        state: the process and its run.
+        gradient_state: where the training is inside of a window of micro-batches.
+        flag_tensor: the flag of `set_trigger`, on the device: 1 where this process has set it; None before it was
+            first used.
+    """
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    flag_tensor: Tensor | None = None
+    _options: Options
+    _backend: ActiveBackend
+    _accumulation: Accumulation
+    _prepared: PreparedObjects
+    _replica_checker: ReplicaChecker | None
+    _report: StragglerReport | None
+    _transforms: tuple[Transform, ...]
+    _tracking: TrackerGroup | None = None
+    _saver: BackgroundSaver | None = None
+    _preemption: Preemption | None = None
+    _uploader: Uploader | None = None
+    _continuous: ContinuousSaver | None = None
+
+    def _begin(self, options: Options) -> None:
+        """Take part in the run of this process."""
+        self._options = options
+        folder = options.project.project_dir or options.project.logging_dir
+        if folder is not None:
+            PROGRESS.writes_to(folder)
+        self._report = reporting(self._options)
+        self.state, self.gradient_state, self._backend = assemble(self._options, self._report)
+        self._backend.join(self)
+        owned = self._backend.owns(Duty.ACCUMULATION)
+        self._accumulation = Accumulation(self.gradient_state, self._backend.strategy, owned)
+        self._prepared = PreparedObjects(scaler=None if self._backend.owns(Duty.PRECISION) else self._backend.precision)
+        self._accumulation.guard = guarding(self._options, self.gradient_state, self._backend, self._prepared)
+        self._replica_checker = watching(self._options, self._prepared, self._backend.strategy)
+        self._transforms = transforms_of(self._options, self.state.parallelism_config)
+        if self._report is not None:
+            self._report.watch_methods(self)
+        for observer in RUN_OBSERVERS:
+            observer.begins(self)
+
+    def __copy__(self) -> AcceleratorMembers:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __reduce__(self) -> Any:
+        # What is unpickled takes part in the run of the process that it is in.
+        remembered = {name: value for name, value in vars(self._prepared).items() if name != "scaler"}
+        options = self._options._replace(backends=dict(self._options.backends), plugins=dict(self._options.plugins))
+        return _taking_part, (type(self), options, remembered)
+
+
+def _taking_part(kind: type[AcceleratorMembers], options: Options, remembered: dict[str, Any]) -> AcceleratorMembers:
+    accelerator = kind.__new__(kind)
+    accelerator._begin(options)
+    prepared = accelerator._prepared
+    vars(prepared).update(remembered)
+    for one in (*prepared.optimizers, *prepared.schedulers, *prepared.loaders):
+        one.gradient_state = accelerator.gradient_state
+    return accelerator
