@@ -138,12 +138,12 @@ class MicroBatch:
         accumulation.advance()
         if accumulation.weighting is not None:
             accumulation.do_not_weigh()
-        self._enter_no_sync()
+        if not accumulation.gradient.sync_gradients:
+            self._enter_no_sync()
 
     def _enter_no_sync(self) -> None:
         accumulation = self._accumulation
-        gradient = accumulation.gradient
-        if not gradient.sync_gradients and not gradient.plugin.sync_each_batch:
+        if not accumulation.gradient.plugin.sync_each_batch:
             self._held = no_sync_all(accumulation.strategy, self._models)
             self._held.__enter__()
 
@@ -157,7 +157,7 @@ class MicroBatch:
 class WeightedMicroBatch(MicroBatch):
     """The block of one micro-batch that has a weight."""
 
-    __slots__ = ("_loss_is", "_weight")
+    __slots__ = ("_loss_reduction", "_weight")
 
     def __init__(
         self,
@@ -167,12 +167,13 @@ class WeightedMicroBatch(MicroBatch):
         loss_reduction: LossReduction,
     ) -> None:
         super().__init__(accumulation, models)
-        self._weight, self._loss_is = weight, loss_reduction
+        self._weight, self._loss_reduction = weight, loss_reduction
 
     def __enter__(self) -> None:
         self._accumulation.advance()
-        self._accumulation.weigh(self._weight, self._loss_is)
-        self._enter_no_sync()
+        self._accumulation.weigh(self._weight, self._loss_reduction)
+        if not self._accumulation.gradient.sync_gradients:
+            self._enter_no_sync()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -50,14 +50,20 @@ class ActiveBackend:
         precision: how forward, backward and steps are computed.
 
     Attributes:
+        backward_reads_model: whether the strategy's own `backward` gets the model that the loss belongs to; looking for
+            the model costs a part of each step.
         closed: whether the strategy gave back what it opened.
     """
 
     manifest: Manifest
     strategy: Strategy
     precision: Precision
+    backward_reads_model: bool = field(init=False)
     closed: bool = field(default=False, init=False)
     _training: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, init=False)
+
+    def __post_init__(self) -> None:
+        self.backward_reads_model = type(self.strategy).backward is not Strategy.backward
 
     def join(self, accelerator: object) -> None:
         """Note an Accelerator that trains with the strategy."""

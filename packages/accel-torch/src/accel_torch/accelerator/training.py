@@ -197,7 +197,8 @@ class TrainingMixin(AcceleratorMembers):
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
             return
         try:
-            self._backend.strategy.backward(self._accumulation.share(loss), self._prepared.only_model(), **kwargs)
+            model = self._prepared.only_model() if self._backend.backward_reads_model else None
+            self._backend.strategy.backward(self._accumulation.share(loss), model, **kwargs)
         except RuntimeError as error:
             explain_backend_error(error)
             raise
@@ -218,7 +219,10 @@ class TrainingMixin(AcceleratorMembers):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether a prepared optimizer steps in backward, as LOMO does."""
-        return any(getattr(optimizer, "steps_in_backward", False) for optimizer in self._prepared.optimizers)
+        for optimizer in self._prepared.optimizers:
+            if getattr(optimizer, "steps_in_backward", False):
+                return True
+        return False
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[None]:
