@@ -71,11 +71,16 @@ def check_given(given: dict[str, Any]) -> None:
         NotOffered: configurations of an engine differ.
     """
     run = current.run_or_none()
+    if run is None:
+        return
+    made_with = {
+        **run.given,
+        "mixed_precision": run.mixed_precision,
+        "parallelism_config": run.parallelism_config,
+    }
     for name, value in given.items():
-        if run is None or value is None:
-            continue
-        before = getattr(run, name) if hasattr(run, name) else run.given.get(name)
-        if before != value:
+        before = made_with.get(name)
+        if value is not None and before != value:
             error = NotOffered if name in PLUGINS else Conflict
             raise error(
                 f"Cannot use {name}={value!r} in this run.",

@@ -219,7 +219,8 @@ class TrainingMixin(AcceleratorMembers):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether a prepared optimizer steps in backward, as LOMO does."""
-        for optimizer in self._prepared.optimizers:
+        # A loop and not any(...), whose generator would cost more than the rest: this runs at every backward.
+        for optimizer in self._prepared.optimizers:  # noqa: SIM110
             if getattr(optimizer, "steps_in_backward", False):
                 return True
         return False
