@@ -270,7 +270,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             steps = self._give_out(batches, first)
             between, observer = self.between_batches, self.observer
             alone = between is None and observer is None
-            given = yield from (steps if alone else _accompanied(steps, between, observer))
+            given = yield from (steps if alone else accompanied(steps, between, observer))
             wrong = self._wrong_length(info, given)
             self.progress.finish()
             if wrong is not None:
@@ -531,7 +531,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
 
 
-def _accompanied(
+def accompanied(
     steps: Generator[Any, None, int], between: Callable[[bool], None] | None, observer: LoaderObserver | None
 ) -> Generator[Any, None, int]:
     """The same batches, with a call before each is read, and each shown to an observer."""

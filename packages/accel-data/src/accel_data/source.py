@@ -26,6 +26,7 @@ __all__ = (
     "WrappedSource",
     "first_batches",
     "length_of",
+    "loader_over",
     "opened",
     "rebuilt",
 )
@@ -360,14 +361,7 @@ class MapSource(Source):
             sample_seed: the seed of the samples, if they are seeded.
             changes: other attributes of the loader.
         """
-        resolved = None if "dataset" in changes else getattr(base.dataset, "resolved", None)
-        indices: Any = shard if resolved is None else resolved(shard)
-        indices = indices if sample_seed is None else TaggedBatches(indices, sample_seed)
-        name = "sampler" if base.batch_sampler is None else "batch_sampler"
-        changes[name] = UnbatchedSampler(indices) if batching_of(base) is None else indices
-        if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
-            changes["dataset"] = SeededSamples.of(base.dataset)
-        return cls(rebuilt(base, **changes), shard, sample_seed)
+        return cls(loader_over(base, shard, sample_seed, **changes), shard, sample_seed)
 
     @property
     def single(self) -> bool:
@@ -615,6 +609,27 @@ def length_of(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
+
+
+def loader_over(
+    base: DataLoader[Any], batches: BatchSampler, sample_seed: SampleSeed | None = None, **changes: Any
+) -> DataLoader[Any]:
+    """A loader like another one that reads other batches of indices.
+
+    Args:
+        base: the loader.
+        batches: of indices.
+        sample_seed: the seed of the samples, if they are seeded.
+        changes: other attributes of the loader.
+    """
+    resolved = None if "dataset" in changes else getattr(base.dataset, "resolved", None)
+    indices: Any = batches if resolved is None else resolved(batches)
+    indices = indices if sample_seed is None else TaggedBatches(indices, sample_seed)
+    name = "sampler" if base.batch_sampler is None else "batch_sampler"
+    changes[name] = UnbatchedSampler(indices) if batching_of(base) is None else indices
+    if sample_seed is not None and not isinstance(base.dataset, SeededSamples):
+        changes["dataset"] = SeededSamples.of(base.dataset)
+    return rebuilt(base, **changes)
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

@@ -25,6 +25,7 @@ from accel_plugins.precision.config import GradScalerKwargs as GradScalerKwargs
 from accel_plugins.precision.config import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel_plugins.precision.config import TERecipeKwargs as TERecipeKwargs
 from accel_plugins.strategy import Shards as Shards
+from accel_plugins.strategy import StepShards as StepShards
 from accel_plugins.strategy import Strategy as Strategy
 from accel_plugins.transform import Stage as Stage
 from accel_plugins.transform import Transform as Transform

@@ -112,8 +112,8 @@ class Traits:
         per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in fewer bits.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
-        elastic: the number of processes may change between two steps, after which `Strategy.shards` gives another
-            answer; of other strategies it stays the same during a run.
+        elastic: the number of processes may change between two optimizer steps. Loaders that train then ask
+            `Strategy.begin_step` for the members of each step.
     """
 
     save_order: Sequence[Part] = (Part.MODEL, Part.OPTIMIZER, Part.SCHEDULER)

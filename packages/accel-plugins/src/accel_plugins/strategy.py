@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accel_plugins.precision.base import Closure
     from accel_plugins.transform import Transform
 
-__all__ = ("Shards", "Strategy")
+__all__ = ("Shards", "StepShards", "Strategy")
 
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -46,6 +46,21 @@ class Shards:
 
     count: int
     index: int
+
+
+@dataclass(frozen=True)
+class StepShards(Shards):
+    """Who shares the samples of one optimizer step, where that changes between two steps.
+
+    Args:
+        number: optimizer steps that the run has made before this one. Samples follow it: a step that is repeated has
+            the number it had, and its samples.
+        batches: batches of one process that every step has, whatever `count` is; processes that are missing are made
+            up for by more accumulation.
+    """
+
+    number: int
+    batches: int
 
 
 class Strategy:
@@ -123,8 +138,8 @@ class Strategy:
         """The slice of each batch that is this process's.
 
         Called by `prepare` and by whoever counts samples. Processes that must see the same samples, those of one tensor
-        axis for example, give the same index. Constant during a run; with `Traits.elastic` it may change between two
-        optimizer steps.
+        axis for example, give the same index. Constant during a run; with `Traits.elastic` it is that of loaders which
+        do not train, and `begin_step` that of those which do.
         """
         mesh = self.context.mesh
         if mesh is None:
@@ -133,6 +148,17 @@ class Strategy:
         for axis in present_axes(mesh, DATA_AXES):
             count, index = count * mesh[axis].size(), index * mesh[axis].size() + mesh.get_local_rank(axis)
         return Shards(count, index)
+
+    def begin_step(self) -> StepShards:
+        """Agree on who makes the next optimizer step.
+
+        Called with `Traits.elastic` alone: by a loader that trains, before it draws the indices of the step's first
+        batch, and once more after the last step of an epoch. The loss of each batch is then multiplied by the share of
+        the step's samples that it has, so that the mean of the gradients over the `count` processes is the gradient of
+        the step. A step that did not count, because a member was lost in it, is begun again with the same number;
+        `step` returned False for it. It may be called twice before a step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares Traits(elastic=True) and has no begin_step().")
 
     def shard_key(self) -> Hashable:
         """Which shard of the parameters this process has, where their tensors do not say so themselves.

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_plugins.layers import strategy_model
 from accel_state import current
-from accel_state.errors import Conflict, NotOffered, SettingError
+from accel_state.errors import Conflict, NotOffered, NotReady, SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from accel_data.elastic import MicroBatchShare
     from accel_plugins.strategy import Strategy
     from accel_state.gradient import GradientState
     from accel_torch.misuse import MisuseGuard
@@ -36,13 +37,24 @@ class Accumulation:
         factor: what the loss of the current micro-batch is multiplied by, where it has a weight.
     """
 
-    __slots__ = ("_counted_by_strategy", "_first", "factor", "gradient", "guard", "step", "strategy", "weighting")
+    __slots__ = (
+        "_counted_by_strategy",
+        "_elastic",
+        "_first",
+        "factor",
+        "gradient",
+        "guard",
+        "step",
+        "strategy",
+        "weighting",
+    )
 
     def __init__(self, gradient: GradientState, strategy: Strategy, counted_by_strategy: bool = False) -> None:
         self.gradient = gradient
         self.strategy = strategy
         self.step = 0
         self._counted_by_strategy = counted_by_strategy
+        self._elastic = strategy.traits.elastic
         self._first = True
         self.guard: MisuseGuard | None = None
         self.weighting: TokenWeighting | None = None
@@ -52,7 +64,11 @@ class Accumulation:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
         gradient = self.gradient
         self._first = gradient.sync_gradients
-        if gradient.plugin.sync_with_dataloader and gradient.end_of_dataloader:
+        share = self._elastic_share()
+        if share is not None:
+            share.accumulated = True
+            gradient.sync_gradients = share.last
+        elif gradient.plugin.sync_with_dataloader and gradient.end_of_dataloader:
             self.step = 0
             gradient.sync_gradients = True
         else:
@@ -71,11 +87,44 @@ class Accumulation:
         """The part of the window's loss that the loss of this micro-batch is; the same where the strategy divides."""
         if self.guard is not None:
             self.guard.backward_ran = True
+        if self._elastic and (elastic := self._elastic_share()) is not None:
+            if not elastic.accumulated:
+                raise NotReady(
+                    "Cannot compute gradients of a step whose members may change.",
+                    "The number of micro-batches of the step depends on how many processes share it.",
+                    "Put forward, backward and step inside of `with accelerator.accumulate(model):`.",
+                )
+            return loss * elastic.factor
         if self.factor is not None:
             return loss * self.factor
         if self._counted_by_strategy or self.gradient.num_steps == 1:
             return loss
         return loss / self.gradient.num_steps
+
+    def _elastic_share(self) -> MicroBatchShare | None:
+        """The part of the optimizer step that the newest batch is, where the members of the run may change.
+
+        Raises:
+            Conflict: the loader does not follow optimizer steps.
+        """
+        loader: Any = self.gradient.active_dataloader if self._elastic else None
+        if loader is None:
+            return None
+        share: MicroBatchShare | None = getattr(loader, "share", None)
+        if share is None:
+            raise Conflict(
+                "Cannot train on this batch.",
+                "No prepared model was in training mode when the epoch of its loader began, so the loader does not "
+                "follow the optimizer steps.",
+                "Call model.train() before the loop that trains.",
+            )
+        return share
+
+    def note_step(self) -> None:
+        """Note that the loop tried to step an optimizer."""
+        share = self._elastic_share() if self._elastic else None
+        if share is not None:
+            share.stepped = True
 
     def weigh(self, weight: float | Tensor, loss_reduction: LossReduction) -> None:
         """Give the current micro-batch a weight.
@@ -88,6 +137,12 @@ class Accumulation:
             raise NotOffered(
                 "Cannot weigh micro-batches with accumulate(model, weight=...).",
                 "The backend of this run accumulates by itself and divides by the number of micro-batches.",
+                "Remove the weight, or use another backend.",
+            )
+        if self._elastic:
+            raise NotOffered(
+                "Cannot weigh micro-batches with accumulate(model, weight=...).",
+                "The members of this run may change, and micro-batches are weighed by their samples.",
                 "Remove the weight, or use another backend.",
             )
         if loss_reduction not in ("mean", "sum"):

@@ -198,8 +198,13 @@ def prepare_loader(
         sharding=configuration.sharding,
         restore_position=configuration.restore_position,
         seed_samples=configuration.seed_samples,
-        order=configuration.order,
+        order="global" if strategy.traits.elastic else configuration.order,
     )
+    if strategy.traits.elastic:
+        from accel_data.elastic import ElasticLoader
+
+        models = accelerator._registry.models
+        sharded = ElasticLoader.following(sharded, strategy.begin_step, lambda: any(model.training for model in models))
     if accelerator._report is not None:
         accelerator._report.watch_loader(sharded)
     call_between_batches(accelerator, sharded)

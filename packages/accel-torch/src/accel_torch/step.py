@@ -39,6 +39,7 @@ class OptimizerStepper:
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; False when the step was skipped."""
         complete(self._strategy, self._accumulation, optimizer)
+        self._accumulation.note_step()
         stepped = self._strategy.step(optimizer, closure)
         if stepped and self._has_after_step:
             self._strategy.after_step(self._model_of(optimizer), optimizer)

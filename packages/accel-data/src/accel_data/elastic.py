@@ -1,0 +1,285 @@
+"""Loaders of a run whose members change between two optimizer steps: every sample still comes once an epoch.
+
+The position in the data is a function of the number of optimizer steps that were made, of nothing else: step s has the
+samples sG up to (s + 1)G of the global order, counted over all epochs, where G is the same for any number of
+processes. A step that is repeated therefore gets its samples again, and a process that joins or comes back continues
+where the others are. The samples of a step are cut into batches of one process, which are dealt to the members: fewer
+members accumulate more batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from accel_data.global_order import check_global_order
+from accel_data.loader import DataLoaderShard, accompanied
+from accel_data.order import LastRNG, Order, begin_epoch
+from accel_data.source import MapSource, loader_over
+from accel_ops.conversion import send_to_device
+from accel_state.errors import Conflict
+
+__all__ = ("ElasticLoader", "MicroBatchShare", "StepMembers", "StepPlan")
+
+_Order = Order | list[int]
+_OF_THE_RUN: Final = ("begin_step", "trains", "share")
+"""Attributes that a pickle leaves out."""
+
+
+class StepMembers(Protocol):
+    """Who makes the next optimizer step; a backend answers with it."""
+
+    @property
+    def number(self) -> int:
+        """Optimizer steps that the run has made before this one."""
+
+    @property
+    def count(self) -> int:
+        """How many processes share the samples of the step."""
+
+    @property
+    def index(self) -> int:
+        """Which of them this process is."""
+
+    @property
+    def batches(self) -> int:
+        """Batches of one process that every step of the run has, whatever `count` is."""
+
+
+@dataclass
+class MicroBatchShare:
+    """Which part of an optimizer step the batch given out last is.
+
+    Args:
+        step: number of the optimizer step.
+        samples: samples of this batch that count; 0 where the process only takes part.
+        total: samples of the step that all members read together.
+        members: how many processes share the step.
+        last: whether it is this process's last batch of the step.
+
+    Attributes:
+        accumulated: whether the loop entered `accumulate` for it.
+        stepped: whether the loop tried to step an optimizer with it.
+    """
+
+    step: int
+    samples: int
+    total: int
+    members: int
+    last: bool
+    accumulated: bool = False
+    stepped: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What the mean loss of the batch is multiplied by, so that the mean over the members is that of the step."""
+        return self.members * self.samples / self.total
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The optimizer steps of an epoch.
+
+    Args:
+        length: samples of the epoch.
+        batch_size: samples of one batch.
+        batches: batches of a step.
+        drop_last: leave out what does not fill a step.
+
+    Example:
+        >>> plan = StepPlan(length=10, batch_size=2, batches=3)
+        >>> len(plan), plan.share(0, count=2, index=0), plan.share(1, count=2, index=1)
+        (2, [(range(0, 2), 2), (range(4, 6), 2)], [(range(8, 10), 2)])
+    """
+
+    length: int
+    batch_size: int
+    batches: int
+    drop_last: bool = False
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a step of all processes."""
+        return self.batch_size * self.batches
+
+    def __len__(self) -> int:
+        return self.length // self.step_size if self.drop_last else -(-self.length // self.step_size)
+
+    def samples(self, step: int) -> int:
+        """Samples of one step; the last of an epoch may have fewer than the others."""
+        return min(self.step_size, self.length - step * self.step_size)
+
+    def share(self, step: int, count: int, index: int) -> list[tuple[range, int]]:
+        """The batches of one of `count` processes: positions in the order, and how many of them count.
+
+        A process for which no batch is left repeats one of another, and none of its samples count.
+        """
+        first, size = step * self.step_size, self.batch_size
+        end = first + self.samples(step)
+        cut = [range(begin, min(begin + size, end)) for begin in range(first, end, size)]
+        own = [(positions, len(positions)) for positions in cut[index::count]]
+        return own or [(cut[index % len(cut)], 0)]
+
+
+class ElasticLoader(DataLoaderShard):
+    """Asks for the members of each optimizer step before it draws the indices of the step's batches.
+
+    It does so in epochs that train. In others, those of an evaluation, it is the loader that it was made from.
+
+    Attributes:
+        begin_step: agrees on the members of the next optimizer step.
+        trains: whether the epoch that begins trains.
+        share: the part of a step that the batch given out last is; None while nothing is trained.
+    """
+
+    source: MapSource
+    begin_step: Callable[[], StepMembers] | None = None
+    trains: Callable[[], bool] | None = None
+    share: MicroBatchShare | None = None
+
+    @classmethod
+    def following(
+        cls, loader: DataLoader[Any], begin_step: Callable[[], StepMembers], trains: Callable[[], bool]
+    ) -> ElasticLoader:
+        """A prepared loader that follows optimizer steps.
+
+        Args:
+            loader: what `prepare_data_loader` returned.
+            begin_step: agrees on the members of the next optimizer step.
+            trains: whether the epoch that begins trains.
+
+        Raises:
+            Conflict: the order of its samples depends on more than the seed and the epoch.
+        """
+        if isinstance(loader, cls):
+            return loader
+        if not isinstance(loader, DataLoaderShard) or not isinstance(loader.source, MapSource):
+            raise Conflict(
+                "Cannot follow optimizer steps whose members change with this loader.",
+                "It reads a stream or receives its batches from another process, so it cannot continue at any step.",
+                "Use a data set with indices, and leave dispatch_batches at None.",
+            )
+        check_global_order(loader.base_dataloader, loader.source, own_shard=False, dispatched=False, compared=False)
+        options = loader._options()
+        elastic = cls.around(
+            loader.source, options, loader.use_stateful_dataloader, loader.gradient_state, loader.progress
+        )
+        elastic.begin_step, elastic.trains = begin_step, trains
+        return elastic
+
+    def skipping(self, steps: int) -> ElasticLoader:
+        """See `PreparedLoader`; where it trains, the number of the step decides the position alone."""
+        other = super().skipping(steps)
+        other.begin_step, other.trains = self.begin_step, self.trains
+        return other
+
+    def _kept(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._kept().items() if name not in _OF_THE_RUN}
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.share = None
+        if self.begin_step is None or self.trains is None or not self.trains():
+            yield from super().__iter__()
+            return
+        if self.observer is not None:
+            self.observer.epoch_begins()
+        self.progress.take_start()
+        self.begin()
+        try:
+            steps = self._steps(self.begin_step)
+            alone = self.between_batches is None and self.observer is None
+            yield from (steps if alone else accompanied(steps, self.between_batches, self.observer))
+            self.progress.finish()
+        finally:
+            self.share = None
+            self.end()
+
+    def _steps(self, begin_step: Callable[[], StepMembers]) -> Generator[Any, None, int]:
+        """The batches of the epoch's steps; returns how many they were."""
+        members = begin_step()
+        plan = self._plan(members)
+        epoch = drawn = members.number // len(plan)
+        # The others finished the epoch before this process joined.
+        if epoch > self.progress.epoch:
+            return 0
+        order, batches, planned, given = self._order(epoch), iter(()), None, 0
+        while (now := members.number // len(plan)) <= epoch:
+            at, who = members.number % len(plan), (members.count, members.index)
+            if now != drawn:
+                order, drawn = self._order(now), now
+            if planned != (members.number, who):
+                batches = self._read(_StepIndices(order, plan, at, who))
+            share, total = plan.share(at, *who), plan.samples(at)
+            self.progress.begin(at, at * plan.step_size, None, plan.length, -1)
+            for number, (_, samples) in enumerate(share, start=1):
+                batch = self._next(batches)
+                if self.device is not None:
+                    batch = send_to_device(batch, self.device, self._non_blocking)
+                last = number == len(share)
+                self.share = current = MicroBatchShare(members.number, samples, total, members.count, last)
+                if last:
+                    self.progress.begin(at + 1, at * plan.step_size + total, None, plan.length, -1)
+                    self.progress.end_of_dataloader = at + 1 == len(plan)
+                given += 1
+                yield batch
+            planned, before, members = (members.number + 1, who), members.number, begin_step()
+            if members.number == before and not current.stepped:
+                raise self._error(
+                    f"cannot go on after optimizer step {before}.",
+                    "The loop took all batches of the step and stepped no prepared optimizer.",
+                    "Call optimizer.step() for each batch, or model.eval() before a loop that does not train.",
+                )
+        return given
+
+    def _plan(self, members: StepMembers) -> StepPlan:
+        """The steps of an epoch, all of the same size."""
+        shard = self.source.shard
+        batches = members.batches * self.gradient_state.num_steps
+        size = shard.batch_size or 1
+        plan = StepPlan(
+            self.source.length() or 0,
+            max(size // members.batches, 1) if shard.split_batches else size,
+            batches,
+            shard.drop_last,
+        )
+        if not len(plan):
+            raise self._error(
+                "cannot begin an epoch.",
+                f"It has {plan.length} samples, and a step of the run has {plan.step_size}.",
+                "Use a smaller batch size or more samples, or leave drop_last off.",
+            )
+        return plan
+
+    def _order(self, epoch: int) -> _Order:
+        self.source.set_epoch(epoch)
+        order = begin_epoch(self.source.shard.sampler, LastRNG())
+        return list(order) if isinstance(order, Iterator) else order
+
+    def _read(self, indices: _StepIndices) -> Iterator[Any]:
+        """Batches from a step on, read ahead by DataLoader workers as long as the members stay the same."""
+        source = self.source
+        reading = loader_over(source.base, indices, source.sample_seed)
+        # Torch draws a seed for each iterator. How often members change must not show in the process's generator.
+        reading.generator = torch.Generator().manual_seed(torch.initial_seed())
+        return iter(reading)
+
+
+class _StepIndices(BatchSampler):
+    """The indices of one process's batches, from a step of the epoch on, while the members stay the same."""
+
+    def __init__(self, order: _Order, plan: StepPlan, step: int, who: tuple[int, int]) -> None:
+        self._order, self._plan, self._step, self._who = order, plan, step, who
+        self.batch_size, self.drop_last = plan.batch_size, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order
+        for step in range(self._step, len(self._plan)):
+            for positions, _ in self._plan.share(step, *self._who):
+                yield [order[i] for i in positions] if isinstance(order, list) else order.at(positions)
+
+    def __len__(self) -> int:
+        return sum(len(self._plan.share(step, *self._who)) for step in range(self._step, len(self._plan)))
