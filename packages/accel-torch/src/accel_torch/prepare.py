@@ -203,7 +203,7 @@ def prepare_loader(
     if strategy.traits.elastic:
         from accel_data.elastic import ElasticLoader
 
-        models = accelerator._registry.models
+        models = accelerator._prepared.models
         sharded = ElasticLoader.following(sharded, strategy.begin_step, lambda: any(model.training for model in models))
     if accelerator._report is not None:
         accelerator._report.watch_loader(sharded)
