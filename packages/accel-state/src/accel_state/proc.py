@@ -9,7 +9,17 @@ import os
 import sys
 from typing import Final, Literal, NamedTuple
 
-__all__ = ("ProcessInfo", "State", "environment_of", "process_info", "state_of", "system_call")
+__all__ = (
+    "CGROUP",
+    "ProcessInfo",
+    "State",
+    "environment_of",
+    "numbers_of",
+    "oom_kills",
+    "process_info",
+    "state_of",
+    "system_call",
+)
 
 State = Literal["ended", "stopped", "uninterruptible", "alive"]
 
@@ -114,3 +124,23 @@ def system_call(pid: int) -> str:
     except (OSError, IndexError, KeyError, ValueError):
         return ""
     return f"{name}() of {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+
+
+CGROUP: Final = "/sys/fs/cgroup"
+"""What the system says of the container, or of the whole machine, that this process is in."""
+
+
+def oom_kills() -> int:
+    """How many processes of this container or machine the system has killed because memory was used up."""
+    counts = numbers_of(os.path.join(CGROUP, "memory.events")) or numbers_of("/proc/vmstat")
+    return counts.get("oom_kill", 0)
+
+
+def numbers_of(path: str) -> dict[str, int]:
+    """The lines of a file of the system that hold a name and a number; empty where it cannot be read."""
+    try:
+        with open(path, encoding="ascii") as file:
+            words = [line.split() for line in file]
+    except (OSError, ValueError):
+        return {}
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}

@@ -13,7 +13,7 @@ from accel_state.devices.base import DeviceFamily
 from accel_state.devices.select import wanted_family
 from accel_state.errors import NotOffered, SettingError
 from accel_state.hang_report.call_log import CallLog
-from accel_state.hang_report.rank_status import PROGRESS, StatusFile, capture_status
+from accel_state.hang_report.rank_status import PROGRESS, STATUS_FOLDER, StatusFile, capture_status
 from accel_state.identity import Process
 from accel_state.kwargs import InitProcessGroupKwargs
 from accel_state.labels import DistributedType
@@ -57,6 +57,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
         if (status := StatusFile.of_run(topology.rank)) is not None:
             # The thread that writes it later begins when the processes have met.
             status.write(capture_status(CallLog()))
+            PROGRESS.share(os.environ[STATUS_FOLDER], topology.rank)
         PROGRESS.device_memory = partial(family.memory_beside_host, device.index)
         transport, backend = init_transport(topology, family, device, group.backend, group.init_method, timeout)
     return Process(

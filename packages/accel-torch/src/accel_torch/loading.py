@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.manifest import damage_in, verify
+from accel_plugins.checkpoint.manifest import damage_in, read_manifest, verify
 from accel_plugins.checkpoint.recovery import located
 from accel_plugins.checkpoint.retention import available, find_newest
 from accel_plugins.checkpoint.state import load_folder, load_gradients
 from accel_plugins.checkpoint.store import is_url
 from accel_state.errors import CheckpointError, UnknownKind
+from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.folders import automatic_folder, given_folder
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def load_state(
             found = _chosen(accelerator, barrier, input_dir, missing_ok, stack)
             if found is not None:
                 _load(accelerator, found.folder, dict(options))
+                _follow_steps(found.folder)
         barrier.wait("read", last=True)
     return None if found is None else found.place
 
@@ -75,6 +77,14 @@ def _load(accelerator: AcceleratorMembers, folder: Path, options: dict[str, Any]
         folder,
         accelerator.state.process_index,
     )
+
+
+def _follow_steps(folder: Path) -> None:
+    """Count the steps of the run from those that the checkpoint says it was saved after."""
+    manifest = read_manifest(folder)
+    step = None if manifest is None else manifest.facts.get("run_step")
+    if isinstance(step, int) and not isinstance(step, bool):
+        PROGRESS.went_back_to(step)
 
 
 def _place(accelerator: AcceleratorMembers, asked: Any) -> Any:

@@ -20,6 +20,7 @@ from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
+from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.folders import next_folder
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _facts(accelerator: AcceleratorMembers) -> dict[str, Any]:
     return {
         "backend": accelerator._backend.manifest.name,
         "step": accelerator._accumulation.step,
+        "run_step": PROGRESS.run_step,
         "mesh": None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         "positions": [{"epoch": at.epoch, "batch": at.steps, "sample": at.samples} for at in positions],
         "seed": torch.initial_seed(),

@@ -43,7 +43,8 @@ def asks_for_torchrun(resolved: ResolvedSettings) -> ResolvedSetting | None:
     """The setting because of which torch.distributed.run has to start the processes, if there is one."""
     if resolved["num_machines"].value > 1:
         return resolved["num_machines"]
-    asking = (resolved[name] for name in settings_of(TorchrunSettings))
+    own = {"max_restarts"} if resolved["restart_policy"].value == "auto" else set()
+    asking = (resolved[name] for name in settings_of(TorchrunSettings) if name not in own)
     return next((effect for effect in asking if effect.value != effect.setting.default), None)
 
 
@@ -136,6 +137,14 @@ def _check_devices(resolved: ResolvedSettings) -> None:
 
 def _check_launcher(resolved: ResolvedSettings) -> None:
     launcher, reason = resolved["launcher"], asks_for_torchrun(resolved)
+    policy, budget = resolved["restart_policy"], resolved["max_restarts"]
+    if policy.value == "auto" and (launcher.value == "torchrun" or reason is not None):
+        obstacle = "torch.distributed.run counts restarts alone, and knows no policy."
+        remedy = "Leave --restart_policy out: --max_restarts alone lets it restart after every failure."
+        raise contradiction(policy, launcher if reason is None else reason, obstacle, remedy)
+    if policy.value == "auto" and budget.value < 1:
+        obstacle = "The policy may not restart the processes even once."
+        raise contradiction(policy, budget, obstacle, "Give --max_restarts, for example 20, or leave the policy out.")
     if launcher.value == "local" and reason is not None:
         obstacle = "The local launcher starts processes on one machine and does not restart them."
         raise contradiction(launcher, reason, obstacle, "Give --launcher torchrun, or leave it out.")

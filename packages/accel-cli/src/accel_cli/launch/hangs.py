@@ -65,6 +65,7 @@ class HangWatch:
         self._text = ""
         self._hang: tuple[int, int] | None = None
         self._idle: dict[int, _Idle] = {}
+        self._waiting: set[tuple[int, int]] = set()
         self.waited = 0.0
         """Seconds for which the collective that began first is waited for; 0 where no process waits."""
         self.over = False
@@ -80,11 +81,24 @@ class HangWatch:
         """What is said at the end of a run that waited for too long."""
         return f"accel launch: The run was ended after {self._timeout:g} s in one collective (hang_timeout)."
 
+    @property
+    def held_up_by(self) -> list[int]:
+        """Ranks that the processes which wait wait for, as of the last look; empty where that is not known."""
+        newest = max((number for _, number in self._waiting), default=0)
+        there = {rank for rank, number in self._waiting if number == newest}
+        return [rank for rank in range(self._world_size or 0) if there and rank not in there]
+
+    @property
+    def folder(self) -> str:
+        """Where the processes write where they are."""
+        return self._folder
+
     def look(self) -> bool:
         """Look at the processes and report what is due; whether the run has waited for longer than it may."""
         self._seen = read_statuses(self._folder)
         waiting = {(rank, seen.number): seen.since for rank, seen in self._seen.items() if seen.active and seen.since}
         waiting |= self._waiting_in_torch()
+        self._waiting = set(waiting)
         if self._hang not in waiting:
             self._hang = min(waiting, key=lambda call: waiting[call], default=None)
             self._next_report, self._text = self._first_report, ""

@@ -258,6 +258,9 @@ class LaunchPlan(NamedTuple):
         hang_report_after: seconds in a collective after which the launcher prints where the processes are, or 0.
         hang_timeout: seconds in a collective after which it ends the run, or None.
         quiet: report nothing but the traceback of the process that failed first.
+        restart_policy: whether the processes are started again after a failure; see `accel_cli.launch.restarts`.
+        max_restarts: how often, at most.
+        project_dir: folder of the run, or empty.
         details: what only the launcher that made the plan reads.
     """
 
@@ -279,6 +282,9 @@ class LaunchPlan(NamedTuple):
     hang_report_after: float = 0.0
     hang_timeout: float | None = None
     quiet: bool = False
+    restart_policy: str = "never"
+    max_restarts: int = 0
+    project_dir: str = ""
     details: Any = None
 
 

@@ -6,6 +6,7 @@ code of the one that failed first. Should it be killed itself, the system kills 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -18,22 +19,27 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from accel_cli.launch.check import check_own_launcher
 from accel_cli.launch.hangs import HangWatch
 from accel_cli.launch.kinds import check_devices_of_kind, kind_of
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
 from accel_cli.launch.rendezvous import Port
-from accel_cli.launch.report import Failure, first_failure, read_record, report, shell_code
+from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
 from accel_cli.launch.runner import PARENT_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
-from accel_state.errors import LaunchError
+from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
+from accel_state.hang_report.rank_status import read_run_step, read_statuses
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
+from accel_state.proc import oom_kills
 from accel_state.run_status.find import PREFIX
+
+if TYPE_CHECKING:
+    from accel_cli.launch.restarts import Cause, RestartPolicy
 
 __all__ = (
     "ENDING",
@@ -80,22 +86,45 @@ class Supervisor:
         try:
             if plan.environment_file:
                 base[plan.environment_file] = _environment_file(folder, plan.environment)
-            if plan.processes == 1 or not plan.starts_ranks:
-                return self._supervise(_Processes(plan, base, folder), {})
-            with Port(plan.port, plan.port_origin) as port:
-                store = {"MASTER_ADDR": plan.address, "MASTER_PORT": str(port.number), SECRET_VARIABLE: new_secret()}
-                return self._supervise(_Processes(plan, base, folder), store)
+            with Inbox() as inbox:
+                self._inbox = inbox
+                if self._stopped:
+                    self.stop()
+                return self._attempts(plan, base, folder, inbox)
         finally:
+            self._inbox = None
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _supervise(self, processes: _Processes, store: Mapping[str, str]) -> int:
-        with Inbox() as inbox:
-            self._inbox = inbox
-            if self._stopped:
-                self.stop()
-            code = processes.run(store, inbox)
-        self._inbox = None
-        return code
+    def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
+        """Start the processes, and again as long as the restart policy says so."""
+        restarts = _Restarts(plan) if plan.starts_ranks else None
+        attempt = 0
+        while True:
+            if attempt:
+                environment = {**environment, _ATTEMPT: str(attempt)}
+            processes = _Processes(plan, environment, folder)
+            try:
+                code = self._attempt(processes, inbox)
+            except SettingError as error:
+                # A port that a run before has not let go of yet.
+                if restarts is None or not restarts.after_refusal(str(error)):
+                    raise
+            else:
+                if code == 0 or restarts is None or not restarts.after(processes):
+                    return code
+            ended_by = restarts.wait(inbox)
+            if ended_by is not None:
+                return shell_code(-ended_by)
+            processes.forget()
+            attempt += 1
+
+    def _attempt(self, processes: _Processes, inbox: Inbox) -> int:
+        plan = processes.plan
+        if plan.processes == 1 or not plan.starts_ranks:
+            return processes.run({}, inbox)
+        with Port(plan.port, plan.port_origin) as port:
+            store = {"MASTER_ADDR": plan.address, "MASTER_PORT": str(port.number), SECRET_VARIABLE: new_secret()}
+            return processes.run(store, inbox)
 
     def stop(self) -> None:
         """End the run as SIGTERM does."""
@@ -131,6 +160,8 @@ class Local(Supervisor):
             hang_report_after=supervision.hang_report_after,
             hang_timeout=supervision.hang_timeout,
             quiet=request.quiet,
+            restart_policy=supervision.restart_policy,
+            max_restarts=settings["max_restarts"].value,
         )
 
 
@@ -165,6 +196,69 @@ def local_processes(request: LaunchRequest) -> int:
     return count
 
 
+_ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
+"""Variable by which torchrun too says how often the processes were started again."""
+
+
+class _Restarts:
+    """The failures of one launch, and what follows from them.
+
+    Args:
+        plan: what is started.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        self._policy: RestartPolicy | None = None
+        self._oom_kills = oom_kills()
+        self._attempt = 0
+        self._pause = 0.0
+
+    def after(self, processes: _Processes) -> bool:
+        """Whether the processes of an attempt that failed are started again."""
+        if processes.ended_as_asked:
+            return False
+        ended = time.monotonic()
+        cause = processes.cause(oom_kills() > self._oom_kills)
+        folder = self._plan.project_dir or processes.folder_of_run()
+        return self._decide(cause, folder, processes.began, ended)
+
+    def after_refusal(self, text: str) -> bool:
+        """Whether the processes, which could not be started, are started later."""
+        if PORT_TAKEN.search(text) is None or self._plan.restart_policy == "never":
+            return False
+        from accel_cli.launch.restarts import Cause, Fingerprint
+
+        cause = Cause("port taken", None, Fingerprint("port taken"), " ".join(text.split()))
+        return self._decide(cause, self._plan.project_dir, time.time(), time.monotonic())
+
+    def _decide(self, cause: Cause, folder: str, began: float, ended: float) -> bool:
+        from accel_cli.launch.restarts import RestartPolicy, record_failure
+
+        policy = self._policy = self._policy or RestartPolicy(self._plan.restart_policy, self._plan.max_restarts)
+        decision = policy.decide(cause)
+        if folder:
+            record_failure(folder, cause, decision, self._attempt, began, time.monotonic() - ended)
+        self._pause, self._oom_kills = decision.pause, oom_kills()
+        if self._plan.restart_policy != "never" and not self._plan.quiet:
+            later = f" in {decision.pause:g} s" if decision.pause else ""
+            what = f"Starting again{later}" if decision.restart else "Not started again"
+            print(f"accel launch: {what}: {decision.reason}.", file=sys.stderr, flush=True)
+        self._attempt += decision.restart
+        return decision.restart
+
+    def wait(self, inbox: Inbox) -> int | None:
+        """Wait until it is time to start again; the signal that ended the wait, or None."""
+        deadline = time.monotonic() + self._pause
+        while True:
+            for number in inbox.wait(max(deadline - time.monotonic(), 0.0)):
+                if number in ENDING:
+                    print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
+                    return number
+            if time.monotonic() >= deadline:
+                return None
+
+
 _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 
@@ -192,7 +286,7 @@ class _Process:
     grouped: bool
     relay: Relay | None = None
     told_to_end: bool = False
-    recorded: Failure | None = field(default=None)
+    ended: float | None = None
 
     @property
     def alive(self) -> bool:
@@ -217,7 +311,9 @@ class _Process:
         record = read_record(self.error_file)
         if code is None and not _ends_by_error(record, self.popen.pid):
             return None
-        return Failure(self.rank, code, record, stopped=self.told_to_end)
+        if code is not None and self.ended is None:
+            self.ended = time.time()
+        return Failure(self.rank, code, record, stopped=self.told_to_end, ended=self.ended)
 
 
 def _ends_by_error(record: Mapping[str, object] | None, pid: int) -> bool:
@@ -230,7 +326,8 @@ class _Processes:
     """The processes of one plan, from their start to their end."""
 
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
-        self._plan = plan
+        self.plan = self._plan = plan
+        self.began = time.time()
         self._count = plan.processes if plan.starts_ranks else 1
         self._environment = environment
         self._folder = folder
@@ -240,6 +337,7 @@ class _Processes:
         self._signalled: int | None = None
         self._first: Failure | None = None
         self._hung = False
+        self._held_up_by: list[int] = []
         # Another starter has processes of its own, maybe on several machines.
         known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
         self._watch_hangs = HangWatch(folder, plan.hang_report_after, plan.hang_timeout, *known)
@@ -344,6 +442,7 @@ class _Processes:
         """Report processes that wait in a collective for long, and ask all to end when that is too long."""
         if self._first is None and self._watch_hangs.look():
             self._hung = True
+            self._held_up_by = self._watch_hangs.held_up_by
             self._deadline = time.monotonic() + self._plan.grace_period
             for process in self._processes:
                 process.told_to_end = process.alive
@@ -352,6 +451,36 @@ class _Processes:
     def _codes_of_ended(self) -> dict[int, int]:
         codes = {process.rank: process.popen.poll() for process in self._processes}
         return {rank: code for rank, code in codes.items() if code is not None}
+
+    @property
+    def ended_as_asked(self) -> bool:
+        """Whether it ended because somebody asked for that, or saved its state to be resumed elsewhere."""
+        saved = any(process.popen.poll() == RESUME for process in self._processes)
+        return saved or (self._signalled is not None and self._first is None)
+
+    def cause(self, oom_killed: bool) -> Cause:
+        """The first cause of what went wrong."""
+        from accel_cli.launch.restarts import find_cause
+
+        ranks = range(len(self._processes))
+        codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
+        steps = {rank: read_run_step(self._watch_hangs.folder, rank) for rank in ranks}
+        hang = self._watch_hangs.ended if self._hung else ""
+        return find_cause(self._failures(), codes, steps, self._held_up_by, hang, oom_killed)
+
+    def folder_of_run(self) -> str:
+        """Where the run keeps its output, as its processes know it; empty where they say nothing."""
+        statuses = read_statuses(self._watch_hangs.folder)
+        return next((one.folder for _, one in sorted(statuses.items()) if one.folder), "")
+
+    def forget(self) -> None:
+        """Remove what the processes of this attempt have written for the launcher."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                os.unlink(process.error_file)
+        for entry in os.scandir(self._watch_hangs.folder):
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
 
     def _failures(self) -> list[Failure]:
         found = (process.failure() for process in self._processes)
@@ -386,8 +515,7 @@ class _Processes:
             return 0
         if self._signalled is not None and self._first is None:
             return self._ended_by_signal(failures, self._signalled)
-        rank = self._first.rank if self._first is not None else first_failure(failures).rank
-        first = next(failure for failure in failures if failure.rank == rank)
+        first = first_failure(failures)
         report(failures, self._count, first, self._quiet)
         return first.exit_code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,16 @@ from typing import Any, Final
 from accel_state.exit_codes import RESUME
 from accel_state.untrusted import parse_json, read_limited
 
-__all__ = ("Failure", "ending", "first_failure", "meaning", "read_record", "report", "shell_code")
+__all__ = (
+    "PORT_TAKEN",
+    "Failure",
+    "ending",
+    "first_failure",
+    "meaning",
+    "read_record",
+    "report",
+    "shell_code",
+)
 
 _MEANINGS: Final = {
     "SIGKILL": "likely the machine ran out of memory, or somebody killed it; `dmesg` may tell",
@@ -24,6 +34,27 @@ _MEANINGS: Final = {
     "SIGXCPU": "its limit of CPU time was reached",
     "SIGPIPE": "the reader of its output has gone",
 }
+
+_LOST_PEER: Final = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Application timeout caused pair closure|Timed out waiting \d+ms"
+    r"|gloo/|NCCL|[Ss]ocket (has )?(timed out|closed)|recvValue failed|Dist(Network|Store|Backend)Error"
+    r"|StoreUnreachable|CollectiveError|remote process (has )?exited|failed to connect to .* server"
+    r"|wait timeout after \d+ms"
+)
+"""Parts of the errors of a process that has lost another one."""
+
+PORT_TAKEN: Final = re.compile(r"EADDRINUSE|[Aa]ddress already in use|port is in use")
+"""Parts of the errors of a process that could not listen on a port."""
+
+_ABORT: Final = -6
+
+_SEEN_LATE: Final = 1.0
+"""Seconds after which the launcher has seen at the latest that a process ended."""
+
+_CRASHES: Final = frozenset(
+    int(getattr(signal, name)) for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") if hasattr(signal, name)
+)
+"""Signals by which native code ends a process."""
 
 _LONGEST: Final = 400
 """Characters of one rank's error in the summary."""
@@ -44,21 +75,23 @@ class Failure:
         code: its exit code, negative for a signal; None when it was still there.
         record: what it wrote into its error file, or None.
         stopped: whether it only ended because the launcher ended it.
+        ended: when the launcher saw that it had ended, in seconds since 1970; None where it did not look.
     """
 
     rank: int
     code: int | None
     record: dict[str, Any] | None = None
     stopped: bool = False
+    ended: float | None = None
 
     @property
     def time(self) -> float:
-        """When it recorded its error, in seconds since 1970; infinite when it did not."""
-        extra = self._extra
+        """When it recorded its error, else when it ended, in seconds since 1970; infinite where neither is known."""
+        extra, ended = self._extra, float("inf") if self.ended is None else self.ended
         try:
-            return float(extra.get("time", extra.get("timestamp", "inf")))
+            return float(extra.get("time", extra.get("timestamp", ended)))
         except (TypeError, ValueError):
-            return float("inf")
+            return ended
 
     @property
     def exit_code(self) -> int:
@@ -88,6 +121,25 @@ class Failure:
         """The ranks that it waited for in vain; empty when its error does not follow from theirs."""
         missed = self._extra.get("missed")
         return [rank for rank in missed if isinstance(rank, int)] if isinstance(missed, list) else []
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the runner recorded of its error; empty where it recorded none."""
+        found = self._extra.get("fingerprint")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the process failed by itself; one that was asked to end may have crashed before."""
+        return not self.stopped or self.record is not None or -(self.code or 0) in _CRASHES
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether it follows from the end of another process: that one was missed, or a connection to it broke."""
+        if self.missed:
+            return True
+        text = str((self.record or {}).get("message") or "")
+        return _LOST_PEER.search(text) is not None and PORT_TAKEN.search(text) is None
 
     @property
     def _extra(self) -> dict[str, Any]:
@@ -122,14 +174,20 @@ def read_record(path: str) -> dict[str, Any] | None:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """The failure the others followed from.
 
-    A death by a signal comes before errors, an error of its own before that of a process that waited for another one in
-    vain, and else the order is that of their times.
+    An error of its own comes before that of a process that waited for another one in vain or lost its connection, and
+    else the order is that of their times. The end of a process is seen some time after it, so that a death by a signal
+    comes before an error of the same second. Native code aborts a process whose connections broke, so that an abort
+    comes after errors.
     """
-    own = [failure for failure in failures if not failure.stopped or failure.record is not None]
-    return min(
-        own or failures,
-        key=lambda failure: (failure.code is None or failure.code >= 0, bool(failure.missed), failure.time),
-    )
+    own = [failure for failure in failures if failure.is_own]
+
+    def order(failure: Failure) -> tuple[bool, float]:
+        by_signal = failure.record is None and failure.code is not None and failure.code < 0 and not failure.stopped
+        aborted = failure.code == _ABORT and any(other is not failure and not other.is_victim for other in own)
+        unseen = float("-inf") if failure.ended is None else failure.ended - _SEEN_LATE
+        return failure.is_victim or aborted, unseen if by_signal else failure.time
+
+    return min(own or failures, key=order)
 
 
 def report(failures: Sequence[Failure], processes: int, first: Failure | None = None, quiet: bool = False) -> None:
@@ -187,5 +245,5 @@ def _first_part(text: str) -> str:
 
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
-    own = [failure for failure in failures if failure is not first and (failure.record or not failure.stopped)]
+    own = [failure for failure in failures if failure is not first and failure.is_own]
     return [f"  Process {failure.rank} failed too: {failure.message}" for failure in own]

@@ -18,10 +18,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from traceback import StackSummary
-    from types import CodeType, TracebackType
+    from types import CodeType, FrameType, TracebackType
     from typing import Any
 
-__all__ = ("PARENT_VARIABLE", "LastHook", "folded", "follow_parent", "main")
+__all__ = ("PARENT_VARIABLE", "LastHook", "fingerprint", "folded", "follow_parent", "main")
 
 PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
 """Number of the process that started this one, so that it can tell whether that one has died already."""
@@ -35,6 +35,10 @@ _STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _SET_PARENT_DEATH_SIGNAL = 1
 _KILL = 9
+_MOST_SAMPLES = 64
+_LONGEST_SAMPLE = 100
+_LONGEST_CHAIN = 8
+_LONGEST_CAUSE = 1000
 
 
 def main() -> None:
@@ -152,6 +156,11 @@ def _record(error: BaseException, shown: bool) -> bool:
     # Ranks that this process waited for, by `accel_state.hang_report.report`: its error follows from theirs.
     extra["missed"] = getattr(error, "_accel_missed", [])
     try:
+        extra["fingerprint"] = fingerprint(error)
+    except Exception:
+        # Attributes of an error run code of the script's.
+        extra["fingerprint"] = {}
+    try:
         partial = f"{path}.{os.getpid()}"
         with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
@@ -159,6 +168,75 @@ def _record(error: BaseException, shown: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def fingerprint(error: BaseException) -> dict[str, Any]:
+    """What tells whether two failures are the same one: see `accel_cli.launch.restarts.Fingerprint`."""
+    progress = getattr(sys.modules.get("accel_state.hang_report.rank_status"), "PROGRESS", None)
+    chain = _chain(error)
+    frames = [frame for one in chain for frame in _frames(one.__traceback__)]
+    places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _lines(chain[0].__traceback__)]
+    own = [place for place in places if _is_of_the_script(place[0])]
+    path, line, name = (own or places or [("", 0, "")])[-1]
+    samples = _samples_of(frames)
+    if not samples and progress is not None:
+        samples = progress.samples()
+    return {
+        "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+        "frame": f"{path}:{line} in {name}" if path else "",
+        "step": progress.run_step if progress is not None else 0,
+        "samples": samples[:_MOST_SAMPLES],
+        "causes": [
+            {
+                "types": [base.__qualname__ for base in type(one).__mro__[:-2]],
+                "errno": getattr(one, "errno", None) if isinstance(one, OSError) else None,
+                "text": str(one)[:_LONGEST_CAUSE],
+            }
+            for one in chain
+        ],
+    }
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and those that it followed from, the newest first."""
+    chain, left = [error], error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while left is not None and len(chain) < _LONGEST_CHAIN and left not in chain:
+        chain.append(left)
+        left = left.__cause__ or (None if left.__suppress_context__ else left.__context__)
+    return chain
+
+
+def _lines(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    lines = []
+    while trace is not None:
+        lines.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return lines
+
+
+def _frames(trace: TracebackType | None) -> list[FrameType]:
+    return [frame for frame, _ in _lines(trace)]
+
+
+def _is_of_the_script(path: str) -> bool:
+    folders = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}")
+    ours = any(f"{os.sep}{name}{os.sep}" in path for name in _OUR_PACKAGES)
+    return not (path.startswith(("<", folders[0])) or folders[1] in path or ours)
+
+
+def _samples_of(frames: list[FrameType]) -> list[str]:
+    """Ids of the samples that a loader was reading when an error came: one, or those of its batch."""
+    fetch = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
+    reading = [frame.f_locals for frame in frames if frame.f_code.co_filename.endswith(fetch)]
+    read: object = None
+    for names in reading:
+        read = names.get("possibly_batched_index", read)
+    for names in reading:
+        # The frame of a comprehension up to Python 3.11, and since then that of `fetch`.
+        read = names.get("idx", read)
+    seeded = any(type(getattr(names.get("self"), "dataset", None)).__name__ == "SeededSamples" for names in reading)
+    batch = [] if read is None else read if isinstance(read, list) else [read]
+    return [str(index[-1] if seeded and isinstance(index, tuple) else index)[:_LONGEST_SAMPLE] for index in batch]
 
 
 def folded(error: BaseException) -> str:

@@ -370,6 +370,15 @@ class SupervisionSettings:
         help="Seconds in a collective after which the launcher prints where every process is; 0 for never.",
         group=_SUPERVISION,
     )
+    restart_policy: str = setting(
+        "never",
+        type=choice("never", "auto"),
+        flag="--restart_policy",
+        key="restart_policy",
+        help="Whether the processes of one machine are started again after a failure: auto restarts after failures "
+        "that another attempt may not meet, up to max_restarts times.",
+        group=_SUPERVISION,
+    )
     hang_timeout: float | None = setting(
         None,
         type=SECONDS,

@@ -130,7 +130,7 @@ class AcceleratedOptimizer(Optimizer):
         self._steps = steps = self._steps + 1
         # A loop with several optimizers is at the step of the one that has made most.
         if steps > PROGRESS.steps:
-            PROGRESS.steps = steps
+            PROGRESS.steps = PROGRESS.shared[1] = steps
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients when they are synchronised; within an accumulation they stay."""

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import socket
+import struct
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from types import CodeType
@@ -43,6 +46,7 @@ __all__ = (
     "WorldStatus",
     "capture_status",
     "host_with_namespaces",
+    "read_run_step",
     "read_statuses",
     "read_world_status",
     "request_stacks",
@@ -91,14 +95,19 @@ class TrainingProgress:
 
     Attributes:
         steps: steps of the optimizer that has made most, since the process was started.
+        loaded: steps of the run that this process did not make, since it loaded a checkpoint of them.
+        shared: the same two numbers, `loaded` and `steps`, where the launcher reads them after this process was killed.
+        samples: returns the ids of the samples of the batch that is trained on; empty where they are not known.
         folder: where the run keeps its output, or empty.
         device_memory: returns the bytes that this process holds on its device; None where nothing counts them.
     """
 
-    __slots__ = ("_activity", "_moments", "device_memory", "folder", "steps")
+    __slots__ = ("_activity", "_moments", "device_memory", "folder", "loaded", "samples", "shared", "steps")
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.loaded = 0
+        self.shared: MutableSequence[int] = array("q", (0, 0))
+        self.samples: Callable[[], list[str]] = list
         self.folder = ""
         self.device_memory: Callable[[], int | None] = lambda: None
         # Replaced as a whole, because the thread of the monitor reads it at any moment.
@@ -108,6 +117,21 @@ class TrainingProgress:
     def writes_to(self, folder: str | os.PathLike[str]) -> None:
         """Record the folder of the run; the first one counts."""
         self.folder = self.folder or os.path.abspath(folder)
+
+    @property
+    def run_step(self) -> int:
+        """Steps of the run, over all its restarts, that led to the state of this process."""
+        return self.loaded + self.steps
+
+    def went_back_to(self, step: int) -> None:
+        """Record that a checkpoint was loaded that the run saved after so many steps."""
+        self.loaded = self.shared[0] = step - self.steps
+
+    def share(self, folder: str, rank: int) -> None:
+        """Keep the numbers of steps in a file from now on, which outlives the process."""
+        with contextlib.suppress(OSError):
+            self.shared = _mapped(os.path.join(folder, f"rank{rank}.steps"))
+            self.shared[0], self.shared[1] = self.loaded, self.steps
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -141,6 +165,27 @@ class TrainingProgress:
 
 PROGRESS: Final = TrainingProgress()
 """That of this process."""
+
+_STEPS: Final = struct.Struct("qq")
+
+
+def _mapped(path: str) -> MutableSequence[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.ftruncate(file, _STEPS.size)
+        return memoryview(mmap.mmap(file, _STEPS.size)).cast("q")  # type: ignore[return-value]
+    finally:
+        os.close(file)
+
+
+def read_run_step(folder: str, rank: int) -> int:
+    """Steps of the run at which a process is, or was when it ended; 0 where it has written none."""
+    try:
+        with open(os.path.join(folder, f"rank{rank}.steps"), "rb") as file:
+            return sum(_STEPS.unpack(file.read(_STEPS.size)))
+    except (OSError, struct.error):
+        return 0
+
 
 # ---------------------------------------------------------------------- the status of a rank
 

@@ -1,0 +1,403 @@
+"""Why a run failed, and whether it is started again: the first cause, its fingerprint, and the restart policy.
+
+The processes record their errors (`accel_cli.launch.runner`). The launcher finds the one that the others follow from
+and compares it with the failures before. A failure that came again without progress, or with the same samples, would
+come a third time, so the policy stops there. What does not depend on the script, such as a killed process, a lost node
+or a port that is taken, is worth another attempt, within the budget of restarts and after a pause that grows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from accel_cli.launch.report import PORT_TAKEN, Failure, ending, first_failure
+from accel_state.proc import CGROUP, numbers_of
+
+__all__ = (
+    "FAILURES",
+    "Cause",
+    "Decision",
+    "Fingerprint",
+    "RestartPolicy",
+    "find_cause",
+    "record_failure",
+)
+
+FAILURES: Final = "failures.jsonl"
+"""File in the folder of a run with one line for each of its failures."""
+
+Kind = Literal[
+    "killed",
+    "peer lost",
+    "port taken",
+    "file system",
+    "hang",
+    "out of memory",
+    "disk full",
+    "no access",
+    "cannot start",
+    "interrupted",
+    "crash",
+    "left early",
+    "error",
+]
+"""What failed: "crash" is a death in native code, "left early" a process that ended well while others needed it,
+"cannot start" an error of the program text or of its settings, "error" any other exception or exit code."""
+
+_TRANSIENT: Final = frozenset({"killed", "peer lost", "port taken", "file system", "hang"})
+"""Kinds that another attempt may not meet."""
+
+_FINAL: Final[Mapping[str, str]] = {
+    "out of memory": "the same sizes would need the same memory again",
+    "disk full": "nothing frees the disk meanwhile",
+    "no access": "the permissions stay as they are",
+    "cannot start": "the program or its settings have to change first",
+    "interrupted": "somebody interrupted it",
+}
+"""Kinds that end a run at once, and why."""
+
+_OUTSIDE: Final = frozenset({"port taken", "file system"})
+"""Kinds that pass with time alone, so that the first pause is not zero."""
+
+_PATIENCE: Final = 3
+"""How often in a row a transient failure may come at the same place without progress."""
+
+_LONGEST_PAUSE: Final = 60.0
+
+_OUT_OF_MEMORY: Final = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|Unable to allocate")
+_KILLED_WORKER: Final = re.compile(r"is killed by signal: (Killed|Terminated)")
+_MACHINE: Final = re.compile(
+    r"uncorrectable ECC|Xid|device .*(lost|unavailable)|fallen off the bus|NVLink", re.IGNORECASE
+)
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_HICCUPS: Final = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY, errno.ENODEV, errno.ENXIO}
+)
+_LOST: Final = frozenset({errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH})
+_PROGRAM: Final = frozenset(
+    {"SyntaxError", "ImportError", "NameError", "SettingError", "UnknownKind", "NotOffered", "PluginError"}
+)
+"""Errors of the program text or of its settings, by the class or one that it derives from."""
+
+_KILLS: Final = (
+    {int(signal.SIGKILL), int(signal.SIGTERM), int(getattr(signal, "SIGHUP", 0))} if os.name == "posix" else {9}
+)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells whether two failures are the same one.
+
+    Args:
+        type: of the exception, the name of a signal, or "exit code 3".
+        frame: line of the script where it was raised, as "train.py:41 in main"; empty where none is known.
+        step: steps of the run that were made, over all restarts.
+        samples: ids of the samples that were read or trained on; empty where they are not known.
+    """
+
+    type: str
+    frame: str = ""
+    step: int = 0
+    samples: tuple[str, ...] = ()
+
+    def is_same_place(self, other: Fingerprint) -> bool:
+        """Whether both failed in the same way at the same line."""
+        return (self.type, self.frame) == (other.type, other.frame)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The failure that the others of an attempt follow from.
+
+    Args:
+        kind: what failed.
+        rank: the process, or None where no process of the run is the cause.
+        fingerprint: what it is compared by.
+        message: the error or the end of the process, in one line.
+        victims: ranks that failed because of it.
+    """
+
+    kind: Kind
+    rank: int | None
+    fingerprint: Fingerprint
+    message: str
+    victims: tuple[int, ...] = ()
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether another attempt may not meet it."""
+        return self.kind in _TRANSIENT
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the launcher does after a failure.
+
+    Args:
+        restart: whether it starts the processes again.
+        reason: why, as part of a sentence.
+        pause: seconds until then.
+    """
+
+    restart: bool
+    reason: str
+    pause: float = 0.0
+
+
+# ---------------------------------------------------------------------- the first cause
+
+
+def find_cause(
+    failures: Sequence[Failure],
+    codes: Mapping[int, int | None],
+    steps: Mapping[int, int],
+    held_up_by: Sequence[int] = (),
+    hang: str = "",
+    oom_killed: bool = False,
+) -> Cause:
+    """The first cause of a failed attempt.
+
+    Args:
+        failures: every process that did not end well, at least one.
+        codes: exit codes of all processes by rank, before the launcher ended any; None where one still ran.
+        steps: steps of the run that each process had made.
+        held_up_by: with `hang`, ranks that the others waited for.
+        hang: what is said of a run that was ended because it hung, or empty.
+        oom_killed: whether the system killed a process of this machine because its memory was used up.
+    """
+    if hang:
+        late = held_up_by[0] if len(held_up_by) == 1 else None
+        step = steps.get(late, 0) if late is not None else max(steps.values(), default=0)
+        others = tuple(rank for rank in sorted(codes) if late is not None and rank != late)
+        return Cause("hang", late, Fingerprint("hang", step=step), hang, others)
+    first = first_failure(failures)
+    victims = tuple(sorted(one.rank for one in failures if one is not first and (one.is_victim or one.stopped)))
+    if not first.is_victim:
+        return _cause_of(first, steps.get(first.rank, 0), victims, oom_killed)
+    return _cause_of_victims(failures, codes, steps)
+
+
+def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | None], steps: Mapping[int, int]) -> Cause:
+    """The cause where every process that failed had lost another one."""
+    own = [one for one in failures if one.is_victim]
+    hurt = {one.rank for one in own}
+    victims = tuple(sorted(hurt))
+    missed = [rank for one in own for rank in one.missed if rank not in hurt]
+    first = min(own, key=lambda one: one.time)
+    message = first.message
+    if not missed and len(own) == 1 and _is_of_a_socket(first):
+        # A connection of the script's own: the other processes are well.
+        return Cause("peer lost", first.rank, _fingerprint(first, "lost peer", 0), message)
+    if not missed:
+        # One that ended well while the others needed it, else one that still ran and did not come.
+        others = [rank for rank in sorted(codes) if rank not in hurt]
+        gone = [rank for rank in others if codes[rank] == 0]
+        missed = gone if len(gone) == 1 else others
+        if len(missed) != 1:
+            # The network or another machine failed.
+            return Cause("peer lost", None, _fingerprint(first, "lost peer", 0), message, victims)
+    rank = max(sorted(set(missed)), key=missed.count)
+    step = steps.get(rank, 0)
+    if codes.get(rank, -1) == 0:
+        return Cause("left early", rank, Fingerprint("exit code 0", step=step), "ended with exit code 0 early", victims)
+    if rank in codes and codes[rank] is None:
+        return Cause("hang", rank, Fingerprint("missed", step=step), message, victims)
+    return Cause("peer lost", rank, Fingerprint("lost peer", step=step), message, victims)
+
+
+def _is_of_a_socket(failure: Failure) -> bool:
+    """Whether an error of Python's own sockets ended a process; libraries for collectives raise others."""
+    causes = failure.fingerprint.get("causes") or [{}]
+    return "OSError" in (causes[0].get("types") or ())
+
+
+def _cause_of(first: Failure, step: int, victims: tuple[int, ...], oom_killed: bool) -> Cause:
+    if first.record is None:
+        return _cause_of_code(first, step, victims, oom_killed)
+    kind = _kind_of(first)
+    return Cause(kind, first.rank, _fingerprint(first, "error", step), first.message, victims)
+
+
+def _cause_of_code(first: Failure, step: int, victims: tuple[int, ...], oom_killed: bool) -> Cause:
+    """The cause that left nothing but an exit code."""
+    code = first.code or 0
+    # A shell passes on the death of its program by a signal as 128 plus its number.
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name, number = f"exit code {code}", 0
+    kind: Kind = "crash" if number else "error"
+    if number == signal.SIGINT:
+        kind = "interrupted"
+    elif number in _KILLS:
+        kind = "out of memory" if oom_killed and number == signal.SIGKILL else "killed"
+    text = ending(first.code) + (f" ({_memory_numbers()})" if kind == "out of memory" else "")
+    return Cause(kind, first.rank, Fingerprint(name, step=step), text, victims)
+
+
+def _fingerprint(failure: Failure, fallback: str, step: int) -> Fingerprint:
+    found = failure.fingerprint
+    samples = found.get("samples")
+    given = found.get("step")
+    return Fingerprint(
+        str(found.get("type") or failure.message.partition(":")[0] or fallback),
+        str(found.get("frame") or ""),
+        given if isinstance(given, int) and given >= 0 else step,
+        tuple(map(str, samples)) if isinstance(samples, list) else (),
+    )
+
+
+def _kind_of(first: Failure) -> Kind:
+    """What kind of failure an error is, by its class and by those that it followed from."""
+    causes = [one for one in first.fingerprint.get("causes") or () if isinstance(one, dict)]
+    types = {str(name) for one in causes for name in one.get("types") or ()}
+    numbers = {one.get("errno") for one in causes if isinstance(one.get("errno"), int)}
+    text = "\n".join([str((first.record or {}).get("message") or ""), *(str(one.get("text") or "") for one in causes)])
+    newest = {str(name) for one in causes[:1] for name in one.get("types") or ()}
+    rules: tuple[tuple[Kind, bool], ...] = (
+        ("interrupted", "KeyboardInterrupt" in newest),
+        ("out of memory", bool(types & {"OutOfMemoryError", "OutOfMemory", "MemoryError"}) or errno.ENOMEM in numbers),
+        ("out of memory", _OUT_OF_MEMORY.search(text) is not None),
+        ("disk full", bool(numbers & _FULL) or "No space left on device" in text),
+        ("port taken", errno.EADDRINUSE in numbers or PORT_TAKEN.search(text) is not None),
+        ("no access", bool(numbers & _REFUSED)),
+        ("file system", bool(numbers & _HICCUPS)),
+        ("peer lost", bool(numbers & _LOST) or _MACHINE.search(text) is not None),
+        ("killed", _KILLED_WORKER.search(text) is not None),
+        ("cannot start", bool(newest & _PROGRAM)),
+    )
+    return next((kind for kind, holds in rules if holds), "error")
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _memory_numbers() -> str:
+    limit, peak = (_first_line(os.path.join(CGROUP, name)) for name in ("memory.max", "memory.peak"))
+    total = numbers_of("/proc/meminfo").get("MemTotal:", 0) * 1024
+    known = {"limit": limit, "most used": peak, "memory of the machine": str(total or "")}
+    return ", ".join(f"{name} {int(text) / 2**30:.2f} GiB" for name, text in known.items() if text.isdecimal())
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.readline().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+# ---------------------------------------------------------------------- the policy
+
+
+@dataclass
+class RestartPolicy:
+    """Decides after each failure of a run whether it is started again.
+
+    Args:
+        name: "never" or "auto".
+        max_restarts: restarts that the run may use.
+
+    Example:
+        >>> policy = RestartPolicy("auto", max_restarts=20)
+        >>> killed = Cause("killed", 1, Fingerprint("SIGKILL", step=40), "was killed")
+        >>> policy.decide(killed)
+        Decision(restart=True, reason='killed: restart 1 of 20', pause=0.0)
+    """
+
+    name: str
+    max_restarts: int
+    failures: list[Cause] = field(default_factory=list)
+    restarts: int = 0
+    _without_progress: int = 0
+
+    def decide(self, cause: Cause) -> Decision:
+        """What to do after a failure, which is remembered."""
+        stop = self._reason_to_stop(cause)
+        reached = max((one.fingerprint.step for one in self.failures), default=-1)
+        self._without_progress = 0 if cause.fingerprint.step > reached >= 0 else self._without_progress + 1
+        self.failures.append(cause)
+        if stop:
+            return Decision(False, stop)
+        self.restarts += 1
+        waits = self._without_progress - (0 if cause.kind in _OUTSIDE else 1)
+        pause = 0.0 if waits <= 0 else min(2.0 ** (waits - 1), _LONGEST_PAUSE)
+        return Decision(True, f"{cause.kind}: restart {self.restarts} of {self.max_restarts}", pause)
+
+    def _reason_to_stop(self, cause: Cause) -> str:
+        """Why the run is not started again; empty where it is."""
+        if self.name == "never":
+            return "restart_policy is never"
+        if cause.kind in _FINAL:
+            return f"{cause.kind}: {_FINAL[cause.kind]}"
+        again = self._samples_again(cause.fingerprint.samples)
+        if again:
+            return f"two failures with the same samples: {', '.join(again)}"
+        if cause.kind == "hang" and any(one.kind == "hang" for one in self.failures):
+            return "it hung for the second time"
+        if self._came_again(cause):
+            return "the same failure came again without progress"
+        if self.restarts >= self.max_restarts:
+            return f"all {self.max_restarts} restarts are used"
+        return ""
+
+    def _samples_again(self, samples: Iterable[str]) -> list[str]:
+        before = {sample for one in self.failures for sample in one.fingerprint.samples}
+        return [sample for sample in samples if sample in before]
+
+    def _came_again(self, cause: Cause) -> bool:
+        """Whether this failure came before, and the run has not got further since."""
+        mine = cause.fingerprint
+        alike = [
+            one
+            for one in self.failures
+            if one.kind == cause.kind and one.fingerprint.is_same_place(mine) and mine.step <= one.fingerprint.step
+        ]
+        if not cause.is_transient:
+            return bool(alike)
+        exact = mine.step > 0 and cause.kind not in _OUTSIDE
+        return len(alike) >= _PATIENCE or (exact and any(one.fingerprint.step == mine.step for one in alike))
+
+
+def record_failure(
+    folder: str, cause: Cause, decision: Decision, attempt: int, began: float, decided_after: float
+) -> None:
+    """Append a failure to the file of a run; a folder that cannot be written does not disturb the launcher.
+
+    Args:
+        folder: of the run.
+        cause: the first cause.
+        decision: what the launcher does.
+        attempt: how often the run was restarted before.
+        began: when the attempt began, seconds since 1970.
+        decided_after: seconds from the end of the last process to the decision.
+    """
+    line: dict[str, Any] = {
+        "time": time.time(),
+        "attempt": attempt,
+        "began": began,
+        **asdict(cause),
+        "action": "restart" if decision.restart else "stop",
+        "reason": decision.reason,
+        "pause": decision.pause,
+        "decided_after": decided_after,
+    }
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = os.open(os.path.join(folder, FAILURES), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(file, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(file)
+    except OSError:
+        return

@@ -1,0 +1,243 @@
+"""First causes, the restart policy, and runs that the local launcher starts again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+
+import pytest
+
+from accel_cli.launch.report import Failure, first_failure
+from accel_cli.launch.restarts import Cause, Decision, Fingerprint, RestartPolicy, find_cause, record_failure
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="signals")
+
+
+def failed(rank, text, time, *, missed=(), errno=None, types=("RuntimeError", "Exception"), **fingerprint):
+    """The failure of a process that recorded an error."""
+    causes = [{"types": list(types), "errno": errno, "text": text}]
+    found = {"type": types[0], "frame": "train.py:4 in main", "step": 0, "samples": [], "causes": causes, **fingerprint}
+    extra = {"time": time, "missed": list(missed), "fingerprint": found}
+    return Failure(rank, 1, {"message": f"{types[0]}: {text}", "extraInfo": extra})
+
+
+def cause_of(*failures, codes=None, steps=None, **options):
+    found = dict.fromkeys(range(4), 1) | {one.rank: one.code for one in failures} | (codes or {})
+    return find_cause(failures, found, steps or {}, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure"),
+    [
+        ("error", failed(1, "wrong", 1.0, types=("ValueError", "Exception"))),
+        ("cannot start", failed(1, "No module named x", 1.0, types=("ModuleNotFoundError", "ImportError"))),
+        ("cannot start", failed(1, "x", 1.0, types=("Conflict", "SettingError", "AccelError", "ValueError"))),
+        ("disk full", failed(1, "No space", 1.0, errno=errno.ENOSPC, types=("OSError", "Exception"))),
+        ("no access", failed(1, "denied", 1.0, errno=errno.EACCES, types=("PermissionError", "OSError"))),
+        ("file system", failed(1, "stale", 1.0, errno=errno.ESTALE, types=("OSError", "Exception"))),
+        ("port taken", failed(1, "taken", 1.0, errno=errno.EADDRINUSE, types=("OSError", "Exception"))),
+        ("port taken", failed(1, "EADDRINUSE, port: 29500", 1.0, types=("DistNetworkError", "DistError"))),
+        ("out of memory", failed(1, "CUDA out of memory. Tried to allocate 2.00 GiB", 1.0)),
+        ("out of memory", failed(1, "", 1.0, types=("MemoryError", "Exception"))),
+        ("peer lost", failed(1, "refused", 1.0, errno=errno.ECONNREFUSED, types=("ConnectionError", "OSError"))),
+        ("killed", failed(1, "DataLoader worker (pid 7) is killed by signal: Killed.", 1.0)),
+        ("killed", Failure(1, -9)),
+        ("killed", Failure(1, 137)),
+        ("interrupted", Failure(1, -2)),
+        ("crash", Failure(1, -11)),
+        ("error", Failure(1, 3)),
+    ],
+)
+@posix_only
+def test_kinds_of_causes(kind, failure):
+    cause = cause_of(failure)
+    assert (cause.kind, cause.rank) == (kind, 1)
+
+
+def test_a_system_that_killed_for_memory_is_out_of_memory():
+    assert cause_of(Failure(1, -9), oom_killed=True).kind == "out of memory"
+    assert cause_of(Failure(1, -11), oom_killed=True).kind == "crash"
+
+
+def test_a_victim_is_never_the_cause():
+    broken = failed(0, "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", 1.0)
+    own = failed(2, "wrong", 5.0, types=("ValueError", "Exception"))
+    aborted = Failure(3, -6, ended=2.0)
+    cause = cause_of(broken, own, aborted)
+    assert (cause.kind, cause.rank, cause.victims) == ("error", 2, (0,))
+    assert first_failure([broken, own, aborted]) is own
+
+
+def test_the_process_that_was_missed_is_the_cause():
+    waits = [failed(rank, "gather()", 1.0, missed=[1], types=("CollectiveError",)) for rank in (0, 2, 3)]
+    left = cause_of(*waits, codes={1: 0}, steps={1: 7})
+    assert (left.kind, left.rank, left.fingerprint.step, left.victims) == ("left early", 1, 7, (0, 2, 3))
+    hangs = cause_of(*waits, codes={1: None})
+    assert (hangs.kind, hangs.rank) == ("hang", 1)
+
+
+def test_where_nobody_is_known_to_be_missed_no_process_is_the_cause():
+    cause = cause_of(failed(0, "NCCL", 1.0), failed(1, "NCCL", 1.0), codes={2: 0, 3: 0})
+    assert (cause.kind, cause.rank) == ("peer lost", None)
+    alone = cause_of(failed(0, "NCCL timeout", 1.0), codes={1: None, 2: 0, 3: None})
+    assert (alone.kind, alone.rank) == ("left early", 2)
+
+
+def test_a_crash_of_a_process_that_was_asked_to_end_meanwhile_counts():
+    crashed = Failure(1, -11, stopped=True, ended=3.0)
+    assert first_failure([failed(0, "Connection closed by peer", 2.0), crashed]) is crashed
+
+
+def test_the_samples_of_two_failures_are_named():
+    policy = RestartPolicy("auto", 20)
+    first = Cause("error", 0, Fingerprint("ValueError", "a.py:1 in f", 4, ("40", "41")), "bad")
+    assert policy.decide(first).restart
+    again = Cause("error", 0, Fingerprint("KeyError", "a.py:2 in f", 9, ("41", "42")), "bad")
+    assert policy.decide(again) == Decision(False, "two failures with the same samples: 41")
+
+
+def failure(kind="killed", step=0, name="SIGKILL"):
+    return Cause(kind, 1, Fingerprint(name, step=step), "")
+
+
+def test_the_same_failure_without_progress_ends_a_run():
+    policy = RestartPolicy("auto", 20)
+    assert policy.decide(failure("error", 4, "ValueError")).restart
+    assert policy.decide(failure("error", 9, "ValueError")).restart
+    assert policy.decide(failure("error", 9, "KeyError")).restart
+    assert "without progress" in policy.decide(failure("error", 9, "ValueError")).reason
+
+
+def test_a_transient_failure_may_come_at_other_steps():
+    policy = RestartPolicy("auto", 20)
+    assert [policy.decide(failure(step=step)).restart for step in (40, 10, 60, 60)] == [True, True, True, False]
+
+
+def test_a_failure_at_the_start_is_not_repeated_for_ever():
+    policy = RestartPolicy("auto", 1000)
+    decisions = [policy.decide(failure("port taken", 0, "port taken")) for _ in range(4)]
+    assert [one.restart for one in decisions] == [True, True, True, False]
+    assert [one.pause for one in decisions[:3]] == [1.0, 2.0, 4.0]
+
+
+def test_pauses_grow_until_there_is_progress():
+    policy = RestartPolicy("auto", 20)
+    steps = (10, 9, 8, 30, 29)
+    assert [policy.decide(failure(step=step)).pause for step in steps] == [0.0, 1.0, 2.0, 0.0, 0.0]
+
+
+def test_a_second_hang_ends_a_run():
+    policy = RestartPolicy("auto", 20)
+    assert policy.decide(failure("hang", 5)).restart
+    assert policy.decide(failure("hang", 50)) == Decision(False, "it hung for the second time")
+
+
+@pytest.mark.parametrize("kind", ["out of memory", "disk full", "no access", "cannot start", "interrupted"])
+def test_kinds_that_end_a_run_at_once(kind):
+    decision = RestartPolicy("auto", 20).decide(failure(kind))
+    assert not decision.restart
+    assert decision.reason.startswith(f"{kind}: ")
+
+
+def test_the_budget_and_the_policy():
+    policy = RestartPolicy("auto", 2)
+    assert [policy.decide(failure(step=step)).restart for step in (1, 2, 3)] == [True, True, False]
+    assert RestartPolicy("never", 2).decide(failure()) == Decision(False, "restart_policy is never")
+
+
+def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path):
+    (tmp_path / "file").write_text("")
+    record_failure(str(tmp_path / "file" / "run"), failure(), Decision(False, "x"), 0, 0.0, 0.0)
+    record_failure(str(tmp_path / "run"), failure(), Decision(False, "x"), 0, 0.0, 0.0)
+    assert json.loads((tmp_path / "run" / "failures.jsonl").read_text())["rank"] == 1
+
+
+# ---------------------------------------------------------------------- launches
+
+COUNTED = """
+    import os, signal, sys
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = int(os.environ.get("RANK", "0"))
+"""
+AUTO = ("launch", "--cpu", "--num_processes", "2", "--restart_policy", "auto", "--max_restarts", "5")
+
+
+@posix_only
+def test_a_killed_process_is_started_again(accel, script):
+    body = (
+        COUNTED
+        + """
+    if attempt == 0 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("attempt", attempt)
+    """
+    )
+    finished = accel(*AUTO, script(body))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("attempt 1\n") == 2
+    assert "Process 1 of 2 failed first and was killed by signal 9" in finished.stderr
+    assert "accel launch: Starting again: killed: restart 1 of 5.\n" in finished.stderr
+
+
+def test_an_error_that_comes_again_ends_the_run(accel, script, tmp_path):
+    body = (
+        COUNTED
+        + """
+    if rank == 1:
+        raise ValueError("wrong")
+    """
+    )
+    finished = accel(*AUTO, script(body), tmp_path)
+    assert finished.returncode == 1
+    assert finished.stderr.count("ValueError: wrong\n") == 2
+    assert finished.stderr.endswith("accel launch: Not started again: the same failure came again without progress.\n")
+
+
+def test_an_import_that_fails_ends_the_run_at_once(accel, script):
+    finished = accel(*AUTO, script("import no_such_module"))
+    assert finished.returncode == 1
+    assert finished.stderr.count(" failed first and ended with exit code 1.\n") == 1
+    assert "Not started again: cannot start: the program or its settings have to change first." in finished.stderr
+
+
+def test_without_a_policy_nothing_is_said_or_repeated(accel, script):
+    finished = accel("launch", "--cpu", script("raise SystemExit(3)"))
+    assert finished.returncode == 3
+    assert "tarted again" not in finished.stderr
+
+
+@posix_only
+def test_a_pause_ends_with_a_signal(start, script):
+    body = (
+        COUNTED
+        + """
+    print("begun", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None
+    """
+    )
+    running = start(*AUTO, script(body))
+    # The second pause takes a second and the third two, so that the signal comes in one of them.
+    running.lines(6)
+    running.process.send_signal(signal.SIGINT)
+    assert running.end().returncode in (130, 137)
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        (("--restart_policy", "auto"), ("restart_policy=auto (--restart_policy)", "max_restarts=0", "--max_restarts")),
+        (("--restart_policy", "sometimes"), ("restart_policy", "never", "auto")),
+        (("--restart_policy", "auto", "--max_restarts", "-1"), ("max_restarts", "at least 0")),
+        (
+            ("--restart_policy", "auto", "--max_restarts", "2", "--launcher", "torchrun"),
+            ("restart_policy=auto", "launcher=torchrun", "counts restarts alone"),
+        ),
+    ],
+)
+def test_policies_that_are_refused(accel, script, options, texts):
+    finished = accel("launch", "--cpu", *options, script("print('ran')"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert all(text in finished.stderr for text in texts), finished.stderr
+    assert "Traceback" not in finished.stderr
