@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from io import BufferedReader
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 import torch
 
@@ -35,6 +37,7 @@ from accel_state.untrusted import open_regular
 
 __all__ = (
     "STORAGES",
+    "TorchTensor",
     "check_torch_file",
     "plain_rules",
     "torch_rules",
@@ -42,6 +45,40 @@ __all__ = (
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 """What files of torch before 1.6 begin with: https://pytorch.org/docs/stable/notes/serialization.html."""
+
+
+@dataclass(frozen=True)
+class TorchTensor:
+    """A tensor whose elements are in a file one after the other, in C order.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        begin: offset of its first byte in the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+class _StorageFacts(NamedTuple):
+    """A storage that a pickle refers to: bytes of an element, bytes of all, its class and its key in the file."""
+
+    itemsize: int
+    nbytes: int
+    kind: str
+    key: str
+
+
+class _TensorFacts(NamedTuple):
+    """A tensor that a pickle describes; `begin` is the byte in its storage, None where it is not in C order there."""
+
+    count: int
+    shape: list[int]
+    dtype: str = ""
+    storage: str = ""
+    begin: int | None = None
 
 
 class _Storages:
@@ -72,14 +109,17 @@ class _Storages:
                 "a part is outside of its storage",
             )
             count = part
-        return Made("storage", [], (itemsize, count * itemsize))
+        return Made("storage", [], _StorageFacts(itemsize, count * itemsize, kind.name, key))
 
 
-def check_torch_file(file: Path | IO[bytes]) -> None:
+def check_torch_file(file: Path | IO[bytes]) -> TorchTensor | None:
     """Refuse a file of `torch.save` that holds more than plain data, or that takes more memory than it has bytes for.
 
     Args:
         file: its path, or an open file that can be sought in; it is read from its first byte.
+
+    Returns:
+        The tensor of a file that holds a single one in C order, whose bytes may be read without torch; otherwise None.
 
     Raises:
         PickleRefused: it does, or it is damaged.
@@ -87,20 +127,19 @@ def check_torch_file(file: Path | IO[bytes]) -> None:
     """
     if isinstance(file, Path):
         with BufferedReader(open_regular(file)) as opened:
-            _check_opened(opened, str(file))
-    else:
-        _check_opened(file, file)
+            return _check_opened(opened, str(file))
+    return _check_opened(file, file)
 
 
-def _check_opened(file: IO[bytes], source: Any) -> None:
+def _check_opened(file: IO[bytes], source: Any) -> TorchTensor | None:
     size = file.seek(0, 2)
     file.seek(0)
     begin = file.read(4)
     file.seek(0)
     if begin == b"PK\x03\x04":
-        _check_archive(file, source, size)
-    else:
-        _check_sequence(_mapped(file, size), size)
+        return _check_archive(file, source, size)
+    _check_sequence(_mapped(file, size), size)
+    return None
 
 
 def _mapped(file: IO[bytes], size: int) -> bytes | mmap:
@@ -110,12 +149,13 @@ def _mapped(file: IO[bytes], size: int) -> bytes | mmap:
         return file.read(size)
 
 
-def _check_archive(file: IO[bytes], source: Any, size: int) -> None:
+def _check_archive(file: IO[bytes], source: Any, size: int) -> TorchTensor | None:
     """The format since torch 1.6: a zip archive with one pickle, and a member for each storage."""
     budget = Budget(size)
     try:
         with zipfile.ZipFile(file) as archive:
-            lengths = {member.filename.partition("/")[2]: member.file_size for member in archive.infolist()}
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+            lengths = {name: member.file_size for name, member in members.items()}
         # Compressed members may be larger than the file; torch reads some as soon as it opens the archive.
         demand(sum(lengths.values()) <= budget.left, "its members are larger than what it can hold")
         file.seek(0)
@@ -131,7 +171,16 @@ def _check_archive(file: IO[bytes], source: Any, size: int) -> None:
         demand(records.has_record(name) and name in lengths, f"storage {key} is not in the file")
         return min(length(name), lengths[name])
 
-    check_pickle(pickled, torch_rules(), budget, storage=_Storages(size_of, fields=5))
+    content, _ = check_pickle(pickled, torch_rules(), budget, storage=_Storages(size_of, fields=5))
+    facts = content.facts if is_made(content, "tensor") else None
+    if not isinstance(facts, _TensorFacts) or facts.begin is None:
+        return None
+    member = members[f"data/{facts.storage}"]
+    little = not records.has_record("byteorder") or records.get_record("byteorder") == b"little"
+    if member.compress_type != zipfile.ZIP_STORED or not little or sys.byteorder != "little":
+        return None
+    begin = records.get_record_offset(f"data/{facts.storage}") + facts.begin
+    return TorchTensor(getattr(torch, facts.dtype), tuple(facts.shape), begin)
 
 
 def _check_sequence(data: bytes | mmap, size: int) -> None:
@@ -271,9 +320,9 @@ def _bounded(place: list[Any], itemsize: int, budget: Budget) -> int:
     demand(type(offset) is int and offset >= 0, "a tensor begins before its storage")
     count = math.prod(sizes)
     last = offset + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True)) if count else 0
-    demand(max(last + bool(count), 0) * itemsize <= storage.facts[1], "a tensor reaches beyond its storage")
+    demand(max(last + bool(count), 0) * itemsize <= storage.facts.nbytes, "a tensor reaches beyond its storage")
     # Elements that share memory, as after `expand`, take memory of their own where somebody copies them.
-    budget.spend(max(0, count * itemsize - storage.facts[1]))
+    budget.spend(max(0, count * itemsize - storage.facts.nbytes))
     return count
 
 
@@ -287,11 +336,12 @@ def _tensor(name: Global, arguments: list[Any], budget: Budget) -> Made:
     expected = (4,) if elder else (7, 8) if third else (6, 7)
     demand(len(arguments) in expected, f"{name} has other arguments")
     storage = arguments[0]
-    itemsize = storage.facts[0] if is_made(storage, "storage") else 0
+    itemsize = storage.facts.itemsize if is_made(storage, "storage") else 0
     if third:
         demand(isinstance(arguments[6], Global) and str(arguments[6]) in _itemsizes(), f"{name} has no dtype")
         itemsize = _itemsizes()[str(arguments[6])]
     count = _bounded(arguments[:4], itemsize, budget)
+    marked = False
     if not elder:
         demand(type(arguments[4]) is bool, f"{name} has other arguments")
         _no_hooks(arguments[5])
@@ -299,7 +349,14 @@ def _tensor(name: Global, arguments: list[Any], budget: Budget) -> Made:
             demand(is_made(marks, "dict"), f"{name} has other arguments")
             demand(set(marks.parts[::2]) <= {"conj", "neg"}, f"{name} has other arguments")
             demand(all(type(mark) is bool for mark in marks.parts[1::2]), f"{name} has other arguments")
-    return Made("tensor", [], (count, numbers_in(arguments[2])))
+            marked = marked or any(marks.parts[1::2])
+    sizes, dtype = numbers_in(arguments[2]), arguments[6].name if third else _STORAGE_DTYPES.get(storage.facts.kind, "")
+    in_order = all(
+        size == 1 or stride == math.prod(sizes[dimension + 1 :])
+        for dimension, (size, stride) in enumerate(zip(sizes, numbers_in(arguments[3]), strict=True))
+    )
+    begin = arguments[1] * itemsize if dtype and in_order and not marked else None
+    return Made("tensor", [], _TensorFacts(count, sizes, dtype, storage.facts.key, begin))
 
 
 def _demand_tensor(value: Any) -> None:
@@ -327,7 +384,7 @@ def _demand_own_state(name: Global, state: Any) -> None:
 def _quantised(name: Global, arguments: list[Any], budget: Budget) -> Made:
     demand(len(arguments) == 7 and type(arguments[5]) is bool, f"{name} has other arguments")
     storage, _, size, _, how = arguments[:5]
-    itemsize = storage.facts[0] if is_made(storage, "storage") else 0
+    itemsize = storage.facts.itemsize if is_made(storage, "storage") else 0
     count = _bounded(arguments[:4], itemsize, budget)
     budget.spend(count * itemsize)
     _no_hooks(arguments[6])
@@ -341,8 +398,8 @@ def _quantised(name: Global, arguments: list[Any], budget: Budget) -> Made:
         demand(type(rest[2]) is int and 0 <= rest[2] < len(sizes), f"{name} has no such axis")
         for part in rest[:2]:
             _demand_tensor(part)
-            demand(part.facts[1] == [sizes[rest[2]]], f"{name} has other arguments")
-    return Made("tensor", [], (count, numbers_in(size)))
+            demand(part.facts.shape == [sizes[rest[2]]], f"{name} has other arguments")
+    return Made("tensor", [], _TensorFacts(count, numbers_in(size)))
 
 
 def _sparse(name: Global, arguments: list[Any], budget: Budget) -> Made:
@@ -355,22 +412,23 @@ def _sparse(name: Global, arguments: list[Any], budget: Budget) -> Made:
     for part in parts[:tensors]:
         _demand_tensor(part)
     demand(all(part is None or type(part) is bool for part in parts[tensors + 1 :]), f"{name} has other arguments")
-    return Made("tensor", [], (0, numbers_in(parts[tensors])))
+    return Made("tensor", [], _TensorFacts(0, numbers_in(parts[tensors])))
 
 
 def _of_device(name: Global, arguments: list[Any], budget: Budget) -> Made:
     demand(len(arguments) == 4 and type(arguments[2]) is str and type(arguments[3]) is bool, f"{name} is damaged")
     demand(isinstance(arguments[1], Global) and str(arguments[1]) in _itemsizes(), f"{name} has no dtype")
     _demand_tensor(arguments[0])
-    budget.spend(arguments[0].facts[0] * _itemsizes()[str(arguments[1])])
-    return Made("tensor", [], arguments[0].facts)
+    count, shape = arguments[0].facts[:2]
+    budget.spend(count * _itemsizes()[str(arguments[1])])
+    return Made("tensor", [], _TensorFacts(count, shape))
 
 
 def _on_meta(name: Global, arguments: list[Any], budget: Budget) -> Made:
     demand(len(arguments) == 4 and type(arguments[3]) is bool, f"{name} has other arguments")
     demand(isinstance(arguments[0], Global) and str(arguments[0]) in _itemsizes(), f"{name} has no dtype")
     demand(len(numbers_in(arguments[1])) == len(numbers_in(arguments[2])), f"{name} has other arguments")
-    return Made("tensor", [], (0, numbers_in(arguments[1])))
+    return Made("tensor", [], _TensorFacts(0, numbers_in(arguments[1])))
 
 
 def _wrapper(name: Global, arguments: list[Any], budget: Budget) -> Made:
@@ -380,7 +438,7 @@ def _wrapper(name: Global, arguments: list[Any], budget: Budget) -> Made:
     demand(str(dtype) in _itemsizes() and len(numbers_in(size)) == len(numbers_in(stride)), f"{name} is damaged")
     demand(type(offset) is int and type(gradient) is bool, f"{name} is damaged")
     demand(is_made(layout, "torch.layout") and is_made(device, "torch.device"), f"{name} is damaged")
-    return Made("tensor", [], (0, numbers_in(size)))
+    return Made("tensor", [], _TensorFacts(0, numbers_in(size)))
 
 
 def _of_type(trusted: frozenset[str]) -> Callable[[Global, list[Any], Budget], Made]:
@@ -529,6 +587,22 @@ _ELEMENTS: Final = {
     **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
     "ComplexDouble": 16,
 }
+
+_STORAGE_DTYPES: Final = {
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "BoolStorage": "bool",
+    "ShortStorage": "int16",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "IntStorage": "int32",
+    "FloatStorage": "float32",
+    "LongStorage": "int64",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+"""The dtype of a tensor in a storage of each class; quantised ones are left out."""
 
 STORAGES: Final[Mapping[tuple[str, str], int]] = {
     ("torch.storage", "UntypedStorage"): 1,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -31,11 +32,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from accel_bigmodel.weight_files.torch_files import check_torch_file, plain_rules
+from accel_bigmodel.failed_load import LoadGuard
+from accel_bigmodel.tied import memory_of
+from accel_bigmodel.weight_files.range_reader import RangeReader
+from accel_bigmodel.weight_files.torch_files import TorchTensor, check_torch_file, plain_rules
 from accel_ops.pickle_check import Budget, Global, Made, Rule, Rules, check_pickle, demand, is_made
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import walk
@@ -428,11 +432,22 @@ class _Record(io.RawIOBase):
 
 
 class _PlainReader(FileSystemReader):
-    """Reads what was looked through: the description that is given, and records of plain data."""
+    """Reads what was looked through: the description that is given, and records of plain data.
 
-    def __init__(self, source: Path) -> None:
+    Of each tensor it reads the ranges of bytes that this process holds; torch would read every shard that has one of
+    them as a whole. All records are checked before the first tensor is written.
+
+    Args:
+        source: the folder of shards.
+        guard: of the load; its `writes` is set before the first tensor is written.
+    """
+
+    def __init__(self, source: Path, guard: LoadGuard | None = None) -> None:
         super().__init__(source)
         self._described = read_metadata(source / ".metadata")
+        self._source = source
+        self._guard = guard or LoadGuard()
+        self._found: dict[tuple[str, int], TorchTensor | None] = {}
 
     # Without the rank that torch asks for, it does not turn to the files that single ranks may have written.
     def read_metadata(self) -> Metadata:
@@ -441,12 +456,52 @@ class _PlainReader(FileSystemReader):
         self._described.storage_meta.load_id = self.load_id
         return self._described
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Read what is planned: ranges of plain tensors by several threads, everything else as torch does."""
+        ranges, others = RangeReader(), list[ReadItem]()
+        filled: dict[tuple[Any, ...], tuple[ReadItem, Tensor]] = {}
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
+            found = self._record_of(item)
+            if target is None or found is None or target.layout != torch.strided or type(target) is not Tensor:
+                others.append(item)
+                continue
+            ends = [start + size for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
+            inside = len(ends) == len(found.shape) and all(map(int.__le__, ends, found.shape))
+            demand(inside and target.shape == item.lengths, f"{item.storage_index.fqn!r} has another shape")
+            memory = (*memory_of(target), item.dest_offsets)
+            # Tied weights have several names and one memory.
+            if memory not in filled:
+                place = self.storage_data[item.storage_index]
+                path, begin = self._source / place.relative_path, place.offset + found.begin
+                ranges.add(target, path, begin, found.dtype, found.shape, item.storage_offsets)
+                filled[memory] = item, target
+        self._guard.writes = True
+        ranges.run()
+        for item, target in filled.values():
+            planner.commit_tensor(item, target)
+        return super().read_data(dataclasses.replace(plan, items=others), planner)
+
+    def _record_of(self, item: ReadItem) -> TorchTensor | None:
+        """The tensor in the record of an item, after a check of all of the record."""
+        place = self.storage_data[item.storage_index]
+        key = place.relative_path, place.offset
+        if key not in self._found:
+            with open_regular(self._source / place.relative_path) as file:
+                self._found[key] = check_torch_file(_record(file, place))
+        return self._found[key]
+
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        demand(sinfo.offset + sinfo.length <= os.fstat(file.fileno()).st_size, "the file is shorter than it should be")
-        record = io.BufferedReader(_Record(file, sinfo.offset, sinfo.length))
+        record = _record(file, sinfo)
         check_torch_file(record)
         record.seek(0)
         return record
+
+
+def _record(file: Any, place: Any) -> io.BufferedReader:
+    demand(place.offset + place.length <= os.fstat(file.fileno()).st_size, "the file is shorter than it should be")
+    # A larger buffer would read much of the tensor along with what describes it.
+    return io.BufferedReader(_Record(file, place.offset, place.length), 512)
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
@@ -458,19 +513,22 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> None:
+def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard: LoadGuard | None = None) -> None:
     """Read what a state dict names into its tensors, whatever shards they are; called on every process.
+
+    Each process reads about as many bytes as its tensors have.
 
     Args:
         state: as it was saved, with tensors of the same names and shapes.
         source: the folder of shards.
         alone: this process reads by itself.
+        guard: of the model that has the tensors; it learns when the first one is written.
 
     Raises:
         CheckpointError: the shards are incomplete or damaged, belong to something else, or hold more than plain data.
     """
     _demand_regular(source)
-    reader = _PlainReader(source)
+    reader = _PlainReader(source, guard)
     try:
         with warnings.catch_warnings():
             # Alone is how it is meant.
@@ -479,8 +537,12 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False) -> No
     except AccelError:
         raise
     except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise anything
+        failed = f"Cannot load {source.name} of {source.parent}."
+        for met, _ in getattr(error, "failures", {}).values():
+            if isinstance(met, AccelError):
+                raise CheckpointError(failed, f"{met.failure} {met.obstacle}", met.remedy) from error
         raise CheckpointError(
-            f"Cannot load {source.name} of {source.parent}.",
+            failed,
             f"It is damaged or belongs to something else: {(str(error).strip().splitlines() or [''])[-1]}",
             "Load an older checkpoint, or build what it was saved from.",
         ) from error

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_bigmodel.failed_load import load_guard
 from accel_bigmodel.load import load_checkpoint_in_model
 from accel_bigmodel.loading import holds_sharded_weights
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
@@ -124,9 +125,10 @@ def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) 
     """
     sharded, whole = folder / shards_name(FSDP_MODEL_NAME, index), folder / sharded_model_name(index)
     if sharded.is_dir():
-        state = model_state(model, full=False)
-        read_into({Part.MODEL.value: state}, sharded)
-        put_model(model, state, strict=strict)
+        with load_guard(model, sharded) as guard:
+            state = model_state(model, full=False)
+            read_into({Part.MODEL.value: state}, sharded, guard=guard)
+            put_model(model, state, strict=strict)
         return
     plain = next((path for safe in (True, False) if (path := folder / weights_name(safe, index)).is_file()), None)
     if plain is not None and holds_sharded_weights(model):

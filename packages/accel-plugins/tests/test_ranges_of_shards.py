@@ -1,0 +1,174 @@
+"""What each process reads of a folder of shards that another number of processes wrote."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+
+from accel_plugins.checkpoint.shards import SavePlans, read_into
+from accel_plugins.fsdp import weights
+from accel_plugins.manifest import Part
+from accel_state.errors import CheckpointError
+from accel_state.process import PartialState
+from accel_state.testing.processes import Processes
+
+
+def wide(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(1002, 2052), nn.ReLU(), nn.Linear(2052, 500, dtype=torch.bfloat16))
+
+
+def sharded(how: str, seed: int) -> nn.Sequential:
+    """A model that is sharded over all processes, by rows, by columns or by layers of tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, mesh = wide(seed), init_device_mesh("cpu", (PartialState(cpu=True).num_processes,))
+    if how == "tp":
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        cut = None if how == "rows" else (lambda p: Shard(p.dim() - 1))
+        fully_shard(model[0], mesh=mesh, shard_placement_fn=cut)
+        fully_shard(model[2], mesh=mesh, shard_placement_fn=cut)
+    return model
+
+
+def written(folder: str) -> None:
+    state = weights.model_state(sharded("rows", seed=0), full=False)
+    weights.write(Part.MODEL, state, Path(folder), 0, full=False, first=True, plans=SavePlans())
+
+
+def bytes_of_process() -> int:
+    """Bytes that this process has received from reads of files since it started."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def read_and_held(folder: str, how: str) -> tuple[bool, float]:
+    """Whether all weights arrived, and bytes read by bytes held."""
+    weights.load_model(sharded(how, seed=1), Path(folder), 0)  # imports what a load needs
+    model = sharded(how, seed=2)
+    before = bytes_of_process()
+    weights.load_model(model, Path(folder), 0)
+    read = bytes_of_process() - before
+    tensors: dict[str, Any] = model.state_dict()
+    held = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors.values())
+    full = {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()
+    }
+    expected = wide(0).state_dict()
+    return all(torch.equal(full[name], expected[name]) for name in expected), read / held
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not count the bytes that a process reads")
+@pytest.mark.parametrize("how", ["rows", "columns", "tp"])
+def test_each_process_reads_its_ranges_of_shards_that_two_processes_wrote(
+    two: Processes, three: Processes, tmp_path: Path, how: str
+) -> None:
+    two.run(written, str(tmp_path))
+    for same, read_by_held in three.run(read_and_held, str(tmp_path), how):
+        assert same
+        assert 0.99 < read_by_held <= 1.05
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        torch.arange(40.0).view(5, 8).t(),
+        torch.arange(40.0).view(5, 8)[:, ::2],
+        torch.arange(40.0, dtype=torch.bfloat16).view(4, 10),
+        torch.arange(40).view(8, 5)[3:],
+        torch.tensor(3.0),
+        torch.ones(3, 1, 2, dtype=torch.complex64),
+        torch.ones(2, 3, dtype=torch.complex64).conj(),
+        torch.ones(0, 3),
+        torch.zeros(300, dtype=torch.uint8),
+        torch.eye(3).bool(),
+    ],
+)
+def test_tensors_of_all_forms_arrive(tmp_path: Path, stored: torch.Tensor) -> None:
+    source = saved(tmp_path / "shards", {"weight": stored, "seed": 3})
+    state = {"weight": torch.empty_like(stored), "seed": None}
+    read_into(state, source, alone=True)
+    assert torch.equal(state["weight"], stored)
+    assert state["seed"] == 3
+
+
+def test_a_tensor_is_converted_to_the_dtype_of_the_model(tmp_path: Path) -> None:
+    stored = torch.randn(40, 30)
+    source = saved(tmp_path / "shards", {"weight": stored})
+    state = {"weight": torch.empty(40, 30, dtype=torch.bfloat16)}
+    read_into(state, source, alone=True)
+    assert torch.equal(state["weight"], stored.to(torch.bfloat16))
+
+
+class _Cut:
+    """A thread of a reader that finds that the disk fails in the middle of a file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from accel_bigmodel.weight_files import range_reader
+
+        fill = range_reader._ReadingThread._fill
+
+        def failing(self: Any, memory: memoryview, file: Any, offset: int) -> None:
+            fill(self, memory, file, offset)
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(range_reader._ReadingThread, "_fill", failing)
+
+
+def fails_in_the_middle(folder: str) -> tuple[str, str, bool]:
+    """The error of a load whose disk fails, what using the model says then, and whether a further load mends it."""
+    model, intact = sharded("rows", seed=1), Path(folder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _Cut(monkeypatch)
+        with pytest.raises(CheckpointError) as failed:
+            weights.load_model(model, intact, 0)
+    with pytest.raises(CheckpointError) as used:
+        model(torch.ones(1, 1002))
+    weights.load_model(model, intact, 0)
+    model[0](torch.ones(1, 1002))
+    return str(failed.value), str(used.value), True
+
+
+def test_a_model_that_was_read_in_part_says_so_when_it_is_used(two: Processes, tmp_path: Path) -> None:
+    two.run(written, str(tmp_path))
+    for failed, used, mended in two.run(fails_in_the_middle, str(tmp_path)):
+        assert "Input/output error" in failed
+        assert "weights are loaded in part" in used
+        assert mended
+
+
+def refused_before_writing(folder: str) -> tuple[str, bool]:
+    """The error of a load from damaged shards, and whether the model is as it was."""
+    model = sharded("rows", seed=1)
+    before = {name: tensor.full_tensor().clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        weights.load_model(model, Path(folder), 0)
+    after = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    return str(raised.value), all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_damage_of_the_last_record_is_found_before_a_tensor_is_written(two: Processes, tmp_path: Path) -> None:
+    two.run(written, str(tmp_path))
+    for shard in tmp_path.glob("*/*.distcp"):
+        content = shard.read_bytes()
+        shard.write_bytes(content[: content.rindex(b"PK\x05\x06")])
+    for message, unchanged in two.run(refused_before_writing, str(tmp_path)):
+        assert "damaged" in message
+        assert unchanged
