@@ -392,6 +392,29 @@ def test_the_nearest_map_of_a_refused_one_can_be_loaded(tmp_path: Path) -> None:
     del held
 
 
+def test_a_model_in_memory_is_not_moved_where_a_device_lacks_memory() -> None:
+    model, _ = made(blocks=6)
+    size = sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+    held = torch.ones(MEMORY - 60_000, dtype=torch.uint8, device=FIRST)
+    with pytest.raises(SettingError, match=rf"{size - 60_000} bytes are missing on {FIRST}\.\n") as refused:
+        dispatch_model(model, {"": 0})
+    assert {value.device for value in model.parameters()} == {torch.device("cpu")}
+    nearest = ast.literal_eval(re.search(r"fits: (\{.*?\})\.", refused.value.remedy)[1])  # type: ignore[index]
+    dispatch_model(model, nearest)
+    assert {value.device.type for value in model.parameters()} == {NAME, "meta"}
+    del held
+
+
+def test_weights_that_leave_a_device_make_room_for_others() -> None:
+    model, expected = made(blocks=10)
+    model.to(FIRST)
+    held = torch.ones(MEMORY - used(FIRST) - 1_000, dtype=torch.uint8, device=FIRST)
+    model.head.to("cpu")
+    model = dispatch_model(model, {"": 0, "blocks.0": 1})
+    assert torch.allclose(model(IDS).cpu(), expected, atol=1e-6)
+    del held
+
+
 def test_weights_that_a_device_holds_already_make_room_for_those_of_a_checkpoint(tmp_path: Path) -> None:
     model, expected = made(blocks=10)
     save_weights(model.state_dict(), tmp_path)

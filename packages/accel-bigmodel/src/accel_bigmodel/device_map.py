@@ -166,7 +166,7 @@ def check_room(
     memory is not checked.
 
     Args:
-        needed: bytes of new memory by device.
+        needed: bytes by device that the weights take there, without what they take there already.
         dtype: dtype that floating-point weights are given; that of the model when None.
 
     Raises:
@@ -176,10 +176,12 @@ def check_room(
     missing = {device: needed[device] - room for device, room in rooms.items() if needed[device] > room}
     if not missing:
         return
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     budget: dict[Any, int] = {}
     for entry in device_map.values():
-        if str(entry) not in OFFLOADED and resolve_device(entry) in rooms:
-            budget.setdefault(entry, rooms[resolve_device(entry)])
+        if str(entry) not in OFFLOADED and (device := resolve_device(entry)) in rooms:
+            held = sum(tensor.nbytes for tensor in tensors if check_device_same(tensor.device, device))
+            budget.setdefault(entry, rooms[device] + held)
     packing = DevicePacking(
         pieces_of(model, getattr(model, "_no_split_modules", None), dtype),
         {**budget, HOST: family_of(HOST).free_memory()},
@@ -187,9 +189,9 @@ def check_room(
     packing.run()
     wanted = ", ".join(f"{needed[device]} on {device} ({rooms[device]} are free)" for device in missing)
     raise SettingError(
-        f"Cannot load {type(model).__name__} by its device map: "
+        f"Cannot place {type(model).__name__} by its device map: "
         f"{', '.join(f'{size} bytes are missing on {device}' for device, size in missing.items())}.",
-        f"The weights that it puts there take {wanted}.",
+        f"The weights that it brings there take {wanted}.",
         f"Free memory, or use the nearest device map that fits: {_nearest(packing)}. Its parts for 'disk', if it has "
         "any, need a folder.",
     )

@@ -17,12 +17,12 @@ from accel_bigmodel.align import (
     attach_align_device_hook_on_blocks,
     has_offloaded_params,
 )
-from accel_bigmodel.device_map import Device, DeviceMap, resolve_device
+from accel_bigmodel.device_map import Device, DeviceMap, check_device_same, check_room, resolve_device
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module, refuse_to_move, remove_hook_from_module
 from accel_bigmodel.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
 from accel_bigmodel.placement import HOST, OFFLOADED
 from accel_bigmodel.prefetch import BlockReader
-from accel_bigmodel.tied import preserved_ties, retie_parameters
+from accel_bigmodel.tied import device_of_name, preserved_ties, retie_parameters
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
@@ -82,11 +82,18 @@ def dispatch_model(
         The model, with the map in its attribute `hf_device_map`.
 
     Raises:
-        SettingError: the map does not fit the model, or names the disk and there is no folder.
+        SettingError: the map does not fit the model, or names the disk and there is no folder; or a device has too
+            little memory for the weights that the map brings there, which the error states in bytes with the nearest
+            map that fits. Nothing was moved.
+
+    Example:
+        dispatch_model(model, {"embed": 0, "blocks": 0, "head": "cpu"})
     """
+    layout = layout_of(model, device_map)
+    check_room(model, device_map, _moved(model, device_map, own_host=state_dict is None))
     return dispatch_layout(
         model,
-        layout_of(model, device_map),
+        layout,
         main_device=main_device,
         state_dict=state_dict,
         offload_dir=offload_dir,
@@ -146,6 +153,30 @@ def dispatch_layout(
     if any(offloaded.values()):
         refuse_to_move(model)
     return model
+
+
+def _moved(model: nn.Module, device_map: DeviceMap, own_host: bool) -> dict[torch.device, int]:
+    """Bytes by device that the weights of a model bring there, less those that leave it.
+
+    Args:
+        own_host: parts on the CPU keep the weights of the model; otherwise others replace them.
+    """
+    places: dict[int, tuple[Tensor, set[torch.device]]] = {}
+    for name, tensor in _tensors_by_name(model).items():
+        entry = device_of_name(name, device_map)
+        _, targets = places.setdefault(id(tensor), (tensor, set()))
+        if entry is not None and str(entry) != DISK and (own_host or str(entry) != HOST):
+            targets.add(resolve_device(entry))
+    moved: dict[torch.device, int] = {}
+    for tensor, targets in places.values():
+        coming = [device for device in targets if not check_device_same(device, tensor.device)]
+        if tensor.is_meta:
+            continue
+        for device in coming:
+            moved[device] = moved.get(device, 0) + tensor.nbytes
+        if len(coming) == len(targets):
+            moved[tensor.device] = moved.get(tensor.device, 0) - tensor.nbytes
+    return moved
 
 
 def main_device_of(device_map: DeviceMap) -> Device:
