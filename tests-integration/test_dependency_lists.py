@@ -79,7 +79,6 @@ def test_an_excuse_that_is_not_needed_is_named(packages: Path, capsys: pytest.Ca
     "text",
     [
         "import importlib\nimportlib.import_module('psutil.tests')",
-        "lazy_names(__name__, {'psutil.tests': ['main']})",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import psutil",
         "try:\n    import psutil\nexcept ImportError:\n    psutil = None",
     ],

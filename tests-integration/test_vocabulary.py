@@ -31,11 +31,6 @@ SHARED = {
 }
 """Names that several modules define because a protocol prescribes them, each with the reason."""
 
-TO_SEPARATE = {
-    "Job",
-}
-"""Names with two definitions that one of the two gives up; the set only shrinks."""
-
 # The interface of the original library prescribes the names of the drop-in.
 PRESCRIBED = "accelerate"
 
@@ -81,7 +76,7 @@ def modules() -> Iterator[tuple[str, str]]:
 
 def test_a_public_name_has_one_definition() -> None:
     found = homonyms(modules())
-    assert {name: places for name, places in found.items() if name not in SHARED and name not in TO_SEPARATE} == {}
+    assert {name: places for name, places in found.items() if name not in SHARED} == {}
 
 
 def test_homonyms_are_found_and_imports_and_private_names_are_not() -> None:

@@ -120,8 +120,8 @@ def executed_parts(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def imported_by_name(node: ast.AST) -> Iterator[str]:
-    """Top-level names in the texts that a call of `import_module` or `lazy_names` is given."""
-    if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "lazy_names"))):
+    """Top-level names in the texts that a call of `import_module` is given."""
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")):
         return
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):

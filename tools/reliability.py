@@ -64,23 +64,23 @@ process and no launcher was left. Links are those of network namespaces, over a 
 """
 
 
-def _job(sweep: Callable[[faults.Job, int], faults.Tally], **options: bool) -> Sweep:
+def _job(sweep: Callable[[faults.Workload, int], faults.Tally], **options: bool) -> Sweep:
     return lambda folder, every: sweep(runs.Run(folder / "project", **options).job(), every)
 
 
-def _kill(job: faults.Job, every: int) -> faults.Tally:
+def _kill(job: faults.Workload, every: int) -> faults.Tally:
     return faults.kill_everywhere(job, every=every)
 
 
-def _full(job: faults.Job, every: int) -> faults.Tally:
+def _full(job: faults.Workload, every: int) -> faults.Tally:
     return faults.fail_everywhere(job, errno.ENOSPC, every=every)
 
 
-def _broken(job: faults.Job, every: int) -> faults.Tally:
+def _broken(job: faults.Workload, every: int) -> faults.Tally:
     return faults.fail_everywhere(job, errno.EIO, every=every)
 
 
-def _power(job: faults.Job, every: int) -> faults.Tally:
+def _power(job: faults.Workload, every: int) -> faults.Tally:
     return faults.lose_power(job, every=every)
 
 

@@ -103,9 +103,9 @@ class Run:
         expected = self.losses[done : done + STEPS]
         return None if losses == expected else f"from step {done} the losses are {losses}, not {expected}"
 
-    def job(self, **options: Any) -> faults.Job:
+    def job(self, **options: Any) -> faults.Workload:
         """This run, to be hit by faults."""
-        return faults.Job(self.project, self.save, self.wrong, **options)
+        return faults.Workload(self.project, self.save, self.wrong, **options)
 
 
 class _Step:
@@ -269,10 +269,10 @@ class Together:
         codes = (ended.code, ended.companion_code)
         return None if codes == (0, 0) else f"the restarted processes ended with {codes}"
 
-    def job(self) -> faults.Job:
+    def job(self) -> faults.Workload:
         """This run, to be hit by faults."""
         mine, other = self.hit, 1 - self.hit
-        return faults.Job(
+        return faults.Workload(
             self.project, lambda: self.save(mine), self.wrong, lambda: self.save(other), self.prepare, timeout=100.0
         )
 

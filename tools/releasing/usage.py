@@ -1,7 +1,7 @@
 """Which names one package uses of another, and which of them a version of the other has.
 
 Seen are imports, what is asked of an imported module or class by a dot, parameters that a call names, and texts that
-name an address (`"accel_ops.rng:set_seed"`, tables of `lazy_names`). Not seen is what is asked of an object that a call
+name an address (`"accel_ops.rng:set_seed"`). Not seen is what is asked of an object that a call
 gave. A use counts as newer only where the current version has it and the older one does not, so what neither shows
 raises nothing.
 """

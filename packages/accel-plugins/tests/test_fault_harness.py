@@ -211,7 +211,7 @@ def test_a_saver_is_right_when_nothing_can_be_lost(
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "state").write_text("old")
-    job = faults.Job(folder, lambda: saver(folder), old_or_new)
+    job = faults.Workload(folder, lambda: saver(folder), old_or_new)
     tallies = {
         "kill": faults.kill_everywhere(job),
         "full": faults.fail_everywhere(job, errno.ENOSPC),

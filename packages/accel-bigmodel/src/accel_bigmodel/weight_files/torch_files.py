@@ -74,7 +74,7 @@ class _StorageFacts(NamedTuple):
 class _TensorFacts(NamedTuple):
     """A tensor that a pickle describes; `begin` is the byte in its storage, None where it is not in C order there."""
 
-    count: int
+    elements: int
     shape: list[int]
     dtype: str = ""
     storage: str = ""

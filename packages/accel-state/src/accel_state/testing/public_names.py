@@ -1,10 +1,7 @@
 """The check that a package whose names are imported lazily lists the same names everywhere.
 
-    def test_public_names():
-        check_public_names("my_package")
-
-A package without a stub names each of them three times: in `__all__`, in the table of `lazy_names`, and under
-`TYPE_CHECKING`. One with an `__init__.pyi` names them there alone.
+def test_public_names():
+    check_public_names("my_package")
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ __all__ = ("check_public_names",)
 def check_public_names(package: str) -> None:
     """Assert that `__all__`, `dir`, attributes and type checkers agree on the names of a package.
 
-    Each name of `__all__` is listed once, is in `dir`, and is imported under `if TYPE_CHECKING:`, or in the stub, where
-    no other name is. The attribute is the object that the module named there holds. A name that is not listed is not an
-    attribute.
+    Each name of `__all__` is listed once, is in `dir`, and is imported in the stub of the package, where no other name
+    is. The attribute is the object that the module named there holds. A name that is not listed is not an attribute.
 
     Args:
         package: name of the package, such as "accel_ops"; it is imported.
@@ -49,12 +45,9 @@ def check_public_names(package: str) -> None:
 
 def _imported_for_type_checkers(module: ModuleType) -> dict[str, tuple[str, str]]:
     """The names that type checkers see imported, with the module that each comes from and its name there."""
-    path = Path(str(module.__file__))
-    stub = path.with_suffix(".pyi")
-    tree = ast.parse((stub if stub.is_file() else path).read_text(encoding="utf-8"))
-    blocks = [tree] if stub.is_file() else [block for block in tree.body if isinstance(block, ast.If)]
+    stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
     found = {}
-    for statement in (statement for block in blocks for statement in block.body):
+    for statement in stub.body:
         if isinstance(statement, ast.ImportFrom) and statement.module is not None:
             for alias in statement.names:
                 names = importlib.import_module(statement.module).__all__ if alias.name == "*" else [alias.name]

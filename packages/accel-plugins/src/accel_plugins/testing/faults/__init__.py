@@ -7,9 +7,9 @@ simulates losses of power and damages files, and counts what is found afterwards
 from __future__ import annotations
 
 from accel_plugins.testing.faults.sweeps import (
-    Job,
     Outcome,
     Tally,
+    Workload,
     crashes,
     damages,
     fail_everywhere,
@@ -22,10 +22,10 @@ from accel_plugins.testing.faults.tracing import Ended, Fault, Operation, obstac
 __all__ = (
     "Ended",
     "Fault",
-    "Job",
     "Operation",
     "Outcome",
     "Tally",
+    "Workload",
     "crashes",
     "damages",
     "fail_everywhere",

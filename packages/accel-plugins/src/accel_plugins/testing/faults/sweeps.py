@@ -21,9 +21,9 @@ from accel_state.errors import NotOffered
 __all__ = (
     "Check",
     "Damage",
-    "Job",
     "Outcome",
     "Tally",
+    "Workload",
     "crashes",
     "damages",
     "fail_everywhere",
@@ -287,7 +287,7 @@ class Tally:
 
 
 @dataclass
-class Job:
+class Workload:
     """What is hit by faults.
 
     Args:
@@ -307,61 +307,61 @@ class Job:
     timeout: float = 60.0
 
 
-def kill_everywhere(job: Job, *, every: int = 1) -> Tally:
+def kill_everywhere(workload: Workload, *, every: int = 1) -> Tally:
     """Kill (SIGKILL) a process that saves, before every `every`-th of its file operations."""
-    return _strike_everywhere("SIGKILL before a file operation", job, every, None)
+    return _strike_everywhere("SIGKILL before a file operation", workload, every, None)
 
 
-def fail_everywhere(job: Job, error: int, *, every: int = 1) -> Tally:
+def fail_everywhere(workload: Workload, error: int, *, every: int = 1) -> Tally:
     """Let every `every`-th operation that writes fail with an error.
 
     Args:
-        job: what is hit.
+        workload: what is hit.
         error: its number. After `errno.ENOSPC` whatever needs room fails too; others strike once.
         every: number of operations between two faults.
     """
     full = error == errno.ENOSPC
     kind = "disk full from an operation on" if full else f"{errno.errorcode[error]} from an operation that writes"
-    return _strike_everywhere(kind, job, every, error)
+    return _strike_everywhere(kind, workload, every, error)
 
 
-def _strike_everywhere(kind: str, job: Job, every: int, error: int | None) -> Tally:
+def _strike_everywhere(kind: str, workload: Workload, every: int, error: int | None) -> Tally:
     tally, at = Tally(kind), 0
     full = error == errno.ENOSPC
     only = () if error is None else _FILLING if full else _WRITING
-    with _Kept(job.folder) as kept:
+    with _Kept(workload.folder) as kept:
         while True:
             kept.put_back()
-            job.prepare()
+            workload.prepare()
             ended = run(
-                job.save,
-                job.folder,
+                workload.save,
+                workload.folder,
                 Fault(at, error, only, lasting=full),
-                companion=job.companion,
-                timeout=job.timeout,
+                companion=workload.companion,
+                timeout=workload.timeout,
                 log=kept.beside / "output",
             )
             if ended.hit is None:
                 return tally
-            wrong = "a process hung" if ended.hung else job.check(job.folder)
-            tally.count(f"{_told(ended.hit, job.folder)} (operation {at})", wrong)
+            wrong = "a process hung" if ended.hung else workload.check(workload.folder)
+            tally.count(f"{_told(ended.hit, workload.folder)} (operation {at})", wrong)
             at += every
 
 
-def lose_power(job: Job, *, every: int = 1) -> Tally:
+def lose_power(workload: Workload, *, every: int = 1) -> Tally:
     """Record one save, and look at what is found when power is lost after every `every`-th of its operations.
 
-    The job's `check` is called with a folder of the same contents at another place.
+    The workload's `check` is called with a folder of the same contents at another place.
     """
     tally = Tally("loss of power after a file operation, unflushed writes lost")
-    with _Kept(job.folder) as kept:
-        job.prepare()
-        ended = run(job.save, job.folder, companion=job.companion, timeout=job.timeout)
+    with _Kept(workload.folder) as kept:
+        workload.prepare()
+        ended = run(workload.save, workload.folder, companion=workload.companion, timeout=workload.timeout)
         if ended.code != 0:
             raise AssertionError(f"The undisturbed save ended with exit code {ended.code}.")
-        for done, outcome, path in crashes(kept.copy, job.folder, ended.operations, kept.beside / "found"):
+        for done, outcome, path in crashes(kept.copy, workload.folder, ended.operations, kept.beside / "found"):
             if done % every == 0 or done == len(ended.operations):
-                tally.count(f"after {done} operations, {outcome.value}", job.check(path))
+                tally.count(f"after {done} operations, {outcome.value}", workload.check(path))
     return tally
 
 
