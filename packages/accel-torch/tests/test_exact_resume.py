@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_state.errors import CheckpointError, NotReady
 from accel_state.testing.processes import Processes
@@ -21,16 +21,30 @@ EPOCHS, BATCHES = 2, 5
 SAVES = (0, 1, 3, 5, 6, 9)
 
 
+class Stream(IterableDataset[Any]):
+    """The samples of a data set in another order in each epoch."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data, self._epoch = data, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self._data), generator=torch.Generator().manual_seed(self._epoch))
+        return (self._data[index] for index in order.tolist())
+
+
 class Run:
     """One start of a training script.
 
     Args:
-        backend: "single", "ddp", "fsdp2" (sharded checkpoints) or "fsdp2-full".
-        order: "default", "seedable" or "dispatched": who decides on the order of samples, and who reads them.
+        backend: "single", "ddp", "fsdp2" (sharded checkpoints), "fsdp2-full" or "fsdp2-compiled".
+        order: "default", "seedable", "dispatched" or "stream": who decides on the order of samples, and who reads them.
         restores: whether the position is restored by the loader; otherwise by `skip_first_batches`.
         accumulate: micro-batches per step.
         seed: of the weights before a load; that of the data is always the same.
-        samples: of the whole data set.
+        batch: samples of a batch of all processes.
     """
 
     def __init__(
@@ -40,14 +54,15 @@ class Run:
         restores: bool = False,
         accumulate: int = 1,
         seed: int = 0,
-        samples: int = BATCHES * 8,
+        batch: int = 8,
     ) -> None:
         torch.manual_seed(1)
+        samples = BATCHES * batch
         data = TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
         loading = DataLoaderConfiguration(
             use_seedable_sampler=order == "seedable",
             data_seed=11,
-            dispatch_batches=order == "dispatched" or None,
+            dispatch_batches={"dispatched": True, "stream": False}.get(order),
             restore_position=restores,
             split_batches=True,
         )
@@ -60,6 +75,7 @@ class Run:
             dataloader_config=loading,
             gradient_accumulation_steps=accumulate,
             project_config=ProjectConfiguration(fsync=False),
+            dynamo_backend="inductor" if backend.endswith("compiled") else None,
             **options,
         )
         torch.manual_seed(seed)
@@ -67,8 +83,9 @@ class Run:
         first, second = list(model[0].parameters()), list(model[2:].parameters())
         optimizer = torch.optim.AdamW([{"params": second, "lr": 0.02}, {"params": first, "weight_decay": 0.2}], lr=0.05)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        given = DataLoader(data, batch, shuffle=True) if order != "stream" else DataLoader(Stream(data), batch)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, DataLoader(data, batch_size=8, shuffle=True)
+            model, optimizer, scheduler, given
         )
 
     def train(self, epoch: int = 0, skip: int = 0, save_at: Mapping[int, str] | None = None) -> list[float]:
@@ -105,10 +122,13 @@ class Run:
         return self.train(self.loader.iteration) if restores else self.train(epoch, skip)
 
 
-def resumes(folder: str, backend: str, accumulate: int) -> list[str]:
+ORDERS = ("default", "seedable", "dispatched")
+
+
+def resumes(folder: str, backend: str, accumulate: int, orders: Sequence[str] = ORDERS) -> list[str]:
     """What is different after a resume, over all idioms, orders and steps."""
     wrong = []
-    for order, restores in itertools.product(("default", "seedable", "dispatched"), (False, True)):
+    for order, restores in itertools.product(orders, (False, True)):
         whole = Run(backend, order, restores, accumulate).train()
         partial = accumulate > 1 and backend.startswith("fsdp2")
         saves = [done for done in SAVES if not (partial and done % BATCHES % accumulate)]
@@ -142,6 +162,18 @@ def test_exact_resume_of_two_processes(two: Processes, tmp_path: Path, backend: 
     assert two.run(resumes, str(tmp_path), backend, accumulate) == [[], []]
 
 
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_exact_resume_of_two_processes_that_read_a_stream(two: Processes, tmp_path: Path, backend: str) -> None:
+    assert two.run(resumes, str(tmp_path), backend, 1, ("stream",)) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_exact_resume_of_two_processes_that_compile(two: Processes, tmp_path: Path) -> None:
+    orders = ("seedable", "stream")
+    assert two.run(resumes, str(tmp_path), "fsdp2-compiled", 1, orders, timeout=800) == [[], []]
+
+
 def save_in_a_window(folder: str) -> str:
     run = Run("fsdp2", accumulate=2)
     with run.accelerator.accumulate(run.model):
@@ -171,15 +203,16 @@ def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     return copy.deepcopy(weights), copy.deepcopy(state)
 
 
-def save_with(folder: str, backend: str) -> Any:
-    run = Run(backend, "seedable")
+def save_with(folder: str, backend: str, batch: int) -> Any:
+    run = Run(backend, "seedable", batch=batch)
     run.train(epoch=1)
     run.accelerator.save_state(folder)
     return whole_state(run)
 
 
-def load_with(folder: str, backend: str) -> tuple[Any, list[float]]:
-    run = Run(backend, "seedable", seed=9)
+def load_with(folder: str, backend: str, batch: int) -> tuple[Any, list[float], Any]:
+    """The state that was loaded, then the losses of an epoch and the weights after it."""
+    run = Run(backend, "seedable", seed=9, batch=batch)
     run.accelerator.load_state(folder, allow_missing=("random_states",))
     state = whole_state(run)
     run.loader.set_epoch(3)
@@ -187,7 +220,8 @@ def load_with(folder: str, backend: str) -> tuple[Any, list[float]]:
     run.model.eval()
     losses = [run._step(inputs, targets) for inputs, targets in run.loader]
     # The parts of a batch are equal, so the mean over processes is the loss of the batch.
-    return state, run.accelerator.reduce(torch.tensor(losses), "mean").tolist()
+    mean = run.accelerator.reduce(torch.tensor(losses), "mean").tolist()
+    return state, mean, copy.deepcopy(run.accelerator.get_state_dict(run.model))
 
 
 def same(first: Any, second: Any) -> bool:
@@ -207,21 +241,25 @@ def same(first: Any, second: Any) -> bool:
         *((("ddp", 2), ("fsdp2", 2)), (("fsdp2", 2), ("ddp", 2)), (("fsdp2-full", 2), ("ddp", 2))),
         *((("ddp", 2), ("fsdp2-full", 2)), (("fsdp2", 2), ("single", 1)), (("fsdp2-full", 2), ("single", 1))),
         *((("single", 1), ("fsdp2", 2)), (("fsdp2-full", 2), ("fsdp2", 4)), (("single", 1), ("ddp", 2))),
+        *((("fsdp2", 2), ("fsdp2", 3)), (("ddp", 2), ("ddp", 3)), (("fsdp2", 3), ("fsdp2-full", 2))),
     ],
     ids=str,
 )
 def test_a_checkpoint_loads_on_other_numbers_of_processes_and_other_backends(
-    one: Processes, two: Processes, four: Processes, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]
+    request: pytest.FixtureRequest, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]
 ) -> None:
-    groups = {1: one, 2: two, 4: four}
-    weights, state = groups[saved[1]].run(save_with, str(tmp_path / "a"), saved[0])[0]
-    expected = groups[saved[1]].run(load_with, str(tmp_path / "a"), saved[0])[0][1]
-    (found_weights, found_state), losses = groups[loaded[1]].run(load_with, str(tmp_path / "a"), loaded[0])[0]
+    groups = {1: "one", 2: "two", 3: "three", 4: "four"}
+    before, after = (request.getfixturevalue(groups[count]) for _, count in (saved, loaded))
+    folder, batch = str(tmp_path / "a"), 12 if 3 in (saved[1], loaded[1]) else 8
+    weights, state = before.run(save_with, folder, saved[0], batch)[0]
+    _, expected, trained = before.run(load_with, folder, saved[0], batch)[0]
+    (found_weights, found_state), losses, ended = after.run(load_with, folder, loaded[0], batch)[0]
 
     assert weights
     assert same(found_weights, weights)
     assert same(found_state, state)
     assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(dict(ended), dict(trained), rtol=1e-4, atol=1e-6)
 
 
 def load_strictly(folder: str) -> str:

@@ -34,6 +34,7 @@ _CLASSES: Final = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_addres
 """What files of DeepSpeed hold besides tensors and plain data."""
 
 _UNIVERSAL: Final = "_universal"
+_SETTING: Final = '"checkpoint": {"load_universal": true}'
 
 _PART: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
 
@@ -115,8 +116,15 @@ def _universal(place: Path) -> Path:
     raise CheckpointError(
         f"Cannot load the universal DeepSpeed checkpoint of {place} (checkpoint.load_universal).",
         "It was not converted.",
-        f"Run: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
-        f"--output_folder {place}{_UNIVERSAL}",
+        f"Run: {_conversion(place)}",
+    )
+
+
+def _conversion(place: Path) -> str:
+    """The command that makes a universal checkpoint."""
+    return (
+        f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
+        f"--output_folder {place}{_UNIVERSAL}"
     )
 
 
@@ -136,41 +144,42 @@ def _look_through(engine: Any, place: Path, process: Process, optimizer: bool) -
     ours = int(engine.zero_optimization_stage())
     anything_fits = engine.load_universal_checkpoint() or not (optimizer or ours == 3)
     if not anything_fits:
-        _check_writers(asked, files, ours, process.world_size)
+        _check_writers(asked, place, files, ours, process.world_size)
     for file in files[process.rank :: process.world_size]:
         with torch.serialization.safe_globals(list(_CLASSES)):
             state = pickled.read(file, map_location="meta")
         found = _PART.search(file.name)
         if found and found[2] == "optim" and not anything_fits:
-            _check_stage(asked, state, ours)
+            _check_stage(asked, place, state, ours)
 
 
-def _check_writers(asked: str, files: Sequence[Path], ours: int, processes: int) -> None:
+def _check_writers(asked: str, place: Path, files: Sequence[Path], ours: int, processes: int) -> None:
     found = [part for file in files if (part := _PART.search(file.name))]
     writers = {part[1] for part in found}
     if writers and len(writers) != processes:
         raise CheckpointError(
             asked,
             f"It was written by {len(writers)} processes, and these are {processes}.",
-            f"Start {len(writers)} processes, or convert it with DeepSpeed's universal checkpoints.",
+            f"Start {len(writers)} processes, or convert it by {_conversion(place)} and load it with {_SETTING} in the "
+            "configuration of DeepSpeed.",
         )
     if ours and not any(part[2] == "optim" for part in found):
-        raise _other_stage(asked, 0, ours)
+        raise _other_stage(asked, place, 0, ours)
 
 
-def _check_stage(asked: str, state: Any, ours: int) -> None:
+def _check_stage(asked: str, place: Path, state: Any, ours: int) -> None:
     held = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     stage = held.get("zero_stage") if isinstance(held, Mapping) else None
     if stage is not None and int(stage) != ours:
-        raise _other_stage(asked, int(stage), ours)
+        raise _other_stage(asked, place, int(stage), ours)
 
 
-def _other_stage(asked: str, theirs: int, ours: int) -> CheckpointError:
+def _other_stage(asked: str, place: Path, theirs: int, ours: int) -> CheckpointError:
     return CheckpointError(
         asked,
         f"It was written with ZeRO stage {theirs}, and this run has stage {ours}.",
-        f"Use zero_stage={theirs}, convert it with DeepSpeed's universal checkpoints, or take the weights alone with "
-        "the script zero_to_fp32.py beside it.",
+        f"Use zero_stage={theirs}, convert it by {_conversion(place)} and load it with {_SETTING} in the configuration "
+        "of DeepSpeed, or take the weights alone with the script zero_to_fp32.py beside it.",
     )
 
 

@@ -1,0 +1,97 @@
+"""DeepSpeed's states after a kill, and on another number of processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state.settings.installed import importable
+from accel_state.testing.processes import Finished, run_command
+
+pytestmark = [
+    pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
+    pytest.mark.timeout(1200),
+]
+
+SCRIPT = Path(__file__).with_name("deepspeed_resume.py")
+BIN = Path(sys.executable).parent
+
+
+def train(folder: Path, *options: Any, processes: int = 2) -> Finished:
+    folder.mkdir(exist_ok=True)
+    launch = [str(BIN / "accel"), "launch", "--cpu", "--use_deepspeed", "--num_processes", str(processes)]
+    launch += ["--max_restarts", "1", str(SCRIPT), str(folder), *map(str, options)]
+    # Engines compile C++ with ninja, which is beside the interpreter.
+    path = os.pathsep.join((str(BIN), os.environ["PATH"]))
+    return run_command(launch, timeout=500, env={"PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+
+
+def losses(folder: Path) -> dict[str, set[str]]:
+    """The losses of each step; more than one where a repeated step has another."""
+    found: dict[str, set[str]] = {}
+    for line in (folder / "losses").read_text().splitlines():
+        step, loss = line.split()
+        found.setdefault(step, set()).add(loss)
+    return found
+
+
+def assert_equal_states(one: Path, other: Path) -> None:
+    ours, theirs = torch.load(one), torch.load(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_killed_run_ends_with_the_bits_of_the_undisturbed_one(stage: int, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = train(whole, "--stage", stage)
+    assert done.returncode == 0, done.stderr
+    done = train(killed, "--stage", stage, "--kill_at", 8)
+    assert done.returncode == 0, done.stderr
+    assert len((killed / "losses").read_text().splitlines()) > 12  # steps after the checkpoint were made again
+    assert losses(killed) == losses(whole)
+    assert_equal_states(killed / "final.pt", whole / "final.pt")
+
+
+@pytest.mark.parametrize(("stage", "saved_on", "loaded_on"), [(2, 2, 1), (2, 1, 2), (3, 2, 1), (3, 1, 2), (1, 2, 3)])
+def test_another_number_of_processes_goes_on_from_a_universal_checkpoint(
+    stage: int, saved_on: int, loaded_on: int, tmp_path: Path
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    # Equal global batches; without dropout, whose generators belong to processes.
+    plain = ("--stage", stage, "--dropout", 0)
+    done = train(one, *plain, "--steps", 6, "--batch", 12 // saved_on, processes=saved_on)
+    assert done.returncode == 0, done.stderr
+    checkpoint = one / "checkpoints" / "checkpoint_1"
+    resumed = (*plain, "--steps", 9, "--batch", 12 // loaded_on, "--load", checkpoint)
+
+    refused = train(other, *resumed, processes=loaded_on)
+    assert refused.returncode != 0
+    place = checkpoint / "pytorch_model"
+    command = f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
+    command += f"--output_folder {place}_universal"
+    assert command in refused.stderr
+    assert '"checkpoint": {"load_universal": true}' in refused.stderr
+    assert not (other / "losses").exists()
+
+    converted = run_command([sys.executable, *command.split()[1:]], timeout=200)
+    assert converted.returncode == 0, converted.stderr
+    done = train(other, *resumed, "--universal", processes=loaded_on)
+    assert done.returncode == 0, done.stderr
+    assert_equal_states(other / "loaded.pt", one / "final.pt")
+
+    # As many processes as before go on alike, with sums in another order.
+    done = train(one, *plain, "--steps", 9, "--batch", 12 // saved_on, processes=saved_on)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = losses(other), losses(one)
+    for step in ("7", "8", "9"):
+        assert float.fromhex(*ours[step]) == pytest.approx(float.fromhex(*theirs[step]), rel=1e-4)
+    straight = torch.load(one / "final.pt")
+    for name, value in torch.load(other / "final.pt").items():
+        torch.testing.assert_close(value, straight[name], rtol=1e-3, atol=1e-5)
