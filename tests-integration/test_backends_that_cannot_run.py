@@ -54,8 +54,9 @@ ARGUMENTS = {
     "xla": lambda: {"backend": "xla"},
 }
 
-NO_DEEPSPEED = ("Missing", "'deepspeed' is not installed", "accel-plugins[deepspeed]")
-NO_MEGATRON = ("Missing", "'megatron-core' is not installed", "accel-plugins[megatron]")
+NO_DEEPSPEED = ("Missing", "'deepspeed' is not installed", 'pip install "deepspeed>=')
+NO_XLA = ("Missing", "'torch-xla' is not installed", 'pip install "torch-xla"')
+NO_MEGATRON = ("Missing", "'megatron-core' is not installed", 'pip install "megatron-core>=')
 
 CASES = [
     Asked("FSDP version 1 with cpu=True", "fsdp", runs="FSDP"),
@@ -68,7 +69,9 @@ CASES = [
     Asked("Megatron-LM with cpu=True", "megatron", refused=NO_MEGATRON),
     Asked("Megatron-LM by a variable", variables={"ACCELERATE_USE_MEGATRON_LM": "true"}, refused=NO_MEGATRON),
     Asked("context parallelism with cpu=True", "cp", runs="MULTI_CPU"),
-    Asked("XLA without torch_xla", "xla", refused=("Missing", "'torch-xla' is not installed", "accel-plugins[xla]")),
+    Asked(
+        "XLA without torch_xla", "xla", refused=("Missing", "'torch-xla' is not installed", 'pip install "torch-xla"')
+    ),
     Asked(
         "a backend that nobody brings", variables={"ACCEL_BACKEND": "horovod"}, refused=("SettingError", "Installed")
     ),
@@ -103,8 +106,8 @@ def _last_loss(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
 
 @pytest.mark.parametrize("asked", CASES, ids=lambda asked: asked.what)
 def test_it_runs_as_asked_or_says_why_not(two: Processes, asked: Asked) -> None:
-    missing = next((part for part in asked.refused if part.startswith("accel-plugins[")), "")
-    name = {"deepspeed": "deepspeed", "megatron": "megatron.core", "xla": "torch_xla"}.get(missing[14:-1], "")
+    names = {"deepspeed": "deepspeed", "megatron-core": "megatron.core", "torch-xla": "torch_xla"}
+    name = next((names[part.split("'")[1]] for part in asked.refused if part.endswith("is not installed")), "")
     if name and importable(name):
         pytest.skip(f"{name} is installed here, and its own session says what it does")
     for kind, said, loss in two.run(trained, asked.made, asked.variables):

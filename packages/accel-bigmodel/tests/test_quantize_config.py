@@ -90,6 +90,6 @@ def test_the_device_of_a_module_is_that_of_its_first_parameter() -> None:
 def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     model = Model()
-    with pytest.raises(Missing, match=r'pip install "accel-bigmodel\[bnb\]"'):
+    with pytest.raises(Missing, match=r'pip install "bitsandbytes>=0\.46"'):
         load_and_quantize_model(model, BnbQuantizationConfig(load_in_8bit=True))
     assert type(model.body["layer"]) is nn.Linear

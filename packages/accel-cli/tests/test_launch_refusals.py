@@ -176,7 +176,7 @@ MANIFEST = Manifest(
     "comet",
     "comet:Strategy",
     label=DistributedType.XLA,
-    requires=(Requirement("no_such_engine", extra="comet[engine]"),),
+    requires=(Requirement("no_such_engine", install="comet[engine]"),),
 )
 """
 

@@ -103,5 +103,5 @@ def test_without_the_script_the_install_line_is_shown(monkeypatch):
     from accel_state.settings import extension
 
     monkeypatch.setattr(extension, "extensions", lambda group: ())
-    with pytest.raises(Missing, match="pip install accel-torch"):
+    with pytest.raises(Missing, match="Install accel-torch"):
         command.COMMAND.run(Namespace(config_file=None, launch=[]))

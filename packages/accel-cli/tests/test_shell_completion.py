@@ -83,4 +83,4 @@ def test_without_the_library_the_install_line_is_shown():
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 2
-    assert 'Run: pip install "accel-cli[completion]"' in finished.stderr
+    assert 'Run: pip install "argcomplete"' in finished.stderr

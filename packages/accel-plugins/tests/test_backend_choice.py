@@ -178,7 +178,7 @@ def test_a_probe_that_raises_takes_itself_out(install: Install) -> None:
 
 
 def test_a_missing_package_is_told_with_the_install_line(install: Install) -> None:
-    needs = 'present="{module}:always", priority=9, requires=(Requirement("no_such_package", extra="x[y]"),)'
+    needs = 'present="{module}:always", priority=9, requires=(Requirement("no_such_package", install="x[y]"),)'
     install("needy", needs)
 
     with pytest.raises(Missing, match=r'pip install "x\[y\]"'):

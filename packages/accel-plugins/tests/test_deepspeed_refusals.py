@@ -26,7 +26,7 @@ def test_without_deepspeed_the_install_line_is_told(by_name: bool) -> None:
     with pytest.raises(Missing) as caught:
         resolve.choose(name, config, current.process())
     assert caught.value.obstacle == "The package 'deepspeed' is not installed."
-    assert 'pip install "accel-plugins[deepspeed]"' in caught.value.remedy
+    assert 'pip install "deepspeed>=0.18.2"' in caught.value.remedy
 
 
 def test_an_older_deepspeed_is_refused(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_an_older_deepspeed_is_refused(tmp_path: Path) -> None:
     done = run_command([sys.executable, "-c", demand], timeout=60, env={"PYTHONPATH": path})
     assert done.returncode != 0
     assert "deepspeed 0.14.0 is installed; >=0.18.2 is needed." in done.stderr
-    assert 'Run: pip install "accel-plugins[deepspeed]"' in done.stderr
+    assert 'Run: pip install "deepspeed>=0.18.2"' in done.stderr
 
 
 def test_folders_on_disks_reach_deepspeed() -> None:

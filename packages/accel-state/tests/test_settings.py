@@ -129,8 +129,8 @@ def test_errors_have_three_parts_and_can_be_pickled() -> None:
 
 
 def test_a_requirement_that_is_not_met_gives_the_install_line() -> None:
-    absent = Requirement("no_such_module", distribution="no-such", versions=">=2", extra="accel-plugins[none]")
-    with pytest.raises(Missing, match=r'pip install "accel-plugins\[none\]"'):
+    absent = Requirement("no_such_module", distribution="no-such", versions=">=2", install="no-such[plots]>=2")
+    with pytest.raises(Missing, match=r'pip install "no-such\[plots\]>=2"'):
         absent.demand("Nothing was asked for.")
     old = Requirement("packaging", versions=">=1000")
     assert "is installed; >=1000 is needed" in str(old.obstacle())

@@ -74,5 +74,5 @@ def test_get_active_deepspeed_plugin() -> None:
 
 @pytest.mark.skipif(importable("deepspeed"), reason="DeepSpeed is installed")
 def test_training_with_deepspeed_names_the_install_line() -> None:
-    with pytest.raises(Missing, match=r"pip install .accel-plugins\[deepspeed\]"):
+    with pytest.raises(Missing, match=r"pip install .deepspeed"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())

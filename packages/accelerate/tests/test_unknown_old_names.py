@@ -77,4 +77,4 @@ def test_a_name_missing_in_an_older_package_names_both_packages(monkeypatch: pyt
     message = str(caught.value)
     assert "accelerate.utils" in message
     assert "accel_ops.tree" in message
-    assert "pip install --force-reinstall accelerate accel-ops" in message
+    assert "Install accelerate and accel-ops from wheels of one build" in message

@@ -343,7 +343,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     return (first_device.index or 0) == (second_device.index or 0)
 
 
-_MATPLOTLIB = Requirement("matplotlib", extra="accel-bigmodel[plots]")
+_MATPLOTLIB = Requirement("matplotlib")
 _WIDTH = 40
 
 

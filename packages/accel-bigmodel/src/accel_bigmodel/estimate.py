@@ -177,7 +177,7 @@ def _from_library(failure: str, name: str, library_name: str | None, trust_remot
         raise SettingError(
             failure, f"{str(config_file)!r} is not a config with a 'model_type'.", "Name a config.json or its folder."
         )
-    Requirement("transformers", extra="accel-bigmodel[estimate]").demand(failure)
+    Requirement("transformers").demand(failure)
     library: Any = importlib.import_module("transformers")
 
     def make(**arguments: Any) -> Any:

@@ -12,7 +12,7 @@ from accel_state.settings.installed import Requirement
 
 __all__ = ("fetch_model_info", "local_checkpoint")
 
-_HUB = Requirement("huggingface_hub", distribution="huggingface-hub", extra="accel-bigmodel[hub]")
+_HUB = Requirement("huggingface_hub", distribution="huggingface-hub")
 _IDENTIFIER = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -142,7 +142,7 @@ def _wrong(name: str, value: Any, remedy: str) -> SettingError:
     return SettingError(f"Cannot quantise a model with {name}={value!r}.", f"{name} does not take that value.", remedy)
 
 
-_BITSANDBYTES = Requirement("bitsandbytes", versions=">=0.46", extra="accel-bigmodel[bnb]")
+_BITSANDBYTES = Requirement("bitsandbytes", versions=">=0.46")
 
 
 def layers_of_bitsandbytes(failure: str) -> Any:

@@ -22,7 +22,7 @@ ORDERS: Final = ("sampler", "global")
 
 SHARDINGS: Final = ("auto", "already", "dispatch")
 
-TORCHDATA: Final = Requirement("torchdata", versions=">=0.11", extra="accel-data[torchdata]")
+TORCHDATA: Final = Requirement("torchdata", versions=">=0.11")
 
 
 @dataclass

@@ -13,9 +13,8 @@ from accel_state.topology import read_topology
 
 __all__ = ("install_tracebacks", "tqdm")
 
-_EXTRA = "accel-state[console]"
-_TQDM = Requirement("tqdm", extra=_EXTRA)
-_RICH = Requirement("rich", extra=_EXTRA)
+_TQDM = Requirement("tqdm")
+_RICH = Requirement("rich")
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -158,7 +158,7 @@ class LibraryTracker(GeneralTracker):
     Example:
         class ExampleTracker(LibraryTracker):
             name = "example"
-            requirement = Requirement("examplelib", versions=">=2", extra="accel-example-tracker")
+            requirement = Requirement("examplelib", versions=">=2")
 
             def open(self):
                 import examplelib

@@ -18,7 +18,7 @@ from accel_tracking.trackers.jsonl import RunRecord
 
 __all__ = ("MATPLOTLIB", "describe_run", "plot_run", "sparkline")
 
-MATPLOTLIB = Requirement("matplotlib", extra="accel-tracking[plots]")
+MATPLOTLIB = Requirement("matplotlib")
 
 _BARS = "▁▂▃▄▅▆▇█"
 _GAP = " "

@@ -119,7 +119,7 @@ def _read(owner: Owner, address: str) -> Any:
         raise UnknownName(
             f"Cannot read {owner.name!r} from {address}, which has it from {owner.module}.",
             f"{distribution} {installed_version(distribution)} lacks it, so it does not fit accelerate {VERSION}.",
-            f"Install versions that belong together: pip install --force-reinstall accelerate {distribution}",
+            f"Install accelerate and {distribution} from wheels of one build of the accel repository.",
         ) from None
 
 

@@ -39,8 +39,8 @@ def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
         f"The folder {folder} also holds files of another accelerate: {', '.join(found[:_SHOWN])}{more}.",
-        "Run `pip uninstall -y accelerate` until nothing is left, delete that folder, then run "
-        f"`pip install accelerate=={VERSION}` with the wheel built from the accel repository.",
+        "Run `pip uninstall -y accelerate` until nothing is left, delete that folder, then install the wheel of "
+        f"accelerate {VERSION} that the accel repository builds.",
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "REQUIREMENT", "SHELLS", "Completion", "answer", "whole_parser")
 
-REQUIREMENT: Final = Requirement("argcomplete", extra="accel-cli[completion]")
+REQUIREMENT: Final = Requirement("argcomplete")
 
 
 def answer(prog: str) -> None:

@@ -59,7 +59,7 @@ def _script() -> str:
     raise Missing(
         "`accel test` was called.",
         "No installed package has the script that it runs.",
-        "Run: pip install accel-torch",
+        "Install accel-torch, which has it.",
     )
 
 

@@ -151,7 +151,7 @@ SAGEMAKER: Final = LauncherManifest(
     f"{_PLACES}:SageMakerSettings",
     _by_sagemaker,
     priority=60,
-    requires=(Requirement("sagemaker", versions="<3", extra="accel-cli[sagemaker]"),),
+    requires=(Requirement("sagemaker", versions="<3"),),
     elsewhere=True,
 )
 

@@ -16,7 +16,7 @@ from accel_state.settings.installed import Requirement
 
 __all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hand_in")
 
-REQUIREMENT: Final = Requirement("sagemaker", versions="<3", extra="accel-cli[sagemaker]")
+REQUIREMENT: Final = Requirement("sagemaker", versions="<3")
 
 _ASKED: Final = "Cannot describe a training job of SageMaker."
 _DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {

@@ -18,7 +18,7 @@ from accel_state.settings.installed import Requirement
 
 __all__ = ("ObjectStore",)
 
-_OBSTORE: Final = Requirement("obstore", versions=">=0.8", extra="accel-plugins[remote]")
+_OBSTORE: Final = Requirement("obstore", versions=">=0.8")
 
 _PART: Final = 8 << 20
 """Bytes of one part of a large file."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ("MANIFEST", "REQUIREMENT", "present")
 
-REQUIREMENT: Final = Requirement("deepspeed", versions=">=0.18.2", extra="accel-plugins[deepspeed]")
+REQUIREMENT: Final = Requirement("deepspeed", versions=">=0.18.2")
 _USE: Final = Setting(
     "use_deepspeed",
     BOOLEAN,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ("MANIFEST", "REQUIREMENT", "present")
 
-REQUIREMENT: Final = Requirement("megatron.core", "megatron-core", ">=0.16", extra="accel-plugins[megatron]")
+REQUIREMENT: Final = Requirement("megatron.core", "megatron-core", ">=0.16")
 _USE: Final = Setting(
     "use_megatron_lm",
     BOOLEAN,

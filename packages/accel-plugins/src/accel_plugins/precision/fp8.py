@@ -111,13 +111,13 @@ def _installed() -> FP8BackendType:
     raise Missing(
         "Cannot use mixed_precision='fp8'.",
         "No library that trains in 8 bits is installed.",
-        'Run: pip install "accel-plugins[torchao]", or on NVIDIA GPUs: pip install "transformer-engine[pytorch]".',
+        'Run: pip install torchao, or on NVIDIA GPUs: pip install "transformer-engine[pytorch]".',
     )
 
 
 # ---------------------------------------------------------------------- torchao
 
-TORCHAO: Final = Requirement("torchao", versions=">=0.15", extra="accel-plugins[torchao]")
+TORCHAO: Final = Requirement("torchao", versions=">=0.15")
 
 RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """Names of torchao's recipes: one scale for a tensor, one for a row, the same with weights' gradients in bf16."""
@@ -255,7 +255,7 @@ def has_ao_layers(model: Module) -> bool:
 # ---------------------------------------------------------------------- Transformer Engine
 
 TRANSFORMER_ENGINE: Final = Requirement(
-    "transformer_engine", "transformer-engine", ">=2.2", extra="transformer-engine[pytorch]>=2.2"
+    "transformer_engine", "transformer-engine", ">=2.2", install="transformer-engine[pytorch]>=2.2"
 )
 
 _MULTIPLE: Final = 16

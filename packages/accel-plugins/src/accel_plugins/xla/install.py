@@ -31,7 +31,7 @@ def install_xla(upgrade: bool = False) -> None:
         raise NotOffered(
             "install_xla() was called.",
             "It works in a notebook of Google Colab only, whose machines are set up anew each time.",
-            'Run once: pip install "accel-plugins[xla]", with the torch of the same version.',
+            "Run once: pip install torch_xla, in the version of torch.",
         )
     _install(f"torch_xla[tpu]{'' if upgrade else _same_series('torch')}")
     if upgrade:

@@ -27,7 +27,7 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.xla.strategy:XLAStrategy",
     label=DistributedType.XLA,
     present="accel_plugins.xla.manifest:present",
-    requires=(Requirement("torch_xla", "torch-xla", extra="accel-plugins[xla]"),),
+    requires=(Requirement("torch_xla", "torch-xla"),),
     lacks=frozenset({Ability.JOIN, Ability.FP16, Ability.LOCAL_PASSES}),
     priority=40,
     tier=3,

@@ -18,7 +18,7 @@ from accel_state.topology import Topology
 __all__ = ("CPU",)
 
 _THREADS: Final = Setting("threads", TEXT, None, variable="OMP_NUM_THREADS")
-_PSUTIL: Final = Requirement("psutil", extra="accel-state[memory]")
+_PSUTIL: Final = Requirement("psutil")
 
 
 class CPU(DeviceFamily):

@@ -57,13 +57,13 @@ class Requirement(NamedTuple):
         module: its import name, such as "torch_xla".
         distribution: its name on the package index; the module's name by default.
         versions: allowed versions as a specifier such as ">=0.15"; empty for any.
-        extra: what to install to get it, such as "accel-plugins[xla]"; the distribution by default.
+        install: what pip installs to get it, such as "transformer-engine[pytorch]"; the distribution by default.
     """
 
     module: str
     distribution: str = ""
     versions: str = ""
-    extra: str = ""
+    install: str = ""
 
     def obstacle(self) -> str | None:
         """Why the requirement is not met, in one sentence; None when it is."""
@@ -81,7 +81,7 @@ class Requirement(NamedTuple):
 
     def remedy(self) -> str:
         """The install line."""
-        return f'Run: pip install "{self.extra or (self.distribution or self.module) + self.versions}"'
+        return f'Run: pip install "{self.install or (self.distribution or self.module) + self.versions}"'
 
     def demand(self, failure: str) -> None:
         """Raise an error unless the requirement is met.

@@ -24,7 +24,7 @@ class AimTracker(LibraryTracker):
 
     name = "aim"
     requires_logging_directory = True
-    requirement = Requirement("aim", extra="accel-tracking[aim]")
+    requirement = Requirement("aim")
 
     writer = LibraryTracker.tracker
 

@@ -34,7 +34,7 @@ class ClearMLTracker(LibraryTracker):
     """
 
     name = "clearml"
-    requirement = Requirement("clearml", extra="accel-tracking[clearml]")
+    requirement = Requirement("clearml")
 
     task = LibraryTracker.tracker
 

@@ -21,7 +21,7 @@ class CometMLTracker(LibraryTracker):
     """
 
     name = "comet_ml"
-    requirement = Requirement("comet_ml", distribution="comet-ml", extra="accel-tracking[comet_ml]")
+    requirement = Requirement("comet_ml", distribution="comet-ml")
 
     writer = LibraryTracker.tracker
 

@@ -22,7 +22,7 @@ class DVCLiveTracker(LibraryTracker):
     """
 
     name = "dvclive"
-    requirement = Requirement("dvclive", extra="accel-tracking[dvclive]")
+    requirement = Requirement("dvclive")
 
     live = LibraryTracker.tracker
 

@@ -45,7 +45,7 @@ class MLflowTracker(LibraryTracker):
     """
 
     name = "mlflow"
-    requirement = Requirement("mlflow", extra="accel-tracking[mlflow]")
+    requirement = Requirement("mlflow")
 
     active_run = LibraryTracker.tracker
 

@@ -22,7 +22,7 @@ class SwanLabTracker(LibraryTracker):
 
     name = "swanlab"
     main_process_only = False
-    requirement = Requirement("swanlab", extra="accel-tracking[swanlab]")
+    requirement = Requirement("swanlab")
 
     run = LibraryTracker.tracker
 

@@ -38,7 +38,7 @@ class TensorBoardTracker(LibraryTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    requirement = _EitherWriter("tensorboard", extra="accel-tracking[tensorboard]")
+    requirement = _EitherWriter("tensorboard")
 
     writer = LibraryTracker.tracker
 

@@ -22,7 +22,7 @@ class TrackioTracker(LibraryTracker):
 
     name = "trackio"
     main_process_only = False
-    requirement = Requirement("trackio", extra="accel-tracking[trackio]")
+    requirement = Requirement("trackio")
 
     run = LibraryTracker.tracker
 

@@ -22,7 +22,7 @@ class WandBTracker(LibraryTracker):
 
     name = "wandb"
     main_process_only = False
-    requirement = Requirement("wandb", extra="accel-tracking[wandb]")
+    requirement = Requirement("wandb")
 
     run = LibraryTracker.tracker
 
