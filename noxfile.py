@@ -23,7 +23,10 @@ SITE = ROOT / ".nox" / "site"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 SUPPORTED = nox.project.load_toml(PROJECT)["tool"]["accel"]["supported"]
-PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PUBLISHED = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+# Those outside the metapackage bring an engine, which only a session of their own installs.
+BESIDE = ("accel-ray",)
+PACKAGES = [package for package in PUBLISHED if package not in BESIDE]
 EDITABLE = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
 
 # What scripts were written for, and what is compared with.
@@ -161,14 +164,14 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def wheels(session: nox.Session) -> None:
-    """Build the nine wheels, and a list of constraints that takes each package from its wheel."""
+    """Build the wheels of all packages, and a list of constraints that takes each package from its wheel."""
     shutil.rmtree(WHEELS, ignore_errors=True)
-    sources = [f"./packages/{package}" for package in PACKAGES]
+    sources = [f"./packages/{package}" for package in PUBLISHED]
     for source in sources:
         # setuptools packs again what an earlier build left here, also of modules that are gone.
         shutil.rmtree(ROOT / source / "build", ignore_errors=True)
     run(session, "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS), *sources)
-    own = "".join(f"{package} @ {wheel_of(package).as_uri()}\n" for package in PACKAGES)
+    own = "".join(f"{package} @ {wheel_of(package).as_uri()}\n" for package in PUBLISHED)
     (WHEELS / "constraints.txt").write_text(own + CONSTRAINTS.read_text(encoding="utf-8"), encoding="utf-8")
 
 
@@ -176,7 +179,7 @@ def wheels(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Build all wheels from their sdists as a release does, in .nox/dist, and check what is in them."""
     shutil.rmtree(DIST, ignore_errors=True)
-    for package in PACKAGES:
+    for package in PUBLISHED:
         run(session, "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{package}")
     run(session, "twine", "check", "--strict", *sorted(map(str, DIST.iterdir())))
     run(session, "python", "tools/check_distributions.py", str(DIST))
@@ -196,7 +199,7 @@ def base(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=False, requires=["wheels", "base"])
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+@nox.parametrize("package", PUBLISHED, ids=PUBLISHED)
 def isolated(session: nox.Session, package: str) -> None:
     """Install one package's wheel with nothing but what it declares, and run its own tests outside the source tree."""
     look_through_to_base(session)
@@ -208,14 +211,14 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.session(
     name="isolated-lowest", python=SUPPORTED["python"][0], default=False, venv_backend="uv", requires=["wheels"]
 )
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+@nox.parametrize("package", PUBLISHED, ids=PUBLISHED)
 def isolated_lowest(session: nox.Session, package: str) -> None:
     """Run one package's tests with the lowest versions that it allows, on the oldest Python."""
     extras = ["testing"] if "testing" in extras_of(package) else []
     tool = str(ROOT / "tools" / "lowest_versions.py")
     lowest = str(session.run(program("python"), tool, package, *extras, silent=True, external=True))
     constraints = Path(session.create_tmp()) / "lowest.txt"
-    own = "".join(f"{name} @ {wheel_of(name).as_uri()}\n" for name in PACKAGES)
+    own = "".join(f"{name} @ {wheel_of(name).as_uri()}\n" for name in PUBLISHED)
     constraints.write_text(own + lowest, encoding="utf-8")
     project = nox.project.load_toml(PROJECT)
     tools = nox.project.dependency_groups(project, "test")
@@ -275,7 +278,7 @@ def third_party(session: nox.Session) -> None:
 
 
 def look_through_to_base(session: nox.Session) -> None:
-    """Makes the packages of `base` visible here: torch once on the disk serves nine environments."""
+    """Makes the packages of `base` visible here: torch once on the disk serves all environments."""
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"
     here = Path(str(session.run("python", "-c", script, silent=True)).strip())
     there = ROOT / ".nox" / "base" / here.relative_to(session.virtualenv.location)
@@ -501,6 +504,15 @@ def engines_xla(session: nox.Session) -> None:
 def slurm(session: nox.Session) -> None:
     """Train on a Slurm cluster of three nodes on this machine; needs root and Debian's packages of Slurm."""
     run(session, "python", "-m", "pytest", "-m", "slow", "tests-integration/slurm", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def ray(session: nox.Session) -> None:
+    """Train on a Ray cluster of two nodes on this machine, in a network of its own; needs Linux and root."""
+    look_through_to_base(session)
+    session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "-e", "packages/accel-ray[testing]")
+    tests = ("packages/accel-ray/tests", "tests-integration/ray_clusters", "-m", "")
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(name="engines-megatron", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])

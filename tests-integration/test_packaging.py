@@ -53,8 +53,17 @@ def test_the_top_level_holds_what_it_should() -> None:
     assert {line.partition("/")[0] for line in listed.splitlines()} == TOP_LEVEL
 
 
-def test_there_are_nine_packages() -> None:
-    assert len(PACKAGES) == 9
+BESIDE_THE_METAPACKAGE = {"accel-ray"}
+
+
+def test_the_metapackage_brings_all_but_those_that_need_an_engine() -> None:
+    required, left = set(), ["accelerate"]
+    while left:
+        name = left.pop()
+        required.add(name)
+        needed = {Requirement(line).name for line in project(name)["dependencies"]} & set(PACKAGES)
+        left += needed - required
+    assert set(PACKAGES) - required == BESIDE_THE_METAPACKAGE
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -39,6 +39,9 @@ PACKAGES = (
     "accelerate",
 )
 
+# Packages outside the metapackage, without the engine that each needs: a nox session of its own installs that.
+WITHOUT_ENGINES = ("accel-ray",)
+
 
 class BootstrapError(Exception):
     """What was asked, what stands in the way, and what to do about it."""
@@ -159,13 +162,15 @@ def last_lines(text: str, count: int = 12) -> str:
 
 
 def install(python: Path) -> None:
-    """Installs pip itself, torch, the tools and the nine packages, in that order, saying so."""
+    """Installs pip itself, torch, the tools and the packages, in that order, saying so."""
     editables = [part for package in PACKAGES for part in ("-e", f"packages/{package}")]
+    alone = [part for package in WITHOUT_ENGINES for part in ("-e", f"packages/{package}")]
     steps = (
         ("pip", ["pip"]),
         ("torch (the long one)", ["torch"]),
         ("the tools for tests and checks", ["--group", "dev"]),
-        ("the nine packages, editable", ["--no-build-isolation", *editables]),
+        ("the packages of the metapackage, editable", ["--no-build-isolation", *editables]),
+        ("the packages beside it, without their engines", ["--no-build-isolation", "--no-deps", *alone]),
     )
     for number, (what, arguments) in enumerate(steps, start=2):
         say(f"[{number}/{len(steps) + 1}] installing {what}")
@@ -182,7 +187,7 @@ def set_up(python: Path) -> None:
     if is_complete(python):
         return
     start = time.monotonic()
-    say(f"[1/5] making {VENV} with Python {sys.version.split()[0]}")
+    say(f"[1/6] making {VENV} with Python {sys.version.split()[0]}")
     make_venv(python)
     STAMP.unlink(missing_ok=True)
     install(python)

@@ -39,6 +39,7 @@ LIGHT = (
     ("accel-plugins", "accel_plugins/**/config.py"),
     ("accel-tracking", "accel_tracking/**/*.py"),
     ("accel-cli", "accel_cli/**/*.py"),
+    ("accel-ray", "accel_ray/**/*.py"),
 )
 
 # Command lines whose answer must not need torch either.

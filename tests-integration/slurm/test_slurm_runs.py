@@ -17,7 +17,7 @@ from accel_cli.testing import LauncherSuite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TRAIN = str(Path(__file__).with_name("train.py"))
+TRAIN = str(Path(__file__).parents[1] / "resuming_script.py")
 STEPS = 40
 PATIENCE = 280.0
 

@@ -20,7 +20,8 @@ _LAYERS = {
     # package: row, first and last column
     "accelerate": (0, 0, 3),
     "accel_torch": (1, 0, 2),
-    "accel_cli": (2, 3, 3),
+    "accel_ray": (1, 4, 4),
+    "accel_cli": (2, 3, 4),
     "accel_plugins": (3, 2, 3),
     "accel_tracking": (4, 0, 0),
     "accel_data": (4, 1, 1),

@@ -27,6 +27,7 @@ LIBRARY = (
     "accel_tracking",
     "accel_plugins",
     "accel_cli",
+    "accel_ray",
     "accel_torch",
     "accelerate",
 )

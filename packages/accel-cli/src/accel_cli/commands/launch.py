@@ -44,7 +44,7 @@ class Launch:
 
             print(launch_manual(arguments.prog, everything=True), end="")
             return 0
-        from accel_cli.launch.check import check_axes, check_here, check_launch, check_launchers
+        from accel_cli.launch.check import check_axes, check_elastic, check_here, check_launch, check_launchers
         from accel_cli.launch.launchers import load_launcher
         from accel_cli.launch.request import notes, read_request, script_of
 
@@ -58,6 +58,7 @@ class Launch:
 
                 clear_for_launch(request)
             check_launch(settings)
+        check_elastic(settings, manifest.name, manifest.elastic)
         launcher = load_launcher(manifest)
         plan = launcher.plan(launch_request(request, script))
         manifest.check_needs()

@@ -8,7 +8,7 @@ from typing import Final
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.cluster_environment import ClusterEnvironment
 from accel_cli.launch.kinds import check_kind, check_requirements, given_sizes
-from accel_cli.launch.settings import TorchrunSettings
+from accel_cli.launch.settings import TorchrunSettings, fewest_machines
 from accel_state.errors import AccelError, Conflict, SettingError
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.schema import settings_of
@@ -16,6 +16,7 @@ from accel_state.settings.schema import settings_of
 __all__ = (
     "asks_for_torchrun",
     "check_axes",
+    "check_elastic",
     "check_here",
     "check_launch",
     "check_launchers",
@@ -57,6 +58,27 @@ def check_launch(resolved: ResolvedSettings) -> None:
     check_kind(resolved)
     _check_machines(resolved)
     _check_devices(resolved)
+
+
+def check_elastic(resolved: ResolvedSettings, launcher: str, elastic: bool) -> None:
+    """Refuse a range of machines where the launcher starts on all of them or not at all.
+
+    Args:
+        resolved: every setting of the launch.
+        launcher: name of the launcher.
+        elastic: whether it takes a range.
+
+    Raises:
+        Conflict: a range was given, and it does not.
+    """
+    machines = resolved["num_machines"]
+    if not elastic and fewest_machines(machines.value) < machines.value:
+        text = machines.setting.type.format(machines.value)
+        raise Conflict(
+            f"Cannot combine num_machines={text} ({machines.origin}) and the launcher {launcher!r}.",
+            "It needs all machines, and does not start with fewer.",
+            f"Give --num_machines {int(machines.value)}, or an elastic launcher such as ray.",
+        )
 
 
 def check_own_launcher(resolved: ResolvedSettings) -> None:

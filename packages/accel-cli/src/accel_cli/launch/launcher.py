@@ -78,6 +78,7 @@ class LauncherManifest:
         requires: packages that must be installed.
         programs: programs that must be on the path.
         elsewhere: whether the processes run in another installation of Python, so that nothing of this one is checked.
+        elastic: whether the launcher takes a range of machines, such as `--nnodes 1:4`.
 
     Raises:
         PluginError: a name or target is malformed.
@@ -92,6 +93,7 @@ class LauncherManifest:
     requires: tuple[Requirement, ...] = ()
     programs: tuple[Program, ...] = ()
     elsewhere: bool = False
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if not self.name.replace("-", "_").isidentifier() or self.name == "auto":

@@ -46,6 +46,7 @@ __all__ = (
     "FORWARDED",
     "Inbox",
     "Local",
+    "PrefixedLines",
     "Relay",
     "Supervisor",
     "environment_lines",
@@ -632,7 +633,7 @@ class Relay:
             thread.join(deadline_seconds)
 
     def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
-        lines = _Lines(self._prefix)
+        lines = PrefixedLines(self._prefix)
         try:
             while chunk := source.read1(_CHUNK):  # type: ignore[attr-defined]
                 _write(target, lines.take(chunk))
@@ -642,8 +643,12 @@ class Relay:
             source.close()
 
 
-class _Lines:
-    """The lines of one stream: those that have ended, with prefixes, and the start of the next one."""
+class PrefixedLines:
+    """The lines of one stream: those that have ended, with prefixes, and the start of the next one.
+
+    Args:
+        prefix: what each line begins with; its last character is the one that a continuation replaces.
+    """
 
     def __init__(self, prefix: bytes) -> None:
         self._first = self._prefix = prefix

@@ -38,6 +38,7 @@ __all__ = (
     "CARRIED",
     "DEEPSPEED_LAUNCHERS",
     "LAUNCH_CLASSES",
+    "MACHINES",
     "DeepSpeedLaunchSettings",
     "MPISettings",
     "MachineSettings",
@@ -47,6 +48,7 @@ __all__ = (
     "SupervisionSettings",
     "TPUSettings",
     "TorchrunSettings",
+    "fewest_machines",
 )
 
 _TPU: Final = "TPU"
@@ -241,6 +243,41 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+class _Machines(int):
+    """The largest number of machines of a run that goes on with fewer."""
+
+    fewest: int
+
+
+def _parse_machines(text: str) -> int:
+    first, colon, last = text.strip().partition(":")
+    fewest, most = int(first), int(last if colon else first)
+    if not 1 <= fewest <= most:
+        raise ValueError(text)
+    if fewest == most:
+        return most
+    machines = _Machines(most)
+    machines.fewest = fewest
+    return machines
+
+
+def _format_machines(machines: int) -> str:
+    fewest = fewest_machines(machines)
+    return str(int(machines)) if fewest == machines else f"{fewest}:{int(machines)}"
+
+
+def fewest_machines(machines: int) -> int:
+    """The least number of machines that a run goes on with, for a value of `num_machines`.
+
+    Example:
+        >>> machines = MACHINES.parse("1:4")
+        >>> int(machines), fewest_machines(machines), fewest_machines(4)
+        (4, 1, 4)
+    """
+    return machines.fewest if isinstance(machines, _Machines) else machines
+
+
+MACHINES: Final = ValueType("an integer of at least 1, or a range such as 1:4", _parse_machines, _format_machines)
 PORT: Final = ValueType("a port from 0 (choose a free one) to 65535", _parse_port)
 SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds)
 
@@ -278,11 +315,11 @@ class MachineSettings:
     )
     num_machines: int = setting(
         1,
-        type=int_at_least(1),
+        type=MACHINES,
         flag="--num_machines",
         key="num_machines",
         question="How many machines do you want to use?",
-        help="Machines that take part; `accel launch` runs once on each.",
+        help="Machines that take part; 1:4 is a range, for a launcher that goes on with fewer.",
         group=_MACHINES,
     )
     machine_rank: int = setting(

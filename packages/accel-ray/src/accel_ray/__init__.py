@@ -1,0 +1,1 @@
+"""The launcher `ray` of `accel launch`: it starts the processes of a run on the nodes of a Ray cluster."""

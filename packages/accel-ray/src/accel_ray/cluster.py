@@ -1,0 +1,306 @@
+"""The cluster: connecting to it, what it has room for, actors on its nodes, and noticing that its head is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+from accel_ray.process import Place, RankProcess
+from accel_state.errors import LaunchError, NotFound, SettingError
+
+__all__ = ("Cluster", "Layout", "Placed", "connected")
+
+_ASKED: Final = "Cannot launch on Ray."
+_TICK: Final = 0.2
+_REACH: Final = 5.0
+"""Seconds for which the head may take to accept a connection."""
+
+_MISSES: Final = 3
+"""Connections that the head may refuse, one a second, before it counts as lost."""
+
+_SUSPECTED: Final = 60.0
+"""Seconds after the loss of an actor in which Ray may still list its dead node as alive."""
+
+_LESS_ROOM: Final = 5.0
+"""Seconds for which an elastic run waits for a node that is listed and has no room."""
+
+_PATIENCE: Final = 60.0
+"""Seconds for which actors may take to start, once they have a place."""
+
+
+class Layout(NamedTuple):
+    """How a run is divided over nodes.
+
+    Args:
+        bundles: how many groups of processes the run has at most; None for one on every node that has room.
+        fewest: the least number of groups that the run goes on with.
+        each: processes of a group; None for one for each GPU of a node, and one where there is no GPU.
+        spread: whether each group has a node of its own; otherwise they share as few nodes as possible.
+        cpus: CPUs of a process.
+        gpus: GPUs of a process; None for one where the cluster has some.
+        resources: further resources of a process.
+    """
+
+    bundles: int | None
+    fewest: int
+    each: int | None
+    spread: bool
+    cpus: int
+    gpus: int | None
+    resources: tuple[tuple[str, float], ...] = ()
+
+
+class Placed(NamedTuple):
+    """One process of a run that has a place.
+
+    Args:
+        actor: handle of its `RankProcess`.
+        place: where that is.
+    """
+
+    actor: Any
+    place: Place
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Cluster]:
+    """A connection to a cluster that runs.
+
+    Args:
+        address: where its head is, or None for the cluster of this machine.
+
+    Raises:
+        NotFound: no cluster runs there.
+        SettingError: the address is that of a Ray client.
+    """
+    import ray
+
+    if address is not None and "://" in address:
+        raise SettingError(
+            _ASKED,
+            f"{address} is an address for Ray clients, which cannot look after processes.",
+            "Run `accel launch` on a node of the cluster, and give HOST:PORT of its head.",
+        )
+    if address is not None and address != "auto":
+        _check_reachable(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise NotFound(
+            _ASKED,
+            f"No Ray cluster answers at {address or 'this machine'}: {str(error).strip().splitlines()[0]}",
+            "Start one with `ray start --head`, or give --ray_address.",
+        ) from None
+    cluster = Cluster(ray)
+    try:
+        yield cluster
+    finally:
+        cluster.leave()
+
+
+def _check_reachable(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise SettingError(_ASKED, f"{address!r} is not an address.", "Give HOST:PORT, such as 10.0.0.1:6379.")
+    error = _cannot_connect(host, int(port))
+    if error:
+        raise NotFound(
+            _ASKED, f"No Ray cluster answers at {address}: {error}", "Check --ray_address; `ray status` shows the head."
+        )
+
+
+def _cannot_connect(host: str, port: int, patience: float = _REACH) -> str:
+    """Why nothing accepts connections there; empty when something does."""
+    try:
+        socket.create_connection((host.strip("[]"), port), patience).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class Cluster:
+    """A cluster that this process is connected to; `connected` makes one."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self.address: str = ray.get_runtime_context().gcs_address
+        """Address of the head."""
+        self._head = self.address.rpartition(":")[::2]
+        self._missed, self._looked = 0, time.monotonic()
+        self._suspected: dict[str, float] = {}
+        self._actor_lost = ray.exceptions.RayActorError
+        self._unavailable = getattr(ray.exceptions, "ActorUnavailableError", ())
+
+    def check_head(self) -> None:
+        """Look, at most once a second, whether the head answers.
+
+        Raises:
+            LaunchError: it has not for several seconds.
+        """
+        if time.monotonic() - self._looked < 1:
+            return
+        host, port = self._head
+        error = _cannot_connect(host, int(port), 1.0)
+        self._missed = self._missed + 1 if error else 0
+        self._looked = time.monotonic()
+        if self._missed >= _MISSES:
+            raise LaunchError(
+                "Cannot go on with the run.",
+                f"The head of the Ray cluster at {self.address} is lost: {error}",
+                "Start the cluster and the run again; a script that saves resumes from its newest checkpoint.",
+            )
+
+    @property
+    def head_is_lost(self) -> bool:
+        """Whether `check_head` found it lost."""
+        return self._missed >= _MISSES
+
+    def wait(self, references: Sequence[Any], patience: float, tick: Callable[[], bool]) -> list[Any]:
+        """The references that are done: at least one of them, unless the time is over or `tick` returns true."""
+        deadline = time.monotonic() + patience
+        while True:
+            left = max(min(_TICK, deadline - time.monotonic()), 0)
+            done: list[Any] = self._ray.wait(list(references), timeout=left)[0]
+            if done or tick() or time.monotonic() >= deadline:
+                return done
+
+    def value(self, reference: Any) -> Any:
+        """The value of a reference that is done."""
+        return self._ray.get(reference)
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error says that an actor is gone."""
+        return isinstance(error, self._actor_lost)
+
+    def maybe_lost(self, error: BaseException) -> bool:
+        """Whether an error says that an actor does not answer, and may answer later."""
+        return isinstance(error, self._unavailable)
+
+    def suspect(self, node: str) -> None:
+        """Do not count on a node whose actor was lost; Ray lists a dead node as alive for some time."""
+        self._suspected[node] = time.monotonic() + _SUSPECTED
+
+    def _usable_nodes(self) -> list[dict[str, float]]:
+        """The resources of each node that is alive as far as is known."""
+        now = time.monotonic()
+        return [
+            node["Resources"]
+            for node in self._ray.nodes()
+            if node["Alive"] and self._suspected.get(node["NodeID"], 0.0) < now
+        ]
+
+    def place(self, layout: Layout, patience: float, tick: Callable[[], bool]) -> tuple[Any, list[Placed]] | None:
+        """Reserve room for a run and start its actors; None if `tick` returned true before that was done.
+
+        Returns:
+            the placement group, and the actors: those of one node are neighbours.
+
+        Raises:
+            LaunchError: the cluster had no room in time.
+        """
+        deadline = time.monotonic() + patience
+        each, demand = self._demand(layout)
+        nodes = self._usable_nodes()
+        fitting = sum(all(node.get(name, 0) >= amount for name, amount in demand.items()) for node in nodes)
+        most = fitting if layout.bundles is None else layout.bundles
+        if layout.spread:
+            # Also more than there is: what waits for a place is what makes a cluster grow.
+            most = max(min(most, fitting), layout.fewest)
+        for count in range(most, layout.fewest - 1, -1):
+            # Only the last attempt has all the time: fewer nodes are better than none.
+            until = deadline if count == layout.fewest else min(deadline, time.monotonic() + _LESS_ROOM)
+            group = self._reserve(count, demand, layout.spread, until, tick)
+            if group is not None:
+                return group, self._start_actors(group, count, each, demand)
+            if tick():
+                return None
+        raise self._too_small(layout, demand, fitting, patience)
+
+    def _demand(self, layout: Layout) -> tuple[int, dict[str, float]]:
+        """Processes of each group, and what a group needs."""
+        nodes = self._usable_nodes()
+        gpus = layout.gpus
+        if gpus is None:
+            gpus = int(any(node.get("GPU", 0) >= 1 for node in nodes))
+        each = layout.each
+        if each is None:
+            counts = [int(node["GPU"] // gpus) for node in nodes if gpus and node.get("GPU", 0) >= gpus]
+            each = max(min(counts, default=1), 1)
+        needed = {"CPU": layout.cpus, "GPU": gpus, **dict(layout.resources)}
+        return each, {name: float(amount * each) for name, amount in needed.items() if amount}
+
+    def _reserve(
+        self, count: int, demand: dict[str, float], spread: bool, until: float, tick: Callable[[], bool]
+    ) -> Any:
+        """A placement group that is ready, or None."""
+        from ray.util.placement_group import placement_group
+
+        # A group of processes that reserves nothing still takes a place.
+        bundle = demand or {"CPU": 0.001}
+        group = placement_group([bundle] * count, strategy="STRICT_SPREAD" if spread else "PACK")
+        if self.wait([group.ready()], max(until - time.monotonic(), 0.0), tick):
+            return group
+        self.free(group)
+        return None
+
+    def _start_actors(self, group: Any, count: int, each: int, demand: dict[str, float]) -> list[Placed]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote = self._ray.remote(RankProcess)
+        amounts = {name: amount / each for name, amount in demand.items()}
+        options = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0), "resources": amounts}
+        actors = []
+        for bundle in range(count):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            for _ in range(each):
+                actor = remote.options(
+                    **options, scheduling_strategy=strategy, max_restarts=0, max_concurrency=4
+                ).remote()
+                actors.append(actor)
+        try:
+            places = self._ray.get([actor.place.remote() for actor in actors], timeout=_PATIENCE)
+        except Exception as error:
+            self.free(group, actors)
+            raise LaunchError(
+                _ASKED,
+                f"The actors did not start: {str(error).strip().splitlines()[-1]}",
+                "See that accel-ray is installed on every node, in the same Python, and `ray status`.",
+            ) from None
+        placed = [Placed(actor, place) for actor, place in zip(actors, places, strict=True)]
+        order = list(dict.fromkeys(one.place.node for one in placed))
+        return sorted(placed, key=lambda one: order.index(one.place.node))
+
+    def _too_small(self, layout: Layout, demand: dict[str, float], fitting: int, patience: float) -> LaunchError:
+        nodes = self._usable_nodes()
+        free = self._ray.available_resources()
+        amount = ", ".join(f"{number:g} {name}" for name, number in demand.items()) or "nothing"
+        there = ", ".join(f"{free.get(name, 0):g} {name}" for name in demand) or "nothing"
+        what = "nodes" if layout.spread else "processes"
+        return LaunchError(
+            f"Cannot place the run on the Ray cluster at {self.address}.",
+            f"It needs {layout.fewest} {what} with {amount} each; in {patience:g} s the cluster had {len(nodes)} "
+            f"node(s), {fitting} of them large enough, and {there} free.",
+            "Start fewer processes, add nodes, or wait longer with --ray_wait.",
+        )
+
+    def free(self, group: Any, actors: Sequence[Any] = ()) -> None:
+        """End actors, and give back what was reserved."""
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in actors:
+            self._ray.kill(actor)
+        if not self.head_is_lost:
+            remove_placement_group(group)
+
+    def leave(self) -> None:
+        """Close the connection; without a head this is not waited for."""
+        closing = threading.Thread(target=self._ray.shutdown, daemon=True)
+        closing.start()
+        closing.join(_REACH if self.head_is_lost else None)

@@ -1,0 +1,195 @@
+"""One process of a run, as the actor that looks after it on its node. Imports Ray only where it asks for its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Final, NamedTuple
+
+from accel_cli.launch.launcher import RUNNER
+from accel_cli.launch.report import read_record
+from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_state.network import get_free_port
+
+__all__ = ("Place", "ProcessUpdate", "RankProcess")
+
+_CHUNK: Final = 65536
+_MOST_KEPT: Final = 64
+"""Chunks of output that wait for the launcher; then the process waits as before a full pipe."""
+
+_OUTPUT_PATIENCE: Final = 2.0
+"""Seconds for the rest of the output when a process has left its output to one that lives on."""
+
+
+class Place(NamedTuple):
+    """Where an actor is.
+
+    Args:
+        node: Ray's name of the node.
+        address: address of the node, for other nodes.
+        port: a free port there.
+        devices: numbers of the GPUs that Ray gives to this actor.
+    """
+
+    node: str
+    address: str
+    port: int
+    devices: tuple[str, ...]
+
+
+class ProcessUpdate(NamedTuple):
+    """What a process has done since the launcher last asked.
+
+    Args:
+        output: pieces of output, each with 1 for the standard output or 2 for errors, in their order.
+        seen: number of pieces so far, which the next question repeats.
+        code: exit code, negative for a signal; None while it lives or has output left.
+        record: the error that it recorded, or None.
+    """
+
+    output: tuple[tuple[int, bytes], ...]
+    seen: int
+    code: int | None
+    record: dict[str, Any] | None
+
+
+class RankProcess:
+    """Starts one process of a run, and keeps its output and its exit code for the launcher.
+
+    The process dies when its actor dies: the thread that starts it lives as long as it does, because Linux signals the
+    end of that thread (`accel_cli.launch.runner`).
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pieces: deque[tuple[int, bytes]] = deque()
+        self._first = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._refused: OSError | None = None
+        self._code: int | None = None
+        self._open = 2
+        self._last = 0.0
+        self._folder = ""
+
+    def place(self) -> Place:
+        """Where this actor is."""
+        import ray
+
+        context = ray.get_runtime_context()
+        devices = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), get_free_port(), devices)
+
+    def start(self, program: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+        """Start the process.
+
+        Args:
+            program: what to run, as the arguments of the runner of `accel launch`.
+            environment: variables in addition to those of the actor.
+            folder: where it runs.
+
+        Raises:
+            OSError: the node does not have the folder, or the system refuses the process.
+        """
+        self._folder = tempfile.mkdtemp(prefix="accel-ray-")
+        variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())}
+        variables["TORCHELASTIC_ERROR_FILE"] = os.path.join(self._folder, "error.json")
+        words = [sys.executable, RUNNER, *program]
+        threading.Thread(target=self._own, args=(words, variables, folder), daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._popen is not None or self._refused is not None)
+        if self._refused is not None:
+            raise self._refused
+
+    def _own(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+        """Start the process and stay until it has ended and its output is read."""
+        try:
+            popen = subprocess.Popen(
+                words,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            with self._changed:
+                self._refused = error
+                self._changed.notify_all()
+            return
+        readers = [
+            threading.Thread(target=self._read, args=(stream, source), daemon=True)
+            for stream, source in ((1, popen.stdout), (2, popen.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        with self._changed:
+            self._popen = popen
+            self._changed.notify_all()
+        code = popen.wait()
+        with self._changed:
+            self._code, self._last = code, time.monotonic()
+            self._changed.notify_all()
+
+    def _read(self, stream: int, source: IO[bytes]) -> None:
+        with source:
+            while chunk := source.read1(_CHUNK):  # type: ignore[attr-defined]
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._pieces) < _MOST_KEPT)
+                    self._pieces.append((stream, chunk))
+                    self._last = time.monotonic()
+                    self._changed.notify_all()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+    def _ended(self) -> bool:
+        """Whether the process has ended, and its output with it."""
+        late = time.monotonic() - self._last > _OUTPUT_PATIENCE
+        return self._code is not None and (self._open == 0 or (late and not self._pieces))
+
+    def follow(self, seen: int, seconds: float) -> ProcessUpdate:
+        """What the process has done since the launcher had `seen` pieces of output.
+
+        Pieces are kept until the next question confirms them, so that a question may be repeated.
+
+        Args:
+            seen: number of pieces that the launcher has.
+            seconds: how long to wait for something new.
+        """
+        with self._changed:
+            while self._first < seen:
+                self._pieces.popleft()
+                self._first += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: bool(self._pieces) or self._ended(), seconds)
+            # Before the pieces: the launcher does not ask again once it has the exit code.
+            code = self._code if self._ended() else None
+            pieces = tuple(self._pieces)
+            record = read_record(os.path.join(self._folder, "error.json"))
+            return ProcessUpdate(pieces, self._first + len(pieces), code, record)
+
+    def signal(self, number: int) -> None:
+        """Signal the process and what it has started."""
+        if self._popen is not None:
+            try:
+                os.killpg(self._popen.pid, number)
+            except (ProcessLookupError, PermissionError):
+                # Nobody is left in the group.
+                return
+
+    def close(self, kill: bool) -> None:
+        """Remove what this actor has on the node; with `kill`, end the process and what it started for good."""
+        if kill:
+            self.signal(signal.SIGKILL)
+        with self._changed:
+            self._changed.wait_for(lambda: self._code is not None or self._popen is None, 5 * _OUTPUT_PATIENCE)
+        shutil.rmtree(self._folder, ignore_errors=True)
