@@ -48,7 +48,10 @@ def started(told: Namespace) -> Accelerator:
         cpu=True,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=table),
         project_config=ProjectConfiguration(told.folder, automatic_checkpoint_naming=True),
-        dataloader_config=DataLoaderConfiguration(restore_position=True, use_seedable_sampler=True, data_seed=5),
+        # Batches of all processes together: then the schedule does not depend on their number either.
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, restore_position=True, use_seedable_sampler=True, data_seed=5
+        ),
     )
 
 
@@ -110,7 +113,7 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--kill_at", type=int, default=0)
     parser.add_argument("--load")

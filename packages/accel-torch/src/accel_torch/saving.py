@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,11 @@ def save_state(
 
 
 def _staging(
-    accelerator: AcceleratorMembers, target: Path, finalizer: CheckpointFinalizer, barrier: StoreBarrier
+    accelerator: AcceleratorMembers,
+    target: Path,
+    finalizer: CheckpointFinalizer,
+    barrier: StoreBarrier,
+    all_wrote: Callable[[StoreBarrier], object] | None = None,
 ) -> AbstractContextManager[Path]:
     project = accelerator._options.project
     return staging(
@@ -92,6 +96,7 @@ def _staging(
         deadline=project.deadline,
         finalizer=finalizer,
         barrier=barrier,
+        all_wrote=all_wrote,
     )
 
 
@@ -202,21 +207,25 @@ def _save_behind(
         finally:
             released.release()
 
+    torn: list[str] = []
+
+    def all_wrote(barrier: StoreBarrier) -> None:
+        try:
+            _refuse_torn(request, barrier, torn)
+        except TornError:
+            boundaries.agree(barrier)
+            raise
+
     def work() -> None:
         with staged:
-            torn = copied() if early is None else early
-            try:
-                _refuse_torn(request, barrier, torn)
-            except TornError:
-                boundaries.agree(barrier)
-                raise
+            torn.extend(copied() if early is None else early)
             snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
         _after_commit(accelerator, request.target, finalizer)
 
     with ExitStack() as stack:
         # Whatever fails here takes the folder away; afterwards the thread is responsible for it.
         finalizer = CheckpointFinalizer(accelerator._options.project.fsync)
-        folder = stack.enter_context(_staging(accelerator, request.target, finalizer, barrier))
+        folder = stack.enter_context(_staging(accelerator, request.target, finalizer, barrier, all_wrote))
         with barrier.reporting():
             snapshot = Snapshot(_take(accelerator, folder), saver.buffers, guarded_tensors(optimizers))
             if guard is None:
@@ -239,16 +248,19 @@ def _save_again(accelerator: AcceleratorMembers, request: _Request) -> None:
     _check_window(accelerator)
     request.attempts += 1
     finalizer, barrier = CheckpointFinalizer(accelerator._options.project.fsync), _barrier(accelerator, request)
-    with _staging(accelerator, request.target, finalizer, barrier) as folder:
-        with barrier.reporting():
-            taken = _take(accelerator, folder)
-        # Other processes may have come to a boundary and copy once more.
+
+    def all_wrote(barrier: StoreBarrier) -> None:
+        # Other processes may have come to a boundary and copied once more.
         try:
             _refuse_torn(request, barrier, [])
         except TornError:
             # They wait for this one's count to choose the next boundary.
             StepBoundaries().agree(barrier)
             raise
+
+    with _staging(accelerator, request.target, finalizer, barrier, all_wrote) as folder:
+        with barrier.reporting():
+            taken = _take(accelerator, folder)
         taken.write(folder, accelerator._backend.strategy, safe_serialization=request.safe_serialization)
     _after_commit(accelerator, request.target, finalizer)
 

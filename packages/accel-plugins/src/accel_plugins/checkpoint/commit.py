@@ -18,7 +18,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -64,6 +64,7 @@ def staging(
     deadline: float = 600.0,
     finalizer: CheckpointFinalizer | None = None,
     barrier: StoreBarrier | None = None,
+    all_wrote: Callable[[StoreBarrier], object] | None = None,
 ) -> Iterator[Path]:
     """A folder to write a checkpoint into; it takes the name `target` when the block ends without an error.
 
@@ -81,6 +82,7 @@ def staging(
         deadline: seconds that processes wait for each other.
         finalizer: what has begun to flush files while others are still being written.
         barrier: an operation that the processes have begun together, which goes on with this and ends with it.
+        all_wrote: the phase in which each process tells that it has written its files; what it raises discards them.
 
     Raises:
         CheckpointError: this or another process failed; nothing that was there before is touched.
@@ -99,7 +101,7 @@ def staging(
     try:
         try:
             yield path
-            barrier.wait("write")
+            (all_wrote or _all_wrote)(barrier)
             if claim is not None:
                 finalizer.finalize(path, {"world_size": process.world_size, **(facts or {})})
             if owners != [0]:
@@ -118,6 +120,10 @@ def staging(
     finally:
         finalizer.close()
         _leave(claim)
+
+
+def _all_wrote(barrier: StoreBarrier) -> None:
+    barrier.wait("write")
 
 
 def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None, list[int]]:
