@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 project = "accel"
-extensions = ["myst_parser"]
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+extensions = ["myst_parser", "sphinx_design", "bars"]
+exclude_patterns = ["extensions"]
 
 # A link may name a heading, as it may where the repository is read.
 myst_heading_anchors = 4
@@ -20,6 +24,8 @@ maximum_signature_line_length = 100
 html_theme = "furo"
 html_title = "accel"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["bars.css"]
 
 # A document outside of this folder is not a page; tools/check_links.py checks that it exists.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
@@ -30,5 +36,20 @@ def name_documents_outside(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = OUTSIDE.sub(r"\1 (`\2`)", source[0])
 
 
+GROUP = re.compile(r"^## (\w+)$", re.MULTILINE)
+
+
+def chart_of_group(heading: re.Match[str]) -> str:
+    """A heading in words, and the directive of its chart."""
+    return f"## {heading[1].replace('_', ' ').capitalize()}\n\n```{{bars}} {heading[1]}\n```"
+
+
+def draw_benchmarks(app: Sphinx, name: str, source: list[str]) -> None:
+    """Puts a chart under the heading of each group; the file itself stays readable where no site is built."""
+    if name == "benchmarks":
+        source[0] = GROUP.sub(chart_of_group, source[0])
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", name_documents_outside)
+    app.connect("source-read", draw_benchmarks)
