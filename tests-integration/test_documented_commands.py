@@ -16,7 +16,7 @@ from accel_state.errors import SettingError
 from documents import ROOT, Block, commands_in, pages, read_page
 
 BLOCKS = [block for page in pages() for block in page.blocks if "not run" not in block.marks]
-READERS = {"yaml": yaml.safe_load, "toml": tomli.loads, "json": json.loads}
+READERS = {"yaml": lambda text: list(yaml.safe_load_all(text)), "toml": tomli.loads, "json": json.loads}
 
 
 def understand(words: list[str]) -> None:

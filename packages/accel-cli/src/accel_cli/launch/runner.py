@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
     from typing import Any
 
-__all__ = ("PARENT_VARIABLE", "LastHook", "fingerprint", "folded", "follow_parent", "main")
+__all__ = ("PARENT_VARIABLE", "LastHook", "failure_fingerprint", "folded", "follow_parent", "main")
 
 PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
 """Number of the process that started this one, so that it can tell whether that one has died already."""
@@ -156,7 +156,7 @@ def _record(error: BaseException, shown: bool) -> bool:
     # Ranks that this process waited for, by `accel_state.hang_report.report`: its error follows from theirs.
     extra["missed"] = getattr(error, "_accel_missed", [])
     try:
-        extra["fingerprint"] = fingerprint(error)
+        extra["fingerprint"] = failure_fingerprint(error)
     except Exception:
         # Attributes of an error run code of the script's.
         extra["fingerprint"] = {}
@@ -170,7 +170,7 @@ def _record(error: BaseException, shown: bool) -> bool:
     return True
 
 
-def fingerprint(error: BaseException) -> dict[str, Any]:
+def failure_fingerprint(error: BaseException) -> dict[str, Any]:
     """What tells whether two failures are the same one: see `accel_cli.launch.restarts.Fingerprint`."""
     progress = getattr(sys.modules.get("accel_state.hang_report.rank_status"), "PROGRESS", None)
     chain = _chain(error)
