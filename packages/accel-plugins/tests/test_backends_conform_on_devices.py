@@ -49,14 +49,6 @@ class TestFSDP2OffloadedOnCPU(BackendSuite):
     target = "accel_plugins.fsdp.manifest:FSDP2"
     config = OFFLOADED
 
-    @pytest.mark.xfail(strict=True, reason="FSDP 2 of torch shards the model that each process has; seed them alike")
-    def test_set_up_makes_all_processes_start_with_the_weights_of_the_first(self, run: Run) -> None:
-        super().test_set_up_makes_all_processes_start_with_the_weights_of_the_first(run)
-
-    @pytest.mark.xfail(strict=True, reason="torch refuses a weight that modules of different FSDP groups share")
-    def test_tied_weights_train_as_in_one_process(self, run: Run) -> None:
-        super().test_tied_weights_train_as_in_one_process(run)
-
 
 class OnCUDA(BackendSuite):
     """One process shows NCCL's calls and streams, and no communication; GPU_PROCESSES gives more."""

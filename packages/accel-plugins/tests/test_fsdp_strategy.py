@@ -18,6 +18,7 @@ from accel_plugins import Bundle, Context
 from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
+from accel_plugins.fsdp.policies import blocks_to_shard, shard_groups
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
@@ -71,6 +72,66 @@ def test_every_option_trains_like_one_process(two: Group, options: dict[str, Any
     for answer in two.run(train, given):
         assert answer["losses"] == near(Plain(given).run().losses)
         assert all(answer["sharded"])
+
+
+def sent_at_start(given: Case) -> list[int]:
+    """Elements of each tensor that is broadcast while a model is prepared, and again for one that is sharded."""
+    session = given.open()
+    sent: list[int] = []
+    broadcast = torch.distributed.broadcast
+
+    def counting(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return broadcast(tensor, *arguments, **options)
+
+    torch.distributed.broadcast = counting
+    try:
+        prepared = session.strategy.setup(Bundle.of([given.make(session.process.rank)])).models[0]
+        session.strategy.setup(Bundle.of([prepared]))
+    finally:
+        torch.distributed.broadcast = broadcast
+    return sent
+
+
+@pytest.mark.parametrize("model", ["usual", "tied"])
+def test_each_weight_and_buffer_of_the_first_process_is_sent_once(two: Group, model: str) -> None:
+    given = case(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=50).but(model=model)
+    plain = given.make()
+    expected = [tensor.numel() for tensor in (*plain.parameters(), *plain.buffers())]
+    assert two.run(sent_at_start, given) == [expected, expected]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 50},
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Sequential", "Linear"]},
+    ],
+)
+def test_weights_that_are_tied_across_blocks_train_like_in_one_process(
+    two: Group, version: int, blocks: dict[str, Any]
+) -> None:
+    given = Case(FSDP1 if version == 1 else FSDP2, Plugin(version, **blocks), model="tied")
+    for answer in two.run(train, given):
+        assert answer["losses"] == near(Plain(given).run().losses)
+        assert not answer["weights"] or answer["weights"] == near(Plain(given).run().weights())
+
+
+def test_a_block_that_holds_one_of_two_tied_weights_is_sharded_with_what_holds_both() -> None:
+    def linear() -> nn.Module:
+        return nn.Linear(2, 2, bias=False)
+
+    inner, apart = nn.Sequential(linear(), linear()), nn.Sequential(linear())
+    outer = nn.Sequential(inner, linear())
+    model = nn.Sequential(outer, apart)
+    everything = Plugin(2, auto_wrap_policy=lambda module: True)
+    assert shard_groups(model, everything) == blocks_to_shard(model, everything)
+
+    outer[1].weight = inner[0].weight
+    assert set(shard_groups(model, everything)) == {outer, apart, apart[0], inner[1]}
+    apart[0].weight = inner[1].weight
+    assert shard_groups(model, everything) == []
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import loading
-from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
+from accel_plugins.fsdp.policies import ignored_parameters, shard_groups
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
@@ -143,8 +143,8 @@ class FSDP1Strategy(ShardedStrategy):
     def shard(self, model: Module) -> Module:
         config = self.config
         if config.sync_module_states or config.cpu_ram_efficient_loading:
-            loading.send_from_first(model)
-        blocks = {id(block) for block in blocks_to_shard(model, config)}
+            loading.send_from_first(model, self.context.process.device)
+        blocks = {id(block) for block in shard_groups(model, config)}
         return FullyShardedDataParallel(
             model,
             sharding_strategy=ShardingStrategy[_MEMBERS.get(self._strategy_name, self._strategy_name)],

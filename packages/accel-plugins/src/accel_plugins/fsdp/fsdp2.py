@@ -26,7 +26,7 @@ from accel_plugins.context import Context
 from accel_plugins.fsdp import loading
 from accel_plugins.fsdp.building import build_in_shards, is_built_in_shards, materialise
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters, offload
+from accel_plugins.fsdp.policies import ignored_parameters, offload, shard_groups
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
@@ -43,7 +43,7 @@ def divide(model: Module, config: FullyShardedDataParallelPlugin, mesh: DeviceMe
         "offload_policy": offload(config, pins_memory),
         "ignored_params": ignored_parameters(model, config) or None,
     }
-    for block in (*blocks_to_shard(model, config), model):
+    for block in (*shard_groups(model, config), model):
         fsdp.fully_shard(block, **arguments)
 
 
@@ -83,6 +83,8 @@ class FSDP2Strategy(ShardedStrategy):
             materialise(model, self._mesh, device, lambda: divide(model, config, self._mesh, pins))
             return model
         source = self._source(model) if config.cpu_ram_efficient_loading else None
+        if source is None:
+            loading.send_from_first(model, process.device, self.context.mesh)
         if self._mesh is not None:
             divide(model, config, self._mesh, process.family.pins_memory)
         if source is not None:

@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from accel_bigmodel.tied import preserved_ties
@@ -100,10 +102,32 @@ def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in kept.items()}
 
 
-def send_from_first(model: Module) -> None:
-    """Give every process the weights and buffers of the first; the model is whole everywhere."""
+def send_from_first(model: Module, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+    """Give every process the weights and buffers of the first, one tensor at a time and in place.
+
+    Args:
+        model: whole on every process, or sharded over an axis of the mesh by tensor parallelism. Processes with the
+            same shard get it from the first of them.
+        device: of the process groups; tensors that are elsewhere are copied there on their way.
+        mesh: of the run, or None without axes.
+    """
     for _, tensor in _tensors(model):
-        torch.distributed.broadcast(tensor.detach(), src=0)
+        value = tensor.detach()
+        if not isinstance(value, DTensor):
+            _send(value, device, None)
+        elif mesh is not None:
+            for axis in mesh.mesh_dim_names or ():
+                if axis not in (value.device_mesh.mesh_dim_names or ()):
+                    _send(value.to_local(), device, mesh[axis].get_group())
+
+
+def _send(tensor: Tensor, device: torch.device, group: torch.distributed.ProcessGroup | None) -> None:
+    """Overwrite a tensor by that of the first process of a group."""
+    fits = tensor.device.type == device.type and tensor.is_contiguous()
+    sent = tensor if fits else tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+    torch.distributed.broadcast(sent, group=group, group_src=0)
+    if not fits:
+        tensor.copy_(sent)
 
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from accel_plugins.blocks import blocks_of_class
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.schema import plain_value
 
-__all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload")
+__all__ = ("block_classes", "blocks_to_shard", "ignored_parameters", "named_policy", "offload", "shard_groups")
 
 _SIZE: Final = 100_000_000
 """Parameters that make a block when nothing was said, as launchers have it."""
@@ -53,6 +53,27 @@ def blocks_to_shard(model: Module, config: ShardingSettings) -> list[Module]:
             "Let the function of the policy answer True or False.",
         )
     return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
+
+
+def shard_groups(model: Module, config: ShardingSettings) -> list[Module]:
+    """The blocks whose parameters are gathered together; those of no block are gathered with the whole model.
+
+    Modules that share a parameter are in one group, because a group replaces the parameters of its own modules alone:
+    a block that has some of them, and not all, belongs to the group around it.
+
+    Raises:
+        SettingError, NotOffered: as `blocks_to_shard`.
+    """
+    holders: dict[Parameter, set[Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    tied = [modules for modules in holders.values() if len(modules) > 1]
+    blocks = blocks_to_shard(model, config)
+    if not tied:
+        return blocks
+    inside = {block: set(block.modules()) for block in blocks}
+    return [block for block in blocks if all(inside[block] >= one or not inside[block] & one for one in tied)]
 
 
 def named_policy(model: Module, config: ShardingSettings) -> Callable[..., bool] | None:

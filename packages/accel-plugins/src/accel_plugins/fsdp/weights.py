@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,39 @@ def model_state(model: Module, *, full: bool, to_host: bool = True) -> dict[str,
 
 def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool, to_host: bool = True) -> dict[str, Any]:
     """State of an optimizer by names of parameters, as `model_state`."""
-    if not optimizer.state:
+    if not _any_has_state(optimizer):
         # torch would let the optimizer step once to have a state, and so change what training goes on with.
         return unstepped(optimizer, [model])
     options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
-    return dict(get_optimizer_state_dict(model, optimizer, options=options))
+    with _stateless_as_it_is(optimizer):
+        return dict(get_optimizer_state_dict(model, optimizer, options=options))
+
+
+def _any_has_state(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has stepped on any process.
+
+    With FSDP 1 the shard of a process may hold frozen parameters alone. Its optimizer has no state then, and it must
+    take part in gathering that of the others.
+    """
+    process = current.process()
+    found = torch.tensor(bool(optimizer.state), dtype=torch.int32, device=process.device)
+    process.transport.all_reduce(found).wait()
+    return bool(found.item())
+
+
+@contextmanager
+def _stateless_as_it_is(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch from stepping an optimizer that has no state: it does not where a parameter has a gradient."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    first = None if optimizer.state else next(parameters, None)
+    if first is None or first.grad is not None:
+        yield
+        return
+    first.grad = torch.zeros_like(first)
+    try:
+        yield
+    finally:
+        first.grad = None
 
 
 def write(
