@@ -9,15 +9,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_plugins import Context, Job, Phase, Stage, Transform, extract_model_from_parallel, is_compiled_module
+from accel_plugins import (
+    Context,
+    Job,
+    Manifest,
+    Phase,
+    Stage,
+    Transform,
+    extract_model_from_parallel,
+    is_compiled_module,
+)
 from accel_plugins.blocks import blocks_of_class, get_module_class_from_name, repeated_blocks
 from accel_plugins.bundle import Bundle
+from accel_plugins.ddp.manifest import MANIFEST as DDP
+from accel_plugins.fsdp.manifest import FSDP2
 from accel_plugins.precision import choose
 from accel_plugins.single.manifest import MANIFEST
 from accel_plugins.transform import ordered
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.compile import (
     Compile,
+    CompileBlocks,
     compile_regions,
     compile_regions_in_place,
     has_compiled_regions,
@@ -211,6 +223,34 @@ def test_regions_are_compiled_in_place_and_taken_back() -> None:
     assert all(part._compiled_call_impl is None for part in model.modules())
     alone = nn.Linear(1, 1)
     assert compile_regions_in_place(alone, backend="eager")._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize(
+    ("manifest", "given", "names"),
+    [
+        (FSDP2, None, (["compile blocks"], ["compile"])),
+        (FSDP2, False, ([], ["compile"])),
+        (FSDP2, True, (["compile"], [])),
+        (DDP, None, ([], ["compile"])),
+    ],
+)
+def test_the_backend_decides_what_is_compiled_where_the_settings_do_not(
+    manifest: Manifest, given: bool | None, names: tuple[list[str], list[str]]
+) -> None:
+    config = TorchDynamoPlugin(backend="eager", use_regional_compilation=given)
+    assert config.use_regional_compilation is bool(given)
+    found = ordered([Compile(config), CompileBlocks(config)], manifest)
+    assert tuple([transform.name for transform in phase] for phase in found) == names
+
+
+def test_a_model_without_repeated_blocks_is_compiled_as_a_whole_by_default(context: Context) -> None:
+    config = TorchDynamoPlugin(backend="eager")
+    blocks, whole = CompileBlocks(config), Compile(config)
+    plain = nn.Sequential(nn.Linear(1, 1))
+    assert whole.apply(blocks.apply(plain, context), context)._orig_mod is plain
+    repeated = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]))
+    assert whole.apply(blocks.apply(repeated, context), context) is repeated
+    assert all(block._compiled_call_impl is not None for block in repeated[0])  # type: ignore[arg-type]
 
 
 def test_settings_come_from_arguments_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

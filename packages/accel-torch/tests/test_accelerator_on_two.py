@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_state.errors import CheckpointError, SettingError, ShapeMismatch
 from accel_state.testing.processes import Processes
-from accel_torch import Accelerator
+from accel_torch import Accelerator, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 
 def who() -> tuple[str, int, bool, str]:
@@ -199,3 +199,55 @@ def test_partial_gradients_that_are_missing_are_an_error(two: Processes, tmp_pat
     first, second = two.run(load_without_own_gradients, str(folder))
     assert "Process 1 failed" in first
     assert "gradients_1.safetensors is not there" in second
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.linear(inputs).tanh()
+
+
+class Repeating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        out: torch.Tensor = self.head(inputs)
+        return out
+
+
+def reductions_of_compiled_shards(regional: bool | None) -> tuple[list[int], list[bool]]:
+    """Reductions in each of six micro-batches of windows of three, and whether each block is compiled."""
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=3,
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+        ),
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=regional),  # type: ignore[arg-type]
+    )
+    plain = Repeating()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    counts, cpu = [], [torch.profiler.ProfilerActivity.CPU]
+    for _ in range(6):
+        with torch.profiler.profile(activities=cpu) as profile, accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
+        counts.append(sum("reduce_scatter" in name for name in names))
+    return counts, [layer._compiled_call_impl is not None for layer in plain.layers]
+
+
+@pytest.mark.parametrize("regional", [None, True, False])
+def test_compiled_shards_are_reduced_once_a_window(two: Processes, regional: bool | None) -> None:
+    for counts, compiled in two.run(reductions_of_compiled_shards, regional, timeout=180):
+        assert counts == [0, 0, 3, 0, 0, 3], "two blocks, and the rest of the model"
+        assert compiled == [regional is not False] * 2

@@ -112,6 +112,8 @@ class Traits:
         per_parameter_sharding: parameters are gathered one by one, so that a precision may gather them in fewer bits.
         syncs_in_own_forward: backward synchronises gradients only after a forward through the module that `setup`
             returned.
+        compiles_blocks: `torch.compile` compiles the blocks that a model repeats before the strategy wraps it, unless
+            the settings say otherwise; else it compiles whole models.
         elastic: the number of processes may change between two optimizer steps. Loaders that train then ask
             `Strategy.begin_step` for the members of each step.
     """
@@ -124,6 +126,7 @@ class Traits:
     can_checkpoint_partial_grads: bool = True
     per_parameter_sharding: bool = False
     syncs_in_own_forward: bool = False
+    compiles_blocks: bool = False
     elastic: bool = False
 
 

@@ -42,6 +42,10 @@ class Transform(ABC):
     duty: ClassVar[Duty | None] = None
     """The duty that it takes; it is left out where the strategy owns that."""
 
+    def takes_part(self, manifest: Manifest) -> bool:
+        """Whether it changes models of a run with this backend. Called once, by `ordered`."""
+        return self.duty not in manifest.owns
+
     def phase(self, manifest: Manifest) -> Phase:
         """Whether it comes before or after the strategy of the run wraps the model. Called once, by `ordered`."""
         return Phase.BEFORE
@@ -65,7 +69,7 @@ class Transform(ABC):
 def ordered(transforms: Iterable[Transform], manifest: Manifest) -> tuple[list[Transform], list[Transform]]:
     """(transforms before the strategy, transforms after it), each in the order of application."""
     by_stage = sorted(
-        (transform for transform in transforms if transform.duty not in manifest.owns),
+        (transform for transform in transforms if transform.takes_part(manifest)),
         key=lambda transform: transform.stage,
     )
     before = [transform for transform in by_stage if transform.phase(manifest) is Phase.BEFORE]

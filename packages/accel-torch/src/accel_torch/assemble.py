@@ -230,9 +230,9 @@ def transforms_of(options: Options, parallelism_config: ParallelismConfig | None
     if parallelism_config is not None and parallelism_config.tp_enabled:
         made.append(_tensor_parallel(options, parallelism_config))
     if options.plugins.get("dynamo_plugin") is not None:
-        from accel_plugins.transforms.compile import Compile
+        from accel_plugins.transforms.compile import Compile, CompileBlocks
 
-        made.append(Compile(options.plugins["dynamo_plugin"]))
+        made += [kind(options.plugins["dynamo_plugin"]) for kind in (CompileBlocks, Compile)]
     return tuple(made)
 
 

@@ -73,6 +73,7 @@ FSDP2: Final = Manifest(
         supports_async_save=True,
         can_checkpoint_partial_grads=False,
         per_parameter_sharding=True,
+        compiles_blocks=True,
     ),
     settings={"fsdp_version": 2},
     switch=_USE,

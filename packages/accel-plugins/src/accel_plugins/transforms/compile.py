@@ -15,16 +15,21 @@ from accel_plugins.transform import Stage, Transform
 from accel_plugins.transforms.config import TorchDynamoPlugin
 from accel_state.errors import NotOffered
 from accel_state.labels import DynamoBackend
+from accel_state.settings.schema import given_value
 
 if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_plugins.context import Context
 
-__all__ = ("Compile", "compile_regions", "compile_regions_in_place", "has_compiled_regions")
+__all__ = ("Compile", "CompileBlocks", "compile_regions", "compile_regions_in_place", "has_compiled_regions")
 
 
 class Compile(Transform):
-    """Compiles models the way a `TorchDynamoPlugin` says; does nothing when its backend is NO."""
+    """Compiles models the way a `TorchDynamoPlugin` says; does nothing when its backend is NO.
+
+    Where the plugin leaves `use_regional_compilation` open, it compiles whole models, except those whose blocks
+    `CompileBlocks` has compiled before.
+    """
 
     name: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
@@ -53,13 +58,43 @@ class Compile(Transform):
         if self._config.backend is DynamoBackend.NO or is_compiled_module(model):
             return model
         arguments = self._config.to_kwargs()
-        blocks = repeated_blocks(model) if self._config.use_regional_compilation else []
-        for block in blocks:
-            _compile_in_place(block, arguments)
-        return model if blocks else _compiled(model, arguments)
+        regional = given_value(self._config, "use_regional_compilation")
+        if regional and _blocks_compiled(model, arguments):
+            return model
+        if regional is None and any(COMPILED_IN_PLACE in vars(part) for part in model.modules()):
+            return model
+        return _compiled(model, arguments)
 
     def undo(self, model: Module) -> Module:
         return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+class CompileBlocks(Compile):
+    """Compiles the blocks that models repeat, where the plugin leaves that open and the backend is faster with it."""
+
+    name: ClassVar[str] = "compile blocks"
+
+    def phase(self, manifest: Manifest) -> Phase:
+        """Before the strategy wraps the blocks."""
+        return Phase.BEFORE
+
+    def takes_part(self, manifest: Manifest) -> bool:
+        """Whether blocks are compiled by default with the backend."""
+        is_open = given_value(self._config, "use_regional_compilation") is None
+        return is_open and manifest.traits.compiles_blocks and super().takes_part(manifest)
+
+    def apply(self, model: Module, context: Context) -> Module:
+        if self._config.backend is not DynamoBackend.NO and not is_compiled_module(model):
+            _blocks_compiled(model, self._config.to_kwargs())
+        return model
+
+
+def _blocks_compiled(model: Module, arguments: dict[str, Any]) -> bool:
+    """Compile the blocks that a model repeats; whether there are any."""
+    blocks = repeated_blocks(model)
+    for block in blocks:
+        _compile_in_place(block, arguments)
+    return bool(blocks)
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:

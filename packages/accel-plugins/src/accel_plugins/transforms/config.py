@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from accel_state.errors import Conflict, SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend
 from accel_state.settings.environ import read_setting
-from accel_state.settings.schema import SWITCH, choice, setting, settings_of
+from accel_state.settings.schema import SWITCH, ObjectField, choice, given_value, object_fields, setting, settings_of
 
 __all__ = (
     "TorchDynamoPlugin",
@@ -27,7 +27,6 @@ _DEFAULTS: Final = {
     "mode": "default",
     "fullgraph": False,
     "dynamic": None,
-    "use_regional_compilation": False,
 }
 
 
@@ -41,6 +40,11 @@ _dynamo: Final = partial(
 """A setting whose variable, flag and key follow from the name of its field."""
 
 
+@object_fields(
+    use_regional_compilation=ObjectField(
+        keep=lambda settings, given: given, make=lambda settings, kept: kept, fallback=lambda settings: False
+    )
+)
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled. What is None comes from the environment, else it is torch's default.
@@ -53,6 +57,7 @@ class TorchDynamoPlugin(KwargsHandler):
         options: as in `torch.compile`.
         disable: as in `torch.compile`.
         use_regional_compilation: compile the blocks that a model repeats, once for all of them, which takes less time.
+            It reads as False where nothing was given, and the backend decides: version 2 of FSDP compiles blocks.
 
     Raises:
         SettingError: there is no such backend or mode.
@@ -95,8 +100,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         known = settings_of(type(self))
-        for name, default in _DEFAULTS.items():
-            given = getattr(self, name)
+        for name, default in {**_DEFAULTS, "use_regional_compilation": None}.items():
+            given = given_value(self, name)
             if given is None:
                 found = read_setting(known[name])
                 setattr(self, name, default if found is None else found.value)
@@ -112,14 +117,15 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name; the backend as torch spells it."""
-        return {**super().to_dict(), "backend": self.backend.value.lower()}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**found, "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of `torch.compile` that differ from its defaults."""
         own = {**_DEFAULTS, "backend": "no", "options": None, "disable": False}
-        given = {name: value for name, value in self.to_dict().items() if value != own[name]}
-        given.pop("use_regional_compilation", None)
-        return given
+        given = self.to_dict()
+        del given["use_regional_compilation"]
+        return {name: value for name, value in given.items() if value != own[name]}
 
 
 @dataclass

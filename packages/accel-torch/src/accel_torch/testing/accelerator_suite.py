@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_bigmodel.load import load_state_dict
+from accel_plugins import resolve
 from accel_plugins.bundle import Bundle
 from accel_plugins.manifest import Ability
 from accel_plugins.testing import BackendSuite
@@ -47,7 +48,9 @@ class AcceleratorSession(Session):
             handlers = [*handlers, case.config]
         elif case.config is not None:
             # Settings of another backend are given by the argument of that one.
-            given = {case.manifest.parameter or "fsdp_plugin": case.config}
+            manifests = [found.manifest for found in resolve.available() if found.manifest is not None]
+            theirs = (one for one in manifests if resolve.config_among(one, [case.config]) is not None)
+            given = {next(theirs, case.manifest).parameter: case.config}
         self.accelerator = Accelerator(
             cpu=current.process().device.type == "cpu",
             mixed_precision=case.precision,
