@@ -57,6 +57,8 @@ class AcceleratorMembers:
 
     def _begin(self, options: Options) -> None:
         """Take part in the run of this process."""
+        for observer in RUN_OBSERVERS:
+            options = observer.configures(options)
         self._options = options
         folder = options.project.project_dir or options.project.logging_dir
         if folder is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.manifest import Ability
 
@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 __all__ = ("RUN_OBSERVERS", "RunObserver", "guarding", "reporting", "watching")
 
 
-class RunObserver(Protocol):
-    """What follows every Accelerator of a process, for commands that run scripts as they are."""
+class RunObserver:
+    """What follows every Accelerator of a process, for commands that run scripts as they are.
+
+    Its methods do nothing.
+    """
+
+    def configures(self, options: Options) -> Options:
+        """Called with the arguments of each new Accelerator, before it takes part in a run; those that it uses."""
+        return options
 
     def begins(self, accelerator: Any) -> None:
         """Called with each new Accelerator, before it prepares anything."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
@@ -19,16 +17,11 @@ from typing import Final
 from accel_state.errors import SettingError
 from accel_torch.check_resume.comparison import LOSS_TOLERANCE, Notes, compare_notes, controls, unsaved_variables
 from accel_torch.check_resume.task import Task
+from accel_torch.observed_runs import DIFFERS, EQUAL, NOT_VERIFIED, check_script, launch
 
 __all__ = ("COMMAND", "CheckResume")
 
-EQUAL: Final = 0
-DIFFERS: Final = 1
-NOT_VERIFIED: Final = 3
-
 _CODES: Final = {"equal": EQUAL, "differs": DIFFERS, "not verified": NOT_VERIFIED}
-_TAIL: Final = 15
-"""Lines of a run's output that are shown when it failed."""
 
 
 @dataclass
@@ -112,10 +105,7 @@ class CheckResume:
                 "The first checkpoint is saved after step 1, and at least one step follows it.",
                 "Give numbers from 1 in --at, --processes and --steps.",
             )
-        if not Path(arguments.script).is_file():
-            raise SettingError(
-                f"Cannot check the script {arguments.script!r}.", "There is no such file.", "Give the path of a script."
-            )
+        check_script(arguments.script)
         with tempfile.TemporaryDirectory(prefix="accel-check-resume-") as folder:
             outcomes = _Check(arguments, Path(folder)).outcomes()
         for outcome in outcomes:
@@ -198,26 +188,15 @@ class _Check:
         folder = self._folder / f"run_{self._runs}"
         folder.mkdir()
         replace(task, notes=str(folder)).write(folder / "task.json")
-        launched = [sys.executable, "-m", "accel_cli.main", "launch", "--num_processes", str(processes)]
-        launched += [*self._options(), "--module", "accel_torch.check_resume.recording"]
-        launched += [str(folder / "task.json"), arguments.script, *arguments.script_arguments]
-        output = folder / "output.txt"
-        with output.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(launched, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            try:
-                code = process.wait(arguments.timeout)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait()
-                return Notes.read(folder, processes), f"it did not end within {arguments.timeout:g} s"
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code:
-            tail = "\n".join(output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
-            return Notes.read(folder, processes), f"it ended with exit code {code}:\n{tail}"
-        return Notes.read(folder, processes), None
+        failure = launch(
+            "accel_torch.check_resume.recording",
+            folder / "task.json",
+            [arguments.script, *arguments.script_arguments],
+            processes=processes,
+            options=self._options(),
+            timeout=arguments.timeout,
+        )
+        return Notes.read(folder, processes), failure
 
 
 def compare_runs(one: Notes, other: Notes) -> str | None:

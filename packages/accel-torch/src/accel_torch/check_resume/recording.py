@@ -9,7 +9,6 @@ when all work of the step is done and the script's own counters are up to date. 
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 import weakref
 from pathlib import Path
@@ -21,19 +20,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
-from accel_torch.observers import RUN_OBSERVERS
+from accel_torch.observed_runs import StopRun, run_script
+from accel_torch.observers import RunObserver
 
 if TYPE_CHECKING:
     from accel_torch.accelerator import Accelerator
 
-__all__ = ("RunRecorder", "StopRun", "main")
+__all__ = ("RunRecorder", "main")
 
 
-class StopRun(BaseException):
-    """Ends a script after its last step; no handler of exceptions in the script should catch it."""
-
-
-class RunRecorder:
+class RunRecorder(RunObserver):
     """Notes what one process of a run computes.
 
     Args:
@@ -251,14 +247,7 @@ def main(arguments: list[str]) -> None:
     """Run the script of the arguments under the task of the first one."""
     task = Task.read(arguments[0])
     script = str(Path(arguments[1]).resolve())
-    recorder = RunRecorder(task, script)
-    RUN_OBSERVERS.append(recorder)
-    sys.argv = [arguments[1], *arguments[2:], *task.resume_arguments]
-    sys.path[0] = str(Path(script).parent)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except StopRun:
-        pass
+    run_script(arguments[1], [*arguments[2:], *task.resume_arguments], RunRecorder(task, script))
 
 
 if __name__ == "__main__":

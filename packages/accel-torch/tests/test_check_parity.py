@@ -1,0 +1,282 @@
+"""`accel check-parity`: real runs under a plan and alone, and what the comparison says of differences."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_state.errors import SettingError
+from accel_state.testing.processes import run_command
+from accel_torch.check_parity import causes
+from accel_torch.check_parity.comparison import compare_masks, compare_runs, remarks
+from accel_torch.check_parity.notes import RunFacts, RunNotes, StepNotes, joined
+from accel_torch.check_parity.tolerances import Tolerance, update_tolerance
+from accel_torch.testing import check_parity
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+PRELOADED = ("accel_torch.accelerator",)
+
+SCRIPT = str(Path(__file__).with_name("parity_script.py"))
+
+
+def check(*arguments: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "accel_cli.main", "check-parity", "--json", *arguments]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = run_command(command, timeout=280, env=environment)
+    return finished.returncode, json.loads(finished.stdout) if finished.stdout else {}
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_compute_what_one_process_computes() -> None:
+    code, report = check("--steps", "3", SCRIPT)
+    assert (code, report["verdict"], report["steps"]) == (0, "equal", 3), report
+    assert not report["findings"]
+
+
+@pytest.mark.timeout(300)
+def test_a_loss_that_is_a_sum_is_found_with_its_ratio() -> None:
+    code, report = check("--steps", "2", SCRIPT, "sum")
+    assert code == 1, report
+    assert [(one["what"], one["step"], one["ratio"]) for one in report["findings"][:2]] == [
+        ("loss", 1, pytest.approx(0.5, rel=1e-4)),
+        ("gradient", 1, pytest.approx(0.5, rel=1e-4)),
+    ]
+    assert (report["parameter"], report["module"]) == ("0.weight", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [
+        ("tokens", 1, "do not compute what one process computes"),
+        ("alike", 1, "do not compute what one process computes"),
+        ("clock", 3, "the script uses the clock (parity_script.py:"),
+        ("rank", 3, "reads process_index (parity_script.py:"),
+        ("unseeded", 3, "the script uses the generator of torch without a seed"),
+        ("noise", 3, "draws random numbers in step 1 outside of dropout"),
+        ("unprepared", 3, "never calls accelerator.prepare() with a model"),
+        ("unshared", 3, "trains on no loader that accelerator.prepare() made"),
+    ],
+)
+def test_a_fault_of_the_script_is_named(fault: str, code: int, reason: str) -> None:
+    found, report = check("--steps", "3", SCRIPT, fault)
+    assert found == code, report
+    assert reason in report["reason"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--steps", "0", SCRIPT), ("no_such_script.py",), ("--backend", "depth=2", SCRIPT), ("--axes", "tp=two", SCRIPT)],
+)
+def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...]) -> None:
+    assert check(*arguments)[0] == 2
+
+
+# ---------------------------------------------------------------- in a test
+
+
+def train(accelerator: Any, loader: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 4, generator=generator), torch.randint(2, (size,), generator=generator)) for size in sizes
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_a_function_of_a_test_is_checked() -> None:
+    report = check_parity(train, batches(8, 8), processes=2)
+    assert (report.verdict, report.steps) == ("equal", 2), report
+
+
+def test_a_function_or_batches_that_cannot_be_sent_to_processes_are_refused() -> None:
+    with pytest.raises(SettingError, match="at the top of a module"):
+        check_parity(lambda accelerator, loader: None, batches(8))
+    with pytest.raises(SettingError, match=r"batches of \[4, 8\] samples"):
+        check_parity(train, batches(8, 4))
+
+
+# ---------------------------------------------------------------- comparison
+
+
+class Notes(RunNotes):
+    """Notes that are in memory."""
+
+    def __init__(self, ranks: list[list[StepNotes]], **facts: Any) -> None:
+        self.ranks = [
+            RunFacts(**{"rank": rank, "world": len(ranks), "data": rank, "data_count": len(ranks)} | facts)
+            for rank in range(len(ranks))
+        ]
+        self._steps = ranks
+
+    def step(self, rank: int, step: int) -> StepNotes | None:
+        return self._steps[rank][step] if step < len(self._steps[rank]) else None
+
+    @property
+    def last_step(self) -> int:
+        return min(map(len, self._steps)) - 1
+
+
+WEIGHT = torch.linspace(-1, 1, 12).reshape(3, 4)
+GRADIENT = torch.linspace(1, 2, 12).reshape(3, 4)
+
+
+def notes(gradient: Tensor = GRADIENT, rate: float = 0.1, **more: Any) -> list[StepNotes]:
+    """The state before a first step, and the step."""
+    after = WEIGHT - rate * gradient
+    step = StepNotes(1, gradients={"body.weight": gradient}, losses=[2.0], parameters={"body.weight": after})
+    for name, value in more.items():
+        setattr(step, name, value)
+    step.modules = {"body": [1, 24, 3.0, 30.0, 8]}
+    return [StepNotes(0, parameters={"body.weight": WEIGHT}), step]
+
+
+def compared(*ranks: list[StepNotes], expected: list[StepNotes] | None = None, **facts: Any) -> list[Any]:
+    halves = list(ranks)
+    for rank in halves:
+        rank[1].modules = {"body": [1, 12, 1.5, 15.0, 4]}
+    return compare_runs(Notes(halves, **facts), Notes([expected or notes()]))
+
+
+def test_equal_notes_differ_in_nothing() -> None:
+    assert compared(notes(), notes()) == []
+
+
+@pytest.mark.parametrize(
+    ("factors", "ratio", "cause"),
+    [
+        ((2, 2), 2.0, "added over the processes of data parallelism, and not averaged"),
+        ((0.5, 0.5), 0.5, "averaged twice"),
+        ((0.0, 0.0), 0.0, "the gradient is zero"),
+        ((-1, -1), -1.0, "its sign is wrong"),
+        ((0.5, 1.5), 0.5, "not averaged over the processes of data parallelism"),
+        ((0.3, 0.7), 0.3, "not added over the processes of data parallelism"),
+        ((1.0, 1.5), 1.5, "processes 1 change it"),
+    ],
+)
+def test_the_ratio_of_gradients_says_why_they_differ(factors: tuple[float, float], ratio: float, cause: str) -> None:
+    (found,) = compared(*(notes(GRADIENT * factor) for factor in factors))
+    assert (found.what, found.parameter, found.module) == ("gradient", "body.weight", "body")
+    assert cause in found.cause
+    assert found.ratio == pytest.approx(ratio)
+
+
+def test_a_step_with_right_gradients_is_compared_by_its_update() -> None:
+    (found,) = compared(notes(parameters={"body.weight": WEIGHT}), notes(parameters={"body.weight": WEIGHT}))
+    assert (found.what, found.parameter) == ("parameter", "body.weight")
+    assert "it is not updated" in found.cause
+    (found,) = compared(notes(rate=0.2), notes(rate=0.2))
+    assert found.ratio == pytest.approx(2.0)
+
+
+def test_norms_of_shards_are_told_from_that_of_the_model() -> None:
+    expected = notes(norms=[5.0])
+    (found,) = compared(notes(norms=[3.0]), notes(norms=[4.0]), expected=expected)
+    assert (found.what, found.detail) == ("norm", "3, 4 by process, one process 5")
+    assert "the norm of its own shard" in found.cause
+
+
+def test_processes_that_begin_differently_are_found_before_their_steps() -> None:
+    other = notes()
+    other[0].parameters = {"body.weight": WEIGHT + 1}
+    (found,) = compared(notes(), other)
+    assert (found.step, found.what, found.parameter) == (0, "parameter", "body.weight")
+    assert "processes begin with different values" in found.cause
+
+
+def test_a_number_that_is_not_finite_differs() -> None:
+    (found, *_) = compared(notes(GRADIENT * float("nan")), notes())
+    assert found.parameter == "body.weight"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "facts", "cause"),
+    [
+        (["a", "b"], ["b", "a"], {}, "processes train on the same samples"),
+        (["a", "b"], ["c", "d"], {"data": 0, "data_count": 1}, "read different ones"),
+        (["c", "d"], ["a", "b"], {}, "reads other samples than one process would"),
+    ],
+)
+def test_samples_are_compared(ours: list[str], theirs: list[str], facts: dict[str, Any], cause: str) -> None:
+    expected = notes(samples=[(0, 0, ["a", "b"])])
+    found = compared(notes(samples=[(0, 0, ours)]), notes(samples=[(0, 0, theirs)]), expected=expected, **facts)
+    assert any(cause in one.cause for one in found), found
+
+
+def mask(step: int, given: str, dropped: str) -> list[StepNotes]:
+    return [StepNotes(number) for number in range(step)] + [StepNotes(step, masks=[[given, dropped, 0.1, 4096]])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "facts", "cause"),
+    [
+        ([("x", "m"), ("y", "n")], {}, None),
+        ([("x", "m"), ("y", "m")], {}, "drop the same elements"),
+        ([("x", "m"), ("x", "m")], {"data": 0}, None),
+        ([("x", "m"), ("x", "n")], {"data": 0}, "drop different ones"),
+        ([("x", "m"), ("y", "m")], {"data": 0}, "drop the same elements"),
+    ],
+)
+def test_masks_of_dropout_differ_where_samples_do(
+    ranks: list[tuple[str, str]], facts: dict[str, Any], cause: str | None
+) -> None:
+    found = compare_masks(Notes([mask(2, *one) for one in ranks], **facts))
+    assert [one.what for one in found] == ([] if cause is None else ["dropout"])
+    assert cause is None or cause in found[0].cause
+
+
+def test_gradients_that_are_zero_and_losses_that_do_not_move_are_remarked() -> None:
+    still = notes()
+    alone = Notes([[*still, still[1]]], without_gradient=["head.bias"])
+    assert remarks(alone, alone) == [
+        "parameters without a gradient, or with one of zero: head.bias",
+        "the loss does not move: it is [2.0] in every step",
+    ]
+
+
+def test_tolerances_grow_with_the_terms_and_the_rounding_of_each() -> None:
+    few, many = Tolerance("no", {"a": 4.0, "b": 4096.0}), Tolerance("bf16", {"a": 4.0})
+    assert few.relative(torch.float32, "a") < few.relative(torch.float32, "b") < 2e-4
+    assert few.relative(torch.float32) == few.relative(torch.float32, "b")
+    assert few.relative(torch.float64, "b") < 1e-12
+    assert 0.01 < many.relative(torch.float32, "a") < 0.1
+
+
+def test_an_update_may_differ_as_much_as_its_gradient_does() -> None:
+    before, gradient = torch.zeros(3), torch.tensor([1.0, 1e-3, 1e-9])
+    after = torch.tensor([-0.1, -0.1, 0.1])
+    allowed = update_tolerance(before, after, gradient, 1e-6, 1e-6)
+    assert allowed[0] < 1e-5 < allowed[1] < 1e-3
+    assert allowed[2] > 0.2
+
+
+def test_slices_of_a_batch_are_joined() -> None:
+    one = {"inputs": torch.ones(2, 3), "texts": ["a", "b"], "pair": (torch.zeros(2), torch.tensor(1))}
+    made = joined([one, one])
+    assert made["inputs"].shape == (4, 3)
+    assert made["texts"] == ["a", "b", "a", "b"]
+    assert made["pair"][0].shape == (4,)
+    with pytest.raises(RuntimeError):
+        joined([torch.ones(2, 3), torch.ones(2, 4)])
+
+
+def test_a_permuted_shard_is_told_from_another_start() -> None:
+    assert "in another order" in causes.cause_of_start([WEIGHT.flip(0)] * 2, WEIGHT)
+    assert "begin with other values" in causes.cause_of_start([WEIGHT * 2] * 2, WEIGHT)
