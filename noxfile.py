@@ -25,7 +25,7 @@ PROJECT = ROOT / "pyproject.toml"
 SUPPORTED = nox.project.load_toml(PROJECT)["tool"]["accel"]["supported"]
 PUBLISHED = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 # Those outside the metapackage bring an engine, which only a session of their own installs.
-BESIDE = ("accel-ray",)
+BESIDE = ("accel-ray", "accel-torchft")
 PACKAGES = [package for package in PUBLISHED if package not in BESIDE]
 EDITABLE = [item for package in PACKAGES if package != "accelerate" for item in ("-e", f"packages/{package}")]
 
@@ -513,6 +513,17 @@ def ray(session: nox.Session) -> None:
     session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "-e", "packages/accel-ray[testing]")
     tests = ("packages/accel-ray/tests", "tests-integration/ray_clusters", "-m", "")
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])
+def torchft(session: nox.Session) -> None:
+    """Train with replicas that are killed and come back; `-- --long` kills 100 of them."""
+    look_through_to_base(session)
+    session.install("-q", "-c", str(CONSTRAINTS), *EDITABLE, "-e", "packages/accel-torchft[testing]")
+    kills = "100" if "--long" in session.posargs else "3"
+    given = [word for word in session.posargs if word != "--long"]
+    tests = ("packages/accel-torchft/tests", "tests-integration/replicas", "-m", "")
+    session.run("python", "-m", "pytest", *tests, *given, env={**ENVIRONMENT, "ACCEL_REPLICA_KILLS": kills})
 
 
 @nox.session(name="engines-megatron", default=False, venv_backend="virtualenv", reuse_venv=True, requires=["base"])

@@ -69,6 +69,7 @@ TREE = {
     "accel_state/transport/__init__.py": "",
     "accel_state/transport/base.py": "",
     "accel_torch/__init__.py": "import accel_cli\nimport accel_data",
+    "accel_torchft/__init__.py": "import accel_plugins",
     "accel_tracking/__init__.py": "",
     "accel_tracking/trackers/__init__.py": "",
     "accel_tracking/trackers/jsonl.py": "import accel_state",

@@ -19,6 +19,7 @@ TREE = {
     "accel-tracking": ["__init__", "registry"],
     "accel-cli": ["__init__", "main"],
     "accel-ray": ["__init__", "manifest"],
+    "accel-torchft": ["__init__", "config", "launcher", "launcher_manifest", "manifest"],
 }
 
 

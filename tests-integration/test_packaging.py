@@ -53,7 +53,7 @@ def test_the_top_level_holds_what_it_should() -> None:
     assert {line.partition("/")[0] for line in listed.splitlines()} == TOP_LEVEL
 
 
-BESIDE_THE_METAPACKAGE = {"accel-ray"}
+BESIDE_THE_METAPACKAGE = {"accel-ray", "accel-torchft"}
 
 
 def test_the_metapackage_brings_all_but_those_that_need_an_engine() -> None:

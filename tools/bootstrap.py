@@ -40,7 +40,7 @@ PACKAGES = (
 )
 
 # Packages outside the metapackage, without the engine that each needs: a nox session of its own installs that.
-WITHOUT_ENGINES = ("accel-ray",)
+WITHOUT_ENGINES = ("accel-ray", "accel-torchft")
 
 
 class BootstrapError(Exception):

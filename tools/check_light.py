@@ -40,6 +40,10 @@ LIGHT = (
     ("accel-tracking", "accel_tracking/**/*.py"),
     ("accel-cli", "accel_cli/**/*.py"),
     ("accel-ray", "accel_ray/**/*.py"),
+    ("accel-torchft", "accel_torchft/__init__.py"),
+    ("accel-torchft", "accel_torchft/*manifest.py"),
+    ("accel-torchft", "accel_torchft/config.py"),
+    ("accel-torchft", "accel_torchft/launcher.py"),
 )
 
 # Command lines whose answer must not need torch either.

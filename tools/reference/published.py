@@ -28,6 +28,7 @@ LIBRARY = (
     "accel_plugins",
     "accel_cli",
     "accel_ray",
+    "accel_torchft",
     "accel_torch",
     "accelerate",
 )

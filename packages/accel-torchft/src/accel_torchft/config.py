@@ -1,0 +1,153 @@
+"""Settings of the replicas of a run: plain data without torch, which the launcher reads too.
+
+Variables that torchft reads itself have its names: `TORCHFT_LIGHTHOUSE`, `REPLICA_GROUP_ID`, `NUM_REPLICA_GROUPS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from accel_state.errors import Conflict, SettingError
+from accel_state.kwargs import KwargsHandler
+from accel_state.settings.schema import FLOAT, INTEGER, int_at_least, listing, setting
+
+__all__ = (
+    "HOST_VARIABLE",
+    "JOINED_VARIABLE",
+    "LEFT",
+    "LIGHTHOUSE_VARIABLE",
+    "REPLICA_VARIABLE",
+    "RESTARTED_VARIABLE",
+    "TorchFTConfig",
+)
+
+HOST_VARIABLE: Final = "ACCEL_TORCHFT_HOST"
+"""Name or address under which other replicas reach this machine; its host name where it is not set."""
+
+JOINED_VARIABLE: Final = "ACCEL_TORCHFT_JOINED"
+"""File that a replica makes once it has taken part in a step, for the launcher."""
+
+LEFT: Final = ".left"
+"""What is appended to the name of that file for the one that a replica makes when it leaves the others."""
+
+RESTARTED_VARIABLE: Final = "ACCEL_TORCHFT_RESTARTED"
+"""Not empty for a replica that was started again."""
+
+LIGHTHOUSE_VARIABLE: Final = "TORCHFT_LIGHTHOUSE"
+"""Address of the lighthouse, such as "http://node0:29510"."""
+
+REPLICA_VARIABLE: Final = "REPLICA_GROUP_ID"
+"""Number of the replica that a process belongs to."""
+
+_setting = partial(
+    setting,
+    variable="ACCEL_TORCHFT_{NAME}",
+    flag="--torchft_{name}",
+    key="torchft_config.{name}",
+    group="Replicas (torchft)",
+)
+
+
+@dataclass
+class TorchFTConfig(KwargsHandler):
+    """How replicas of a run find each other, and how long they wait for each other.
+
+    Args:
+        replica_groups: replicas of the whole run. Every optimizer step has that many batches of each process, however
+            many replicas are alive.
+        replica_group_id: which of them this process belongs to; the launcher sets it.
+        lighthouse: address of the lighthouse; the launcher starts one when None.
+        replicas: numbers of the replicas that a launch starts on its machine; all of them when None.
+        min_replicas: with fewer replicas nobody goes on.
+        timeout: seconds that gradients or the state of a replica may take to travel.
+        quorum_timeout: seconds that the replicas may take to agree on who makes the next step.
+        heartbeat_timeout: seconds without a sign of life after which the lighthouse takes a replica for dead.
+        join_timeout: seconds that a step waits for a replica that lives and does not come.
+        bucket_mb: size in MiB of the pieces in which gradients travel.
+        restarts: how often the launcher starts a killed replica again, over the whole run.
+
+    Raises:
+        SettingError: a time is not positive.
+        Conflict: there are fewer replicas than `min_replicas`.
+
+    Example:
+        >>> TorchFTConfig(replica_groups=4, heartbeat_timeout=2.0).replica_groups
+        4
+    """
+
+    replica_groups: int = _setting(
+        1,
+        type=int_at_least(1),
+        variable="NUM_REPLICA_GROUPS",
+        flag="--replica_groups",
+        help="Replicas of the whole run, each a group of --num_processes processes.",
+    )
+    replica_group_id: int | None = _setting(
+        None,
+        type=INTEGER,
+        variable=REPLICA_VARIABLE,
+        flag=None,
+        help="Number of the replica; the launcher sets it.",
+    )
+    lighthouse: str | None = _setting(
+        None,
+        variable=LIGHTHOUSE_VARIABLE,
+        help="Address of a lighthouse that runs already, such as http://node0:29510.",
+    )
+    replicas: tuple[int, ...] | None = _setting(
+        None,
+        type=listing(INTEGER),
+        help="Numbers of the replicas to start on this machine, such as 2,3; all of them by default.",
+    )
+    min_replicas: int = _setting(
+        1,
+        type=int_at_least(1),
+        help="With fewer replicas nobody goes on.",
+    )
+    timeout: float = _setting(
+        60.0,
+        type=FLOAT,
+        help="Seconds that gradients or the state of a replica may take to travel.",
+    )
+    quorum_timeout: float = _setting(
+        60.0,
+        type=FLOAT,
+        help="Seconds that the replicas may take to agree on who makes the next step.",
+    )
+    heartbeat_timeout: float = _setting(
+        5.0,
+        type=FLOAT,
+        help="Seconds without a sign of life after which a replica counts as dead.",
+    )
+    join_timeout: float = _setting(
+        60.0,
+        type=FLOAT,
+        help="Seconds that a step waits for a replica that lives and does not come.",
+    )
+    bucket_mb: int = _setting(
+        25,
+        type=int_at_least(1),
+        help="Size in MiB of the pieces in which gradients travel.",
+    )
+    restarts: int = _setting(
+        100,
+        type=int_at_least(0),
+        help="How often a killed replica is started again, over the whole run.",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "quorum_timeout", "heartbeat_timeout", "join_timeout"):
+            if not getattr(self, name) > 0:
+                raise SettingError(
+                    f"Cannot use TorchFTConfig({name}={getattr(self, name)!r}).",
+                    "It is a time in seconds.",
+                    "Give a number above 0.",
+                )
+        if self.min_replicas > self.replica_groups:
+            raise Conflict(
+                f"Cannot use min_replicas={self.min_replicas} and replica_groups={self.replica_groups} together.",
+                "The run never has as many replicas as it needs.",
+                "Start more replicas, or need fewer.",
+            )

@@ -1,0 +1,337 @@
+"""The launcher: a lighthouse, and on this machine one `accel launch` for each replica, started again when it is killed.
+
+A replica that ends with an error of its own ends the run, since the others would meet the same error. One that a
+signal killed, or that asks to be started again (exit code 75), is started again within a budget; the others train on
+meanwhile. Once a replica has finished, those that have not joined since they were started are ended: they would train
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest
+from accel_cli.launch.local import ENDING, Inbox, Relay
+from accel_cli.launch.report import ending, shell_code
+from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_cli.launch.settings import SupervisionSettings
+from accel_state.errors import LaunchError
+from accel_state.exit_codes import RESUME
+from accel_state.network import loopback_variables
+from accel_torchft.config import (
+    HOST_VARIABLE,
+    JOINED_VARIABLE,
+    LEFT,
+    LIGHTHOUSE_VARIABLE,
+    REPLICA_VARIABLE,
+    RESTARTED_VARIABLE,
+    TorchFTConfig,
+)
+
+__all__ = ("ReplicaGroups",)
+
+_TICK: Final = 0.2
+_LIGHTHOUSE_PATIENCE: Final = 120.0
+"""Seconds in which the lighthouse has to print its address; importing torch takes most of them."""
+_OUTPUT_PATIENCE: Final = 2.0
+_FRUITLESS: Final = 3
+"""A replica that dies so often in a row without making a step ends the run."""
+
+
+class _Details(NamedTuple):
+    """What `run` has to know beside the command line."""
+
+    replicas: TorchFTConfig
+    prefixed: bool
+
+
+class ReplicaGroups:
+    """Starts the replicas of a run on this machine; see `accel_cli.launch.launcher.Launcher`."""
+
+    def __init__(self) -> None:
+        self._inbox: Inbox | None = None
+        self._stopped = False
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """The command line of one replica, which differ in their variables."""
+        settings = request.settings
+        replicas = settings.instance(TorchFTConfig)
+        supervision = settings.instance(SupervisionSettings)
+        left_out = ("--launcher", "--torchft_lighthouse")
+        options = [word for word in request.options if word.partition("=")[0] not in left_out]
+        script = request.script
+        argv = (request.machine.python, RUNNER, "module", "accel_cli.main", "launch", "--launcher=local", *options)
+        own: dict[str, str] = {}
+        if replicas.lighthouse is None:
+            # All replicas are on this machine.
+            own |= {HOST_VARIABLE: "127.0.0.1", **loopback_variables(request.machine.environ)}
+        else:
+            own[LIGHTHOUSE_VARIABLE] = replicas.lighthouse
+        return LaunchPlan(
+            own,
+            (*argv, script.target, *script.arguments),
+            "torchft",
+            processes=replicas.replica_groups * (settings["num_processes"].value or 1),
+            inherited=request.machine.environ,
+            grace_period=supervision.grace_period,
+            prefix_output=supervision.prefix_output,
+            quiet=request.quiet,
+            details=_Details(replicas, supervision.prefix_output or replicas.replica_groups > 1),
+        )
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Start lighthouse and replicas, and return the exit code of the run; see `Launcher`.
+
+        Raises:
+            LaunchError: a process could not be started.
+        """
+        folder = tempfile.mkdtemp(prefix="accel-torchft-")
+        base = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
+        base.update(plan.environment)
+        try:
+            with Inbox() as inbox:
+                self._inbox = inbox
+                if self._stopped:
+                    self.stop()
+                code = _Run(plan, base, folder).until_the_end(inbox)
+            self._inbox = None
+            return code
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        """End the run as SIGTERM does."""
+        self._stopped = True
+        if self._inbox is not None:
+            self._inbox.post(signal.SIGTERM)
+
+
+@dataclass
+class _Replica:
+    """One replica, through all its starts."""
+
+    number: int
+    popen: subprocess.Popen[bytes]
+    joined: str
+    relay: Relay | None = None
+    fruitless: int = 0
+    """How often in a row it died before it made a step."""
+    told_to_end: bool = field(default=False)
+
+    @property
+    def joined_at(self) -> float | None:
+        """When it took part in a step for the first time since it was started."""
+        return _written_at(self.joined)
+
+    @property
+    def left_at(self) -> float | None:
+        """When it left the others, at its end."""
+        return _written_at(self.joined + LEFT)
+
+    def signal(self, number: int) -> None:
+        try:
+            os.killpg(self.popen.pid, number)
+        except (ProcessLookupError, PermissionError):
+            # Nobody is left in the group.
+            pass
+
+
+def _written_at(path: str) -> float | None:
+    try:
+        return os.stat(path).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+class _Run:
+    """The lighthouse and the replicas of one plan, from their start to their end."""
+
+    def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
+        self._plan, self._environment, self._folder = plan, dict(environment), folder
+        details: _Details = plan.details
+        self._config, self._prefixed = details
+        self._lighthouse: subprocess.Popen[str] | None = None
+        self._replicas: list[_Replica] = []
+        self._restarts = 0
+        self._starts = 0
+        self._deadline: float | None = None
+        self._signalled: int | None = None
+        self._code: int | None = None
+
+    def until_the_end(self, inbox: Inbox) -> int:
+        """Start everything and stay until the last process has ended."""
+        try:
+            if LIGHTHOUSE_VARIABLE not in self._environment:
+                self._environment[LIGHTHOUSE_VARIABLE] = self._start_lighthouse(inbox)
+            if self._signalled is None:
+                for number in self._config.replicas or range(self._config.replica_groups):
+                    popen, joined, relay = self._start(number)
+                    self._replicas.append(_Replica(number, popen, joined, relay))
+            self._watch(inbox)
+        finally:
+            self._kill()
+        for replica in self._replicas:
+            if replica.relay is not None:
+                replica.relay.finish(_OUTPUT_PATIENCE)
+        if self._signalled is not None and self._code is None:
+            self._say(f"ended by {signal.Signals(self._signalled).name}.")
+            return shell_code(-self._signalled)
+        return self._code or 0
+
+    def _start_lighthouse(self, inbox: Inbox) -> str:
+        config = self._config
+        argv = [sys.executable, "-m", "accel_torchft.lighthouse"]
+        argv += [str(config.heartbeat_timeout), str(config.join_timeout), str(config.min_replicas)]
+        environment = {**self._environment, "RUST_LOG": self._environment.get("RUST_LOG", "error")}
+        self._lighthouse = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
+        lines: list[str] = []
+        output = self._lighthouse.stdout
+        reader = threading.Thread(target=lambda: lines.append(output.readline() if output else ""), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + _LIGHTHOUSE_PATIENCE
+        while not lines and time.monotonic() < deadline and self._signalled is None:
+            self._forward(inbox)
+        address = lines[0].strip() if lines else ""
+        if not address and self._signalled is None:
+            code = self._lighthouse.poll()
+            raise LaunchError(
+                "Cannot start the lighthouse of torchft.",
+                f"It {ending(code)} within {_LIGHTHOUSE_PATIENCE:g} s and gave no address; see the lines above.",
+                "Run `python -m accel_torchft.lighthouse 5 60 1` to see it alone.",
+            )
+        return address
+
+    def _start(self, number: int, again: bool = False) -> tuple[subprocess.Popen[bytes], str, Relay | None]:
+        self._starts += 1
+        joined = os.path.join(self._folder, f"joined-{number}-{self._starts}")
+        own = {REPLICA_VARIABLE: str(number), JOINED_VARIABLE: joined, PARENT_VARIABLE: str(os.getpid())}
+        own[RESTARTED_VARIABLE] = "1" if again else ""
+        own["RUST_LOG"] = self._environment.get("RUST_LOG", "error")
+        pipe = subprocess.PIPE if self._prefixed else None
+        try:
+            popen = subprocess.Popen(
+                self._plan.argv,
+                env={**self._environment, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+            )
+        except OSError as error:
+            asked = f"Cannot start replica {number}: {' '.join(self._plan.argv[:4])}."
+            raise LaunchError(asked, f"The system refused: {error}.", "Check the interpreter and limits.") from None
+        return popen, joined, Relay(popen, f"[replica {number}] ") if self._prefixed else None
+
+    # ------------------------------------------------------------------ while they run
+
+    def _watch(self, inbox: Inbox) -> None:
+        while any(replica.popen.poll() is None for replica in self._replicas) or self._died():
+            self._forward(inbox)
+            if self._signalled is None and self._code is None:
+                self._notice_lighthouse()
+                self._notice_replicas()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._kill()
+                return
+
+    def _died(self) -> bool:
+        """Whether a replica has to be started again."""
+        going = self._signalled is None and self._code is None
+        return going and any(replica.popen.poll() != 0 for replica in self._replicas)
+
+    def _forward(self, inbox: Inbox) -> None:
+        for number in inbox.wait(_TICK):
+            if number not in ENDING:
+                self._signal_all(number)
+            elif self._signalled is not None:
+                # Asked a second time: no more patience.
+                self._kill()
+            else:
+                self._signalled = number
+                self._deadline = time.monotonic() + self._plan.grace_period
+                self._signal_all(signal.SIGTERM if number == signal.SIGINT else number)
+
+    def _signal_all(self, number: int) -> None:
+        for replica in self._replicas:
+            if replica.popen.poll() is None:
+                replica.signal(number)
+
+    def _notice_lighthouse(self) -> None:
+        """End the run when the lighthouse has died: nobody could begin another step."""
+        code = None if self._lighthouse is None else self._lighthouse.poll()
+        if code is not None:
+            self._end(1, f"The lighthouse {ending(code)}: no replica can begin another step.")
+
+    def _notice_replicas(self) -> None:
+        ended = [replica for replica in self._replicas if replica.popen.poll() == 0]
+        finished, left = bool(ended), min((replica.left_at or time.time() for replica in ended), default=0.0)
+        for replica in self._replicas:
+            code = replica.popen.poll()
+            if code is None:
+                if finished and (replica.joined_at or left) >= left and not replica.told_to_end:
+                    replica.told_to_end = True
+                    replica.signal(signal.SIGTERM)
+            elif code != 0 and not finished:
+                self._replace(replica, shell_code(code))
+                if self._code is not None:
+                    return
+            elif code != 0 and not replica.told_to_end:
+                replica.told_to_end = True
+                self._say(f"Replica {replica.number} {ending(code)} when others had finished; it is not started again.")
+
+    def _replace(self, replica: _Replica, code: int) -> None:
+        """Start a replica again that died, or end the run."""
+        number = replica.number
+        replica.fruitless = 0 if replica.joined_at is not None else replica.fruitless + 1
+        died = ending(128 - code if code > 128 else code)
+        if code != RESUME and code <= 128:
+            self._end(code, f"Replica {number} {died}, by an error of its own.")
+        elif self._restarts >= self._config.restarts:
+            self._end(code, f"Replica {number} {died}, and the run has used its {self._config.restarts} restarts.")
+        elif replica.fruitless >= _FRUITLESS:
+            self._end(code, f"Replica {number} {died}, {_FRUITLESS} times in a row before it made a step.")
+        else:
+            self._restarts += 1
+            if replica.relay is not None:
+                replica.relay.finish(_OUTPUT_PATIENCE)
+            self._say(f"Replica {number} {died}; it is started again ({self._restarts} of {self._config.restarts}).")
+            replica.popen, replica.joined, replica.relay = self._start(number, again=True)
+            replica.told_to_end = False
+
+    def _end(self, code: int, why: str) -> None:
+        """Ask what is left to end."""
+        self._code = code
+        self._say(why)
+        self._deadline = time.monotonic() + self._plan.grace_period
+        self._signal_all(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        """End for good whatever is left."""
+        for replica in self._replicas:
+            if replica.popen.poll() is None:
+                replica.signal(signal.SIGKILL)
+            replica.popen.wait()
+        if self._lighthouse is not None:
+            if self._lighthouse.poll() is None:
+                self._lighthouse.terminate()
+            try:
+                self._lighthouse.wait(_OUTPUT_PATIENCE)
+            except subprocess.TimeoutExpired:
+                self._lighthouse.kill()
+                self._lighthouse.wait()
+            if self._lighthouse.stdout is not None:
+                self._lighthouse.stdout.close()
+
+    def _say(self, text: str) -> None:
+        if not self._plan.quiet:
+            print(f"accel launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,36 @@
+"""What the launcher declares about itself.
+
+It stands apart from the manifests of the backends, which `accel_cli` reads while it is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from accel_cli.launch.launcher import LauncherManifest
+from accel_torchft.manifest import NEEDED
+
+if TYPE_CHECKING:
+    from accel_cli.config.resolved import ResolvedSettings
+
+__all__ = ("LAUNCHER", "called_for")
+
+_NAMES: Final = frozenset({"torchft", "torchft-fsdp2"})
+
+
+def called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
+    """The backend, where it is one of these."""
+    backend = settings["backend"]
+    return f"backend={backend.value} ({backend.origin})" if backend.value in _NAMES else None
+
+
+LAUNCHER: Final = LauncherManifest(
+    "torchft",
+    "accel_torchft.launcher:ReplicaGroups",
+    help="start a lighthouse and replicas, and start replicas again that were killed",
+    called_for=called_for,
+    priority=45,
+    requires=(NEEDED,),
+)
+"""Starts the replicas of this machine."""

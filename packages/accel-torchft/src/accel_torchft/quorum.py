@@ -1,0 +1,248 @@
+"""This process's place among the replicas: who makes a step, whether it counts, and the state of one that comes back.
+
+Quorum, recovery and the decision whether a step counts are those of `torchft.Manager`. What is here names what failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+from accel_ops import broadcast_object_list
+from accel_state.current import Process
+from accel_state.errors import CollectiveError, NotReady
+from accel_torchft.config import (
+    HOST_VARIABLE,
+    JOINED_VARIABLE,
+    LEFT,
+    LIGHTHOUSE_VARIABLE,
+    RESTARTED_VARIABLE,
+    TorchFTConfig,
+)
+
+__all__ = ("Members", "Quorum", "lighthouse_of")
+
+_RETRIES: Final = 100
+"""So many steps that do not count may follow each other before the run gives up."""
+
+_ALONE: Final = 5.0
+"""Seconds that a replica which was started again waits for others before it goes on alone."""
+
+_PAUSE: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Members:
+    """The replicas that make a step.
+
+    Args:
+        step: steps that the run has made before.
+        count: how many replicas there are.
+        index: which of them this one is.
+    """
+
+    step: int
+    count: int
+    index: int
+
+
+class Quorum:
+    """The replicas of a run, seen from one process.
+
+    Args:
+        process: this process in its replica.
+        config: how replicas find each other.
+        state_dict: returns what a replica that joins has to get.
+        load_state_dict: takes it.
+        step: steps that the run has made before this process began, such as those of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        config: TorchFTConfig,
+        state_dict: Callable[[], dict[str, Any]],
+        load_state_dict: Callable[[dict[str, Any]], None],
+        step: int = 0,
+    ) -> None:
+        self._config = config
+        _quieten()
+        for other in list(_OPEN):
+            # The lighthouse would wait for a member of this process that nobody drives any more.
+            other.close()
+        timeout = timedelta(seconds=config.timeout)
+        gpu = process.device.type == "cuda"
+        self._groups = ProcessGroupNCCL(timeout=timeout) if gpu else ProcessGroupGloo(timeout=timeout)
+        host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+        self._store, port = _store(process, host)
+        lighthouse = lighthouse_of(config)
+        try:
+            self._manager = Manager(
+                pg=self._groups,
+                state_dict=state_dict,
+                load_state_dict=load_state_dict,
+                min_replica_size=config.min_replicas,
+                # The members of a step have to be known before its samples are drawn.
+                use_async_quorum=False,
+                timeout=timeout,
+                quorum_timeout=timedelta(seconds=config.quorum_timeout),
+                connect_timeout=timedelta(seconds=config.quorum_timeout),
+                rank=process.rank,
+                world_size=process.world_size,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=lighthouse,
+                replica_id=f"replica_{config.replica_group_id or 0}",
+                hostname=host,
+                max_retries=_RETRIES,
+            )
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise CollectiveError(
+                f"Cannot join the replicas of the run by the lighthouse {lighthouse}.",
+                f"It does not answer: {error}",
+                f"Start the run with `accel launch --backend torchft`, or correct ${LIGHTHOUSE_VARIABLE}.",
+            ) from error
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._joined = os.environ.get(JOINED_VARIABLE, "") if process.rank == 0 else ""
+        self._has_joined = False
+        _OPEN.add(self)
+        self._patience = _ALONE if os.environ.get(RESTARTED_VARIABLE) else 0.0
+
+    @property
+    def manager(self) -> Manager:
+        """The manager of torchft."""
+        return self._manager
+
+    @property
+    def step(self) -> int:
+        """Steps that count, of the whole run."""
+        return int(self._manager.current_step())
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def begin(self) -> Members:
+        """Agree on the members of the next step; a replica that was away has the state of the others afterwards.
+
+        Raises:
+            CollectiveError: the lighthouse does not answer, or too few replicas come in time.
+        """
+        self._agree()
+        # The others may have finished a moment ago; then the launcher ends this replica, which would begin anew.
+        while self._manager.num_participants() == 1 and self._patience > 0:
+            self._patience -= _PAUSE
+            time.sleep(_PAUSE)
+            self._agree()
+        self._patience = 0.0
+        rank = self._manager.participating_rank()
+        return Members(self.step, max(self._manager.num_participants(), 1), 0 if rank is None else rank)
+
+    def _agree(self) -> None:
+        try:
+            self._manager.start_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            raise self._no_quorum(error) from error
+
+    def _no_quorum(self, error: Exception) -> CollectiveError:
+        config = self._config
+        return CollectiveError(
+            f"Cannot begin step {self.step} of the run.",
+            f"The lighthouse {lighthouse_of(config)} brought no quorum of at least {config.min_replicas} replica(s) "
+            f"within {config.quorum_timeout:g} s: {str(error).strip()}",
+            "See whether the lighthouse and the other replicas live, or raise --torchft_quorum_timeout.",
+        )
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace flat tensors by their means over the members; what fails is remembered until `commit`."""
+        for work in [self._manager.allreduce(tensor) for tensor in tensors]:
+            work.wait()
+        if self._manager.errored() is not None:
+            # Members that wait for this one in the same exchange would notice only after the timeout.
+            self._groups.abort()
+
+    def commit(self) -> bool:
+        """Whether the step counts: no member was lost while it was made.
+
+        Raises:
+            CollectiveError: too many steps in a row did not count.
+        """
+        try:
+            counts = bool(self._manager.should_commit())
+        except (RuntimeError, TimeoutError) as error:
+            raise CollectiveError(
+                f"Cannot end step {self.step} of the run.",
+                str(error).strip(),
+                "See in the output of the other replicas what ends them.",
+            ) from error
+        if counts and not self._has_joined:
+            self._has_joined = True
+            self._note("")
+        return counts
+
+    def _note(self, suffix: str) -> None:
+        """Let the launcher see how far this replica is."""
+        if self._joined:
+            with open(self._joined + suffix, "w", encoding="utf-8") as file:
+                file.write(f"{os.getpid()}\n")
+
+    def close(self) -> None:
+        """Leave the replicas; a repeated call changes nothing."""
+        if self not in _OPEN:
+            return
+        _OPEN.discard(self)
+        self._note(LEFT)
+        self._manager.shutdown(wait=False)
+        self._groups.shutdown()
+
+
+_OPEN: Final[weakref.WeakSet[Quorum]] = weakref.WeakSet()
+"""The quorum of this process, until it is closed."""
+
+
+def _quieten() -> None:
+    """Leave out what torchft prints of failures that it recovers from, unless the user has set a level for it."""
+    engine = logging.getLogger("torchft")
+    if engine.level == logging.NOTSET:
+        engine.setLevel(logging.CRITICAL)
+    # A state that was received is copied at once.
+    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+
+
+def lighthouse_of(config: TorchFTConfig) -> str:
+    """Address of the lighthouse.
+
+    Raises:
+        NotReady: nobody has named one.
+    """
+    address = config.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
+    if not address:
+        raise NotReady(
+            "Cannot train with replicas (backend 'torchft').",
+            "No lighthouse is named, by which the replicas find each other.",
+            "Start the script with `accel launch --backend torchft --replica_groups N`.",
+        )
+    return address
+
+
+def _store(process: Process, host: str) -> tuple[TCPStore | None, int]:
+    """The store that the processes of a replica share, on its first process, and its port."""
+    served = None
+    if process.rank == 0:
+        served = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    port = 0 if served is None else served.port
+    if process.world_size > 1:
+        port = int(broadcast_object_list([port])[0])
+    return served, port

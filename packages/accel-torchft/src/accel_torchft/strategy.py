@@ -1,0 +1,198 @@
+"""How a process trains in a replica that may die and come back while the others train on.
+
+Every replica has the whole state of the run. Before each optimizer step the replicas agree on who makes it, so the
+samples of the step are shared among those that live; a step in which one is lost counts on none of them and is made
+again by the others. The exchange, the agreement and the recovery are torchft's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from accel_plugins import Bundle, Context, StepShards, Strategy
+from accel_plugins.fsdp.fsdp2 import FSDP2Strategy
+from accel_state.errors import Conflict, NotOffered
+from accel_state.settings.environ import from_environment
+from accel_torchft.config import TorchFTConfig
+from accel_torchft.gradients import Pieces
+from accel_torchft.quorum import Members, Quorum, lighthouse_of
+from accel_torchft.replica_state import ReplicaState
+
+if TYPE_CHECKING:
+    from accel_plugins.precision.base import Closure
+
+__all__ = ("Replicated", "TorchFTFSDP2Strategy", "TorchFTStrategy")
+
+_MIB = 2**20
+
+
+class Replicated(Strategy):
+    """What all ways of training inside a replica have in common; comes before the strategy of that way.
+
+    The mean of the gradients over the processes of a replica is the business of that strategy, the mean over the
+    replicas that of this class.
+    """
+
+    def __init__(self, context: Context, config: Any) -> None:
+        super().__init__(context, config)
+        self._state = ReplicaState(context)
+        self._quorum: Quorum | None = None
+        self._members: Members | None = None
+        self._averaged = False
+        self._first_step = 0
+        self._healed_schedules: list[Any] | None = None
+
+    @cached_property
+    def replicas(self) -> TorchFTConfig:
+        """How the replicas of the run find each other."""
+        if isinstance(self.config, TorchFTConfig):
+            return self.config
+        # The settings of the strategy inside a replica are the backend's; those of the replicas come from the launcher.
+        return from_environment(TorchFTConfig, os.environ)
+
+    # ------------------------------------------------------------------ preparing
+
+    def check(self, bundle: Bundle) -> None:
+        lighthouse_of(self.replicas)
+        _check_optimizers(len(bundle.optimizers))
+        super().check(bundle)
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        _check_optimizers(len(bundle.optimizers) + len(self._state.optimizers))
+        bundle = super().setup(bundle)
+        self._state.models += bundle.models
+        self._state.optimizers += [getattr(optimizer, "optimizer", optimizer) for optimizer in bundle.optimizers]
+        self._state.schedulers += bundle.schedulers
+        return bundle
+
+    # ------------------------------------------------------------------ one step
+
+    def begin_step(self) -> StepShards:
+        members = self._begin()
+        inside = self.shards()
+        return StepShards(
+            members.count * inside.count,
+            members.index * inside.count + inside.index,
+            members.step,
+            self.replicas.replica_groups * inside.count,
+        )
+
+    def _begin(self) -> Members:
+        """The members of the next step; asked again before that step was made, they are the same."""
+        if self._quorum is None:
+            self._quorum = Quorum(
+                self.context.process,
+                self.replicas,
+                self._state.state_dict,
+                self._take_state,
+                self._first_step,
+            )
+        if self._members is None:
+            self._members = self._quorum.begin()
+        elif self._healed_schedules is not None:
+            # The script went through epochs that the others had finished, and stepped its schedulers there.
+            self._state.load_schedules(self._healed_schedules)
+        return self._members
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        self._state.load_state_dict(state)
+        self._healed_schedules = self._state.schedules()
+
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        super().finalize_gradients(optimizer)
+        if self._averaged:
+            return
+        # A loop over other batches than those of a prepared loader begins its steps here.
+        members = self._members or self._begin()
+        self._averaged = True
+        if members.count > 1 and self._quorum is not None:
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            pieces = Pieces(trained, self.replicas.bucket_mb * _MIB)
+            self._quorum.average(pieces.flat)
+            pieces.write_back()
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        if closure is not None:
+            raise NotOffered(
+                "Cannot step with a closure (backend 'torchft').",
+                "It computes gradients again after the replicas have averaged them.",
+                "Call step() without a closure.",
+            )
+        self.finalize_gradients(optimizer)
+        self._averaged, self._members = False, None
+        if self._quorum is None or not self._quorum.commit():
+            self._forget_scale()
+            return False
+        self._healed_schedules = None
+        return super().step(optimizer)
+
+    def _forget_scale(self) -> None:
+        """Let the loss scale forget what it saw of gradients that do not count."""
+        scaler = self.context.precision.scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.update(scaler.get_scale())
+            self.context.precision.scale_by(scaler)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def extra_state(self) -> Mapping[str, Any]:
+        return {
+            **super().extra_state(),
+            "replica_steps": self._first_step if self._quorum is None else self._quorum.step,
+        }
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        self._first_step = int(state["replica_steps"])
+        if self._quorum is not None:
+            self._quorum.step = self._first_step
+        super().load_extra_state({name: value for name, value in state.items() if name != "replica_steps"})
+
+    # ------------------------------------------------------------------ the end
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        self._state.forget(list(models), list(optimizers))
+        super().release(models, optimizers)
+
+    def close(self) -> None:
+        if self._quorum is not None:
+            self._quorum.close()
+            self._quorum = None
+        super().close()
+
+
+def _check_optimizers(count: int) -> None:
+    if count > 1:
+        raise NotOffered(
+            "Cannot train with several optimizers (backend 'torchft').",
+            "Whether a step counts is decided once for all that it changes.",
+            "Give all parameters to one optimizer, in groups of their own.",
+        )
+
+
+class TorchFTStrategy(Replicated, Strategy):
+    """Every replica is one process, with the whole model."""
+
+    config: TorchFTConfig
+
+    def check(self, bundle: Bundle) -> None:
+        processes = self.context.process.world_size
+        if processes > 1:
+            raise Conflict(
+                "Cannot use the backend 'torchft'.",
+                f"Each of its replicas is one process, and this one has {processes}.",
+                "Launch with --num_processes 1, or divide the model with the backend 'torchft-fsdp2'.",
+            )
+        super().check(bundle)
+
+
+class TorchFTFSDP2Strategy(Replicated, FSDP2Strategy):
+    """The processes of a replica divide the model by FSDP 2.
+
+    Each process averages its shards of the gradients with the processes of its rank in the other replicas.
+    """

@@ -1,0 +1,27 @@
+"""What the tests of this package share: a lighthouse for all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("accel_torchft", reason="the package is installed in a session of its own")
+
+
+@pytest.fixture(scope="session")
+def lighthouse() -> Iterator[str]:
+    """The address of a lighthouse that waits for nobody."""
+    argv = [sys.executable, "-m", "accel_torchft.lighthouse", "2.0", "0.1", "1"]
+    environment = {**os.environ, "ACCEL_TORCHFT_HOST": "127.0.0.1", "RUST_LOG": "error"}
+    process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    assert address.startswith("http://127.0.0.1:")
+    yield address
+    process.terminate()
+    process.wait()
+    process.stdout.close()

@@ -1,0 +1,50 @@
+"""The backends pass the suites that every backend passes, as runs of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torchft")
+
+from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.testing import BackendSuite
+from accel_state.testing.processes import Processes
+from accel_torch.testing import AcceleratorSuite
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replicas_of_the_run(lighthouse: str) -> Iterator[None]:
+    """The environment that the launcher gives a replica."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHFT_LIGHTHOUSE", lighthouse)
+        patch.setenv("ACCEL_TORCHFT_HOST", "127.0.0.1")
+        yield
+
+
+class OneReplica:
+    """Starts the processes when the lighthouse is known."""
+
+    processes: int
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def group(cls, replicas_of_the_run: None) -> Iterator[Processes]:
+        with Processes(cls.processes) as group:
+            yield group
+
+
+class TestSingle(OneReplica, BackendSuite):
+    target = "accel_torchft.manifest:TORCHFT"
+    processes = 1
+
+
+class TestSingleThroughTheAccelerator(OneReplica, AcceleratorSuite):
+    target = "accel_torchft.manifest:TORCHFT"
+    processes = 1
+
+
+class TestFSDP2(OneReplica, BackendSuite):
+    target = "accel_torchft.manifest:TORCHFT_FSDP2"
+    config = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -1,0 +1,67 @@
+"""Settings, plans and refusals, which need neither torch nor torchft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_cli.testing import prepare_launch
+from accel_state.errors import Conflict, Missing, SettingError
+from accel_state.settings.installed import Requirement
+from accel_torchft import TorchFTConfig
+from accel_torchft.launcher import ReplicaGroups
+from accel_torchft.manifest import TORCHFT
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script to launch, in the current folder."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["timeout", "quorum_timeout", "heartbeat_timeout", "join_timeout"])
+def test_a_time_has_to_be_positive(name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        TorchFTConfig(**{name: 0.0})
+
+
+def test_more_replicas_cannot_be_needed_than_there_are() -> None:
+    with pytest.raises(Conflict, match="min_replicas=3"):
+        TorchFTConfig(replica_groups=2, min_replicas=3)
+
+
+@pytest.mark.parametrize("backend", ["torchft", "torchft-fsdp2"])
+def test_the_backend_calls_for_the_launcher(backend: str) -> None:
+    words = ["--backend", backend, "--cpu", "--num_processes=2", "--replica_groups=3", "train.py", "--lr", "1"]
+    launcher, plan = prepare_launch(words, {})
+    assert isinstance(launcher, ReplicaGroups)
+    assert plan.launcher == "torchft"
+    assert plan.processes == 6
+    assert plan.argv[-3:] == ("train.py", "--lr", "1")
+    assert "--launcher=local" in plan.argv
+    assert plan.environment["ACCEL_TORCHFT_HOST"] == "127.0.0.1"
+
+
+def test_another_backend_does_not_call_for_it() -> None:
+    launcher, _ = prepare_launch(["--cpu", "train.py"], {})
+    assert not isinstance(launcher, ReplicaGroups)
+
+
+def test_a_lighthouse_that_runs_already_is_passed_on() -> None:
+    address = "http://node0:29510"
+    _, plan = prepare_launch(["--backend=torchft", "--torchft_lighthouse", address, "train.py"], {})
+    assert plan.environment == {"TORCHFT_LIGHTHOUSE": address}
+    assert not any("lighthouse" in word for word in plan.argv)
+
+
+def test_torchft_of_another_version_is_refused_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {"torchft": "0.1.1"}
+    monkeypatch.setattr("accel_state.settings.installed.importable", lambda module: True)
+    monkeypatch.setattr("accel_state.settings.installed.installed_version", found.get)
+    (needed,) = TORCHFT.requires
+    assert isinstance(needed, Requirement)
+    with pytest.raises(Missing, match=r"torchft 0\.1\.1 is installed; >=0\.2 is needed"):
+        needed.demand("Cannot train.")

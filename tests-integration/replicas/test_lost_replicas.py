@@ -1,0 +1,180 @@
+"""Replicas are killed at random and come back: all have the same weights at the end, and every sample came once.
+
+`ACCEL_REPLICA_KILLS` says how many are killed; 3 without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchft")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+SCRIPT = Path(__file__).with_name("train_replica.py")
+KILLS = int(os.environ.get("ACCEL_REPLICA_KILLS", "3"))
+SAMPLES, PAUSE, HEARTBEAT = 403, 0.02, 1.0
+PATIENCE = 180.0
+
+spec = importlib.util.spec_from_file_location("train_replica", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+train_replica = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train_replica)
+
+
+class Replicas:
+    """A launched run of replicas, and what they have noted."""
+
+    def __init__(self, folder: Path, backend: str, count: int, processes: int = 1) -> None:
+        self.folder, self.count, self.processes = folder, count, processes
+        words = ["--cpu", f"--backend={backend}", f"--replica_groups={count}", f"--num_processes={processes}"]
+        words += [f"--torchft_heartbeat_timeout={HEARTBEAT}", str(SCRIPT), str(folder), str(SAMPLES), str(PAUSE)]
+        self.output = folder / "output"
+        with open(self.output, "w") as file:
+            self.launch = subprocess.Popen(
+                [sys.executable, "-m", "accel_cli.main", "launch", *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def rows(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Replica and rank, and what each process of it has noted."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            lines = path.read_text().splitlines()
+            yield path.name.rpartition("-")[0], [json.loads(line) for line in lines if line.endswith("}")]
+
+    def newest(self, replica: int) -> list[dict[str, Any]]:
+        """What the first process of a replica noted since it was started last."""
+        starts = [rows for name, rows in self.rows() if name == f"{replica}-0" and rows]
+        return max(starts, key=lambda rows: rows[0]["time"], default=[])
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every replica has made a step together with all others."""
+        deadline = time.monotonic() + PATIENCE
+        members = self.count * self.processes
+        while not all(
+            any(row.get("step") and row["members"] == members for row in self.newest(r)) for r in range(self.count)
+        ):
+            assert self.launch.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.1)
+
+    def kill(self, replica: int) -> float:
+        """Kill the first process of a replica; seconds until all others have made a step."""
+        before = len(self.newest(replica))
+        others = [other for other in range(self.count) if other != replica]
+        pid = self.newest(replica)[0]["ready"]
+        killed = time.time()
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        after: list[float] = []
+        while len(after) < len(others):
+            assert time.monotonic() < deadline, self.output.read_text()
+            steps = ([row["time"] for row in self.newest(other) if "step" in row] for other in others)
+            after = [found for times in steps if (found := min((at for at in times if at > killed), default=0.0))]
+            time.sleep(0.05)
+        while self.newest(replica)[0]["ready"] == pid:
+            assert time.monotonic() < deadline, (before, self.output.read_text())
+            time.sleep(0.1)
+        return max(after) - killed
+
+    def finish(self) -> None:
+        """Let all finish the epoch after the next one, and wait for the end."""
+        epoch = max(row["epoch"] for _, rows in self.rows() for row in rows if "epoch" in row)
+        (self.folder / "epochs.new").write_text(str(epoch + 2))
+        (self.folder / "epochs.new").rename(self.folder / "epochs")
+        assert self.launch.wait(timeout=PATIENCE) == 0, self.output.read_text()
+
+    def steps(self) -> list[tuple[int, list[int], float]]:
+        """(epoch, ids, sum of the losses) of each step that counted."""
+        members = {row["step"]: row["members"] for _, rows in self.rows() for row in rows if "step" in row}
+        attempts: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+        for name, rows in self.rows():
+            for row in rows:
+                if "attempt" in row and members.get(row["attempt"]) == row["members"]:
+                    known = attempts[row["attempt"]].get(name)
+                    if known is None or known["time"] < row["time"]:
+                        attempts[row["attempt"]][name] = row
+        steps = []
+        for number in sorted(members):
+            # The newest attempts: one of a replica that was lost in an earlier one may be among them.
+            rows = sorted(attempts[number].values(), key=lambda row: row["time"])[-members[number] :]
+            ids = [sample for row in rows for sample in row["ids"]]
+            steps.append((rows[-1]["epoch"], ids, sum(row["loss"] for row in rows)))
+        return steps
+
+    def check(self) -> None:
+        """Equal weights, every sample once an epoch, and the losses and weights of one process with these steps."""
+        ends = {rows[-1]["end"] for _, rows in self.rows() if "end" in rows[-1]}
+        assert len(ends) == 1, ends
+        steps = self.steps()
+        seen: dict[int, list[int]] = defaultdict(list)
+        for epoch, ids, _ in steps:
+            seen[epoch] += ids
+        for epoch, ids in seen.items():
+            assert sorted(ids) == list(range(SAMPLES)), f"epoch {epoch}"
+        model, optimizer = train_replica.model_and_optimizer()
+        _, inputs, targets = train_replica.data(SAMPLES).tensors
+        for number, (_, ids, total) in enumerate(steps):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs[ids]), targets[ids])
+            loss.backward()
+            optimizer.step()
+            assert total / len(ids) == pytest.approx(loss.item(), rel=2e-5), f"step {number}"
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(torch.load(self.folder / "weights-0-0.pt"), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Starts replicas, and ends them."""
+    running = []
+
+    def start(*arguments: Any) -> Replicas:
+        running.append(Replicas(tmp_path, *arguments))
+        return running[-1]
+
+    yield start
+    for replicas in running:
+        if replicas.launch.poll() is None:
+            replicas.launch.terminate()
+            replicas.launch.wait(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "processes", "kills"),
+    [("torchft", 2, 1, KILLS), ("torchft", 4, 1, min(KILLS, 3)), ("torchft-fsdp2", 2, 2, 1)],
+)
+def test_killed_replicas_return_and_no_sample_is_lost(
+    started: Any, backend: str, count: int, processes: int, kills: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = random.Random(7)
+    replicas = started(backend, count, processes)
+    replicas.wait_for_everyone()
+    delays = []
+    for _ in range(kills):
+        time.sleep(chosen.random() * 2)
+        delays.append(replicas.kill(chosen.randrange(count)))
+        replicas.wait_for_everyone()
+    replicas.finish()
+    replicas.check()
+    with capsys.disabled():
+        longest, median = max(delays), sorted(delays)[len(delays) // 2]
+        print(f"\n{backend} x {count}: next step after {median:.2f} s (longest {longest:.2f}), heartbeat {HEARTBEAT} s")

@@ -1,0 +1,95 @@
+"""What a replica of the tests runs: trains until the epoch that a file names, and notes the samples of each step.
+
+    train_replica.py FOLDER SAMPLES PAUSE
+
+An attempt of a step is noted before it is decided whether it counts, so that nothing is missing of a replica that is
+killed in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_torch import Accelerator
+
+BATCH = 4
+
+
+def data(samples: int) -> TensorDataset:
+    """(id, inputs, class) of each sample."""
+    drawn = torch.Generator().manual_seed(3)
+    inputs = torch.randn(samples, 16, generator=drawn)
+    return TensorDataset(torch.arange(samples), inputs, torch.randint(0, 4, (samples,), generator=drawn))
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What every run begins with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def last_epoch(folder: Path) -> float:
+    """The number of epochs, once the test knows it."""
+    try:
+        return int((folder / "epochs").read_text())
+    except FileNotFoundError:
+        return float("inf")
+
+
+def main(folder: Path, samples: int, pause: float) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    name = f"{os.environ['REPLICA_GROUP_ID']}-{accelerator.process_index}"
+    model, optimizer, loader = accelerator.prepare(
+        *model_and_optimizer(), DataLoader(data(samples), batch_size=BATCH, shuffle=True)
+    )
+    with open(folder / f"{name}-{os.getpid()}.jsonl", "a", buffering=1) as file:
+
+        def note(**row: Any) -> None:
+            file.write(json.dumps({**row, "time": time.time()}) + "\n")
+
+        note(ready=os.getpid())
+        for epoch in itertools.count():
+            if epoch >= last_epoch(folder):
+                break
+            ids: list[int] = []
+            total = 0.0
+            for index, inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    share = loader.share
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                    accelerator.backward(loss)
+                    ids += index.tolist()[: share.samples]
+                    total += loss.item() * share.samples
+                    if accelerator.sync_gradients:
+                        note(attempt=share.step, epoch=epoch, members=share.members, ids=ids, loss=total)
+                        ids, total = [], 0.0
+                    optimizer.step()
+                    if accelerator.sync_gradients and not optimizer.step_was_skipped:
+                        note(step=share.step, members=share.members)
+                    optimizer.zero_grad()
+                time.sleep(pause)
+        unwrapped = accelerator.unwrap_model(model)
+        weights = torch.cat(
+            [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in unwrapped.parameters()]
+        )
+        note(end=hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+    torch.save(weights, folder / f"weights-{name}.pt")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
