@@ -25,7 +25,7 @@ def failed(rank, text, time, *, missed=(), errno=None, types=("RuntimeError", "E
 
 def cause_of(*failures, codes=None, steps=None, **options):
     found = dict.fromkeys(range(4), 1) | {one.rank: one.code for one in failures} | (codes or {})
-    return find_cause(failures, found, steps or {}, **options)
+    return find_cause(failures, found, steps or {}, options.pop("samples", {}), **options)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,30 @@ def test_the_process_that_was_missed_is_the_cause():
     assert (left.kind, left.rank, left.fingerprint.step, left.victims) == ("left early", 1, 7, (0, 2, 3))
     hangs = cause_of(*waits, codes={1: None})
     assert (hangs.kind, hangs.rank) == ("hang", 1)
+
+
+def test_an_error_that_an_agreement_passed_on_is_that_of_its_process():
+    text = "Cannot save. Process 1 failed: OSError: [Errno 28] No space left on device"
+    told = failed(0, text, 1.0, missed=[1], types=("CheckpointError", "AccelError"))
+    for code in (None, 1):
+        cause = cause_of(told, codes={1: code})
+        assert (cause.kind, cause.rank, cause.victims) == ("disk full", 1, (0,))
+
+
+def test_a_connection_of_the_script_is_its_own():
+    types = ("ConnectionResetError", "ConnectionError", "OSError")
+    reset = failed(0, "[Errno 104] Connection reset by peer", 2.0, errno=errno.ECONNRESET, types=types)
+    broken = failed(1, "gloo/transport/tcp/pair.cc: Connection closed by peer", 1.0, missed=[0])
+    cause = cause_of(reset, broken)
+    assert (cause.kind, cause.rank, cause.victims) == ("peer lost", 0, (1,))
+
+
+def test_samples_of_a_process_that_recorded_nothing():
+    cause = cause_of(Failure(1, -11), samples={1: ["8", "9"]})
+    assert cause.fingerprint.samples == ("8", "9")
+    policy = RestartPolicy("auto", 20)
+    policy.decide(cause_of(Failure(1, -11)))
+    assert policy.decide(cause).reason == "the same failure came again without progress; samples at hand: 8, 9"
 
 
 def test_where_nobody_is_known_to_be_missed_no_process_is_the_cause():

@@ -91,6 +91,9 @@ class LoaderObserver(Protocol):
     def batch_given(self, batch: Any) -> None:
         """Called with each batch, on its device, before the loop has it."""
 
+    def epoch_ends(self) -> None:
+        """Called when the loop has received the last batch and asked for another one, or when it was left."""
+
 
 def transferred(
     items: Iterator[Any],
@@ -535,19 +538,23 @@ def accompanied(
     steps: Generator[Any, None, int], between: Callable[[bool], None] | None, observer: LoaderObserver | None
 ) -> Generator[Any, None, int]:
     """The same batches, with a call before each is read, and each shown to an observer."""
-    if between is not None:
-        between(True)
-    while True:
-        try:
-            batch = next(steps)
-        except StopIteration as end:
-            given: int = end.value
-            return given
-        if observer is not None:
-            observer.batch_given(batch)
-        yield batch
+    try:
         if between is not None:
-            between(False)
+            between(True)
+        while True:
+            try:
+                batch = next(steps)
+            except StopIteration as end:
+                given: int = end.value
+                return given
+            if observer is not None:
+                observer.batch_given(batch)
+            yield batch
+            if between is not None:
+                between(False)
+    finally:
+        if observer is not None:
+            observer.epoch_ends()
 
 
 class DataLoaderShard(PreparedLoader):

@@ -132,6 +132,11 @@ class Progress:
         self.move_to(self.epoch + 1)
 
     @property
+    def received(self) -> int:
+        """Batches that the training loop has received since the iteration began."""
+        return self.steps - self._base_steps
+
+    @property
     def samples(self) -> int | None:
         """Samples of the global order that the processes together have received; None when they have no position."""
         if self.steps == self._base_steps:

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
@@ -22,6 +22,7 @@ from accel_state.errors import DataError, SettingError
 
 __all__ = (
     "BatchSamplerShard",
+    "Drawn",
     "Padding",
     "ShardPlan",
     "SkipBatchSampler",
@@ -217,6 +218,16 @@ def _check_enough(count: int, plan: ShardPlan) -> None:
         )
 
 
+class Drawn(Protocol):
+    """What keeps the batches of indices that a shard draws; a launched run does, for the record of a failure."""
+
+    def begin(self) -> None:
+        """An epoch begins."""
+
+    def append(self, batch: Sequence[int]) -> None:
+        """A batch was drawn."""
+
+
 class BatchSamplerShard(BatchSampler):
     """The batches of one process out of those of a batch sampler.
 
@@ -250,6 +261,7 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.last_rng = LastRNG()
+        self.drawn: Drawn | None = None
         self.padded: dict[int, Padding] = {}
         self.skipped_steps = 0
         self._start: int | None = None
@@ -317,8 +329,9 @@ class BatchSamplerShard(BatchSampler):
         return ShardPlan(length, width, self.num_processes, self.process_index, even, drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # No frame of ours runs between two full batches.
-        return chain.from_iterable(self._runs())
+        # No frame of ours runs between two full batches, unless somebody keeps them.
+        batches = chain.from_iterable(self._runs())
+        return batches if self.drawn is None else _kept(batches, self.drawn)
 
     def _runs(self) -> Iterator[Iterable[list[int]]]:
         """The batches, in one run of full ones and one short one where they are slices of an order."""
@@ -509,6 +522,14 @@ class UnbatchedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.shard)
+
+
+def _kept(batches: Iterator[list[int]], drawn: Drawn) -> Iterator[list[int]]:
+    # Runs for the first batch, as `_runs` does.
+    drawn.begin()
+    for batch in batches:
+        drawn.append(batch)
+        yield batch
 
 
 def batching_of(loader: DataLoader[Any]) -> Any:

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from accel_ops.groups import Group, members_of
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
-from accel_state.hang_report.report import describe_all_ranks, format_ranks
+from accel_state.hang_report.report import MISSED, describe_all_ranks, format_ranks
 from accel_state.protocol import protocol_state
 from accel_state.transport.control import find_absent
 
@@ -449,20 +449,23 @@ class StoreBarrier:
 
     def _described(self, failure: Mapping[str, Any]) -> AccelError:
         if "missing" in failure:
-            missing = ", ".join(str(self._ranks[rank]) for rank in failure["missing"])
-            missing += " and others" if failure.get("more") else ""
-            return self._error(
+            absent = [self._ranks[rank] for rank in failure["missing"]]
+            missing = ", ".join(map(str, absent)) + (" and others" if failure.get("more") else "")
+            late = self._error(
                 f"{self._asked} ({failure['phase']})",
                 f"Process {missing} did not arrive within {failure['seconds']:g} s. {self._everyone()}",
                 "Look at what it does; call this on every process, or give a longer deadline.",
             )
+            return _following(late, absent)
         # Without a rank: the values of the ranks differ.
         who = "" if failure["rank"] is None else f"Process {self._ranks[failure['rank']]} failed: "
         kind = getattr(errors, failure["type"], None)
         if failure["parts"] is not None and isinstance(kind, type) and issubclass(kind, AccelError):
             asked, obstacle, remedy = failure["parts"]
-            return kind(asked, f"{who}{obstacle}", remedy)
-        return self._error(self._asked, f"{who}{failure['type']}: {failure['text']}", self._remedy)
+            error = kind(asked, f"{who}{obstacle}", remedy)
+        else:
+            error = self._error(self._asked, f"{who}{failure['type']}: {failure['text']}", self._remedy)
+        return error if failure["rank"] is None else _following(error, [self._ranks[failure["rank"]]])
 
     def _everyone(self) -> str:
         """The last known position of every process."""
@@ -482,6 +485,12 @@ class StoreBarrier:
                 f"{self._everyone()}",
                 "Look at the output of the other processes, and start the run again.",
             ) from error
+
+
+def _following(error: AccelError, ranks: list[int]) -> AccelError:
+    """The error, with the ranks that it follows from, for the launcher's report."""
+    setattr(error, MISSED, ranks)
+    return error
 
 
 def raise_on_any_rank(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
+    from accel_torch.goodput import GoodputRecorder
     from accel_torch.straggler import StragglerReport
 
 __all__ = ("ActiveBackend", "assemble", "transforms_of")
@@ -87,13 +88,14 @@ class ActiveBackend:
 
 
 def assemble(
-    options: Options, report: StragglerReport | None = None
+    options: Options, report: StragglerReport | None = None, account: GoodputRecorder | None = None
 ) -> tuple[AcceleratorState, GradientState, ActiveBackend]:
     """Join the other processes, choose the backend and start the run; or share the run there is.
 
     Args:
         options: arguments of the Accelerator.
         report: is to time the collectives of this process.
+        account: is to charge them to waiting.
 
     Raises:
         Conflict: an option differs from the one that the run was made with, or cannot differ from it.
@@ -101,8 +103,9 @@ def assemble(
     """
     group = options.handler(InitProcessGroupKwargs)
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
-    if report is not None:
-        report.watch_collectives()
+    for one in (report, account):
+        if one is not None:
+            one.watch_collectives()
     given = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.manifest import Duty
 from accel_plugins.prepared import PreparedObjects
-from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.hang_report.rank_status import PROGRESS, STATUS_FOLDER
 from accel_torch.accumulation import Accumulation
 from accel_torch.assemble import assemble, transforms_of
 from accel_torch.observers import RUN_OBSERVERS, guarding, reporting, watching
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.run_state import AcceleratorState
     from accel_torch.assemble import ActiveBackend
+    from accel_torch.goodput import GoodputRecorder
     from accel_torch.options import Options
     from accel_torch.replica_checker import ReplicaChecker
     from accel_torch.straggler import StragglerReport
@@ -64,7 +66,8 @@ class AcceleratorMembers:
         if folder is not None:
             PROGRESS.writes_to(folder)
         self._report = reporting(self._options)
-        self.state, self.gradient_state, self._backend = assemble(self._options, self._report)
+        account = _account_of(self._options)
+        self.state, self.gradient_state, self._backend = assemble(self._options, self._report, account)
         self._backend.join(self)
         owned = self._backend.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._backend.strategy, owned)
@@ -87,6 +90,19 @@ class AcceleratorMembers:
         remembered = {name: value for name, value in vars(self._prepared).items() if name != "scaler"}
         options = self._options._replace(backends=dict(self._options.backends), plugins=dict(self._options.plugins))
         return _taking_part, (type(self), options, remembered)
+
+
+def _account_of(options: Options) -> GoodputRecorder | None:
+    """What keeps the account of this process's time, or None; in a launched run, the ids of samples are kept too."""
+    if os.environ.get(STATUS_FOLDER):
+        from accel_torch.samples_at_hand import record_samples
+
+        record_samples()
+    if not options.goodput:
+        return None
+    from accel_torch.goodput import recorder_of
+
+    return recorder_of(options)
 
 
 def _taking_part(kind: type[AcceleratorMembers], options: Options, remembered: dict[str, Any]) -> AcceleratorMembers:

@@ -18,7 +18,7 @@ from accel_state.kwargs import KwargsHandler
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_state.run_state import precision_name
 from accel_state.settings.environ import resolve
-from accel_state.settings.run import RunSettings
+from accel_state.settings.run import PROJECT_DIR_VARIABLE, RunSettings
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = (
     "UNSET",
     "Options",
+    "account_kept",
     "accumulation_plugin",
     "backend_config",
     "checked_handlers",
@@ -71,6 +72,7 @@ class Options(NamedTuple):
         transforms: changes of every model that were given as objects.
         check_replicas_every: see `checked_interval`.
         straggler_report: whether processes tell at the end what they spent their time on.
+        goodput: whether they keep an account of it in the folder of the run.
     """
 
     cpu: bool
@@ -91,6 +93,7 @@ class Options(NamedTuple):
     transforms: tuple[Transform, ...] = ()
     check_replicas_every: int | None = None
     straggler_report: bool = False
+    goodput: bool = False
 
     def handler(self, kind: type[H]) -> H | None:
         """The settings object of a class, or None."""
@@ -141,10 +144,11 @@ def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[s
 def project_configuration(
     given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Where checkpoints and logs go; `project_dir` fills in for a configuration that has none."""
+    """Where checkpoints and logs go; `project_dir`, else that of the launch, fills in for a configuration without."""
     configuration = given if given is not None else ProjectConfiguration()
-    if project_dir is not None and configuration.project_dir is None:
-        configuration.set_directories(os.fspath(project_dir))
+    folder = os.environ.get(PROJECT_DIR_VARIABLE) if project_dir is None else project_dir
+    if folder and configuration.project_dir is None:
+        configuration.set_directories(os.fspath(folder))
     return configuration
 
 
@@ -246,6 +250,21 @@ def checked_interval(steps: int | None) -> int | None:
             "Give for example 100, or leave it out.",
         )
     return steps
+
+
+def account_kept(goodput: bool | None) -> bool:
+    """Whether an account of the time is kept: as said, else where the launch names the folder of the run.
+
+    Raises:
+        SettingError: not a bool or None.
+    """
+    if goodput is not None and not isinstance(goodput, bool):
+        raise SettingError(
+            f"Accelerator(goodput={goodput!r}) cannot be used.",
+            "It says whether an account of the time is kept: True or False.",
+            "Leave it out to keep one where the run was started with accel launch --project_dir.",
+        )
+    return bool(os.environ.get(PROJECT_DIR_VARIABLE)) if goodput is None else goodput
 
 
 def those_given(arguments: Mapping[str, Any]) -> dict[str, Any]:

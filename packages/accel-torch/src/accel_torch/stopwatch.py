@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -133,13 +134,20 @@ class TimedSource(WrappedSource):
 class _TimedWork:
     __slots__ = ("_stopwatch", "_work", "is_completed")
 
-    def __init__(self, work: Work, stopwatch: Stopwatch) -> None:
+    def __init__(self, work: Work, stopwatch: Timer) -> None:
         self._work, self._stopwatch = work, stopwatch
         self.is_completed = work.is_completed
 
     def wait(self, *timeout: Any) -> Any:
         with self._stopwatch.on("waiting"):
             return self._work.wait(*timeout)
+
+
+class Timer(Protocol):
+    """What charges time to shares: a stopwatch, or the account of a run."""
+
+    def on(self, share: str) -> AbstractContextManager[Any]:
+        """A block whose time counts for a share."""
 
 
 class TimedTransport(Transport):
@@ -150,7 +158,7 @@ class TimedTransport(Transport):
         stopwatch: adds the time up.
     """
 
-    def __init__(self, inner: Transport, stopwatch: Stopwatch) -> None:
+    def __init__(self, inner: Transport, stopwatch: Timer) -> None:
         self.inner, self._stopwatch = inner, stopwatch
         self.rank, self.world_size = inner.rank, inner.world_size
         self.device, self.timeout = inner.device, inner.timeout

@@ -83,10 +83,9 @@ class HangWatch:
 
     @property
     def held_up_by(self) -> list[int]:
-        """Ranks that the processes which wait wait for, as of the last look; empty where that is not known."""
-        newest = max((number for _, number in self._waiting), default=0)
-        there = {rank for rank, number in self._waiting if number == newest}
-        return [rank for rank in range(self._world_size or 0) if there and rank not in there]
+        """Ranks that the others wait for, as of the last look; empty where all wait, or that is not known."""
+        waiting = {rank for rank, _ in self._waiting}
+        return [rank for rank in range(self._world_size or 0) if waiting and rank not in waiting]
 
     @property
     def folder(self) -> str:

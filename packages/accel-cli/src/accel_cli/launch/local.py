@@ -7,6 +7,7 @@ code of the one that failed first. Should it be killed itself, the system kills 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import select
@@ -33,13 +34,14 @@ from accel_cli.launch.runner import PARENT_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
-from accel_state.hang_report.rank_status import read_run_step, read_statuses
+from accel_state.hang_report.rank_status import read_run_step, read_samples, read_statuses
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills
 from accel_state.run_status.find import PREFIX
 
 if TYPE_CHECKING:
-    from accel_cli.launch.restarts import Cause, RestartPolicy
+    from accel_cli.launch.restarts import Cause, Restarts
+    from accel_state.goodput.summary import LauncherLines
 
 __all__ = (
     "ENDING",
@@ -98,26 +100,44 @@ class Supervisor:
 
     def _attempts(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str, inbox: Inbox) -> int:
         """Start the processes, and again as long as the restart policy says so."""
-        restarts = _Restarts(plan) if plan.starts_ranks else None
-        attempt = 0
-        while True:
-            if attempt:
-                environment = {**environment, _ATTEMPT: str(attempt)}
-            processes = _Processes(plan, environment, folder)
-            try:
-                code = self._attempt(processes, inbox)
-            except SettingError as error:
-                # A port that a run before has not let go of yet.
-                if restarts is None or not restarts.after_refusal(str(error)):
-                    raise
-            else:
-                if code == 0 or restarts is None or not restarts.after(processes):
-                    return code
-            ended_by = restarts.wait(inbox)
+        account, oom_killed = _account_of(plan), oom_kills()
+        restarts: Restarts | None = None
+        for attempt in itertools.count():
+            processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
+            code, refused = self._accounted(processes, inbox, account, attempt)
+            if (code == 0 and refused is None) or not plan.starts_ranks:
+                break
+            restarts = restarts or _restarts_of(plan, oom_killed)
+            if not restarts.after(processes, refused):
+                if refused is not None:
+                    raise refused
+                break
+            ended_by = restarts.wait(inbox, ENDING)
             if ended_by is not None:
-                return shell_code(-ended_by)
+                code = shell_code(-ended_by)
+                break
             processes.forget()
-            attempt += 1
+        if account is not None:
+            account.over(code)
+        return code
+
+    def _accounted(
+        self, processes: _Processes, inbox: Inbox, account: LauncherLines | None, attempt: int
+    ) -> tuple[int, SettingError | None]:
+        """Run an attempt to its end; its exit code, and the error for a port that is taken for the moment."""
+        if account is not None:
+            account.launch(attempt)
+        code, refused = 0, None
+        try:
+            code = self._attempt(processes, inbox)
+        except SettingError as error:
+            # A run before may not have let go of the port yet.
+            if processes.plan.restart_policy == "never" or PORT_TAKEN.search(str(error)) is None:
+                raise
+            refused = error
+        if account is not None:
+            processes.tell(account)
+        return code, refused
 
     def _attempt(self, processes: _Processes, inbox: Inbox) -> int:
         plan = processes.plan
@@ -132,6 +152,21 @@ class Supervisor:
         self._stopped = True
         if self._inbox is not None:
             self._inbox.post(signal.SIGTERM)
+
+
+def _account_of(plan: LaunchPlan) -> LauncherLines | None:
+    """What says when the processes of a run began and ended, where the run has a folder."""
+    if not plan.project_dir or not plan.starts_ranks:
+        return None
+    from accel_state.goodput.summary import LauncherLines
+
+    return LauncherLines(plan.project_dir)
+
+
+def _restarts_of(plan: LaunchPlan, oom_killed: int) -> Restarts:
+    from accel_cli.launch.restarts import Restarts
+
+    return Restarts(plan, oom_killed)
 
 
 class Local(Supervisor):
@@ -163,6 +198,7 @@ class Local(Supervisor):
             quiet=request.quiet,
             restart_policy=supervision.restart_policy,
             max_restarts=settings["max_restarts"].value,
+            project_dir=os.path.abspath(folder) if (folder := settings["project_dir"].value) else "",
         )
 
 
@@ -201,65 +237,6 @@ _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
 """Variable by which torchrun too says how often the processes were started again."""
 
 
-class _Restarts:
-    """The failures of one launch, and what follows from them.
-
-    Args:
-        plan: what is started.
-    """
-
-    def __init__(self, plan: LaunchPlan) -> None:
-        self._plan = plan
-        self._policy: RestartPolicy | None = None
-        self._oom_kills = oom_kills()
-        self._attempt = 0
-        self._pause = 0.0
-
-    def after(self, processes: _Processes) -> bool:
-        """Whether the processes of an attempt that failed are started again."""
-        if processes.ended_as_asked:
-            return False
-        ended = time.monotonic()
-        cause = processes.cause(oom_kills() > self._oom_kills)
-        folder = self._plan.project_dir or processes.folder_of_run()
-        return self._decide(cause, folder, processes.began, ended)
-
-    def after_refusal(self, text: str) -> bool:
-        """Whether the processes, which could not be started, are started later."""
-        if PORT_TAKEN.search(text) is None or self._plan.restart_policy == "never":
-            return False
-        from accel_cli.launch.restarts import Cause, Fingerprint
-
-        cause = Cause("port taken", None, Fingerprint("port taken"), " ".join(text.split()))
-        return self._decide(cause, self._plan.project_dir, time.time(), time.monotonic())
-
-    def _decide(self, cause: Cause, folder: str, began: float, ended: float) -> bool:
-        from accel_cli.launch.restarts import RestartPolicy, record_failure
-
-        policy = self._policy = self._policy or RestartPolicy(self._plan.restart_policy, self._plan.max_restarts)
-        decision = policy.decide(cause)
-        if folder:
-            record_failure(folder, cause, decision, self._attempt, began, time.monotonic() - ended)
-        self._pause, self._oom_kills = decision.pause, oom_kills()
-        if self._plan.restart_policy != "never" and not self._plan.quiet:
-            later = f" in {decision.pause:g} s" if decision.pause else ""
-            what = f"Starting again{later}" if decision.restart else "Not started again"
-            print(f"accel launch: {what}: {decision.reason}.", file=sys.stderr, flush=True)
-        self._attempt += decision.restart
-        return decision.restart
-
-    def wait(self, inbox: Inbox) -> int | None:
-        """Wait until it is time to start again; the signal that ended the wait, or None."""
-        deadline = time.monotonic() + self._pause
-        while True:
-            for number in inbox.wait(max(deadline - time.monotonic(), 0.0)):
-                if number in ENDING:
-                    print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
-                    return number
-            if time.monotonic() >= deadline:
-                return None
-
-
 _PLAIN: Final = re.compile(r"[^;\n<> \t]+")
 
 
@@ -291,7 +268,10 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        return self.popen.poll() is None
+        is_alive = self.popen.poll() is None
+        if not is_alive and self.ended is None:
+            self.ended = time.time()
+        return is_alive
 
     def signal(self, number: int) -> None:
         """Signal the process, and with it what it has started when it leads a group of its own."""
@@ -312,9 +292,7 @@ class _Process:
         record = read_record(self.error_file)
         if code is None and not _ends_by_error(record, self.popen.pid):
             return None
-        if code is not None and self.ended is None:
-            self.ended = time.time()
-        return Failure(self.rank, code, record, stopped=self.told_to_end, ended=self.ended)
+        return Failure(self.rank, code, record, self.told_to_end, None if self.alive else self.ended)
 
 
 def _ends_by_error(record: Mapping[str, object] | None, pid: int) -> bool:
@@ -465,9 +443,17 @@ class _Processes:
 
         ranks = range(len(self._processes))
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
-        steps = {rank: read_run_step(self._watch_hangs.folder, rank) for rank in ranks}
+        folder = self._watch_hangs.folder
+        steps = {rank: read_run_step(folder, rank) for rank in ranks}
+        samples = {rank: read_samples(folder, rank) for rank in ranks}
         hang = self._watch_hangs.ended if self._hung else ""
-        return find_cause(self._failures(), codes, steps, self._held_up_by, hang, oom_killed)
+        return find_cause(self._failures(), codes, steps, samples, self._held_up_by, hang, oom_killed)
+
+    def tell(self, account: LauncherLines) -> None:
+        """Say when each process ended."""
+        for process in self._processes:
+            if process.ended is not None or not process.alive:
+                account.ended(process.rank, process.ended or time.time())
 
     def folder_of_run(self) -> str:
         """Where the run keeps its output, as its processes know it; empty where they say nothing."""

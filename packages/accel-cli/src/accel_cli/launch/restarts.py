@@ -13,20 +13,28 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from accel_cli.launch.report import PORT_TAKEN, Failure, ending, first_failure
-from accel_state.proc import CGROUP, numbers_of
+from accel_state.proc import CGROUP, numbers_of, oom_kills
+
+if TYPE_CHECKING:
+    from accel_cli.launch.launcher import LaunchPlan
+    from accel_state.errors import AccelError
 
 __all__ = (
     "FAILURES",
+    "Attempt",
     "Cause",
     "Decision",
     "Fingerprint",
     "RestartPolicy",
+    "Restarts",
+    "Signals",
     "find_cause",
     "record_failure",
 )
@@ -160,6 +168,7 @@ def find_cause(
     failures: Sequence[Failure],
     codes: Mapping[int, int | None],
     steps: Mapping[int, int],
+    samples: Mapping[int, Sequence[str]],
     held_up_by: Sequence[int] = (),
     hang: str = "",
     oom_killed: bool = False,
@@ -170,6 +179,7 @@ def find_cause(
         failures: every process that did not end well, at least one.
         codes: exit codes of all processes by rank, before the launcher ended any; None where one still ran.
         steps: steps of the run that each process had made.
+        samples: ids of the samples that each process has read last, where it was started again.
         held_up_by: with `hang`, ranks that the others waited for.
         hang: what is said of a run that was ended because it hung, or empty.
         oom_killed: whether the system killed a process of this machine because its memory was used up.
@@ -182,7 +192,10 @@ def find_cause(
     first = first_failure(failures)
     victims = tuple(sorted(one.rank for one in failures if one is not first and (one.is_victim or one.stopped)))
     if not first.is_victim:
-        return _cause_of(first, steps.get(first.rank, 0), victims, oom_killed)
+        cause = _cause_of(first, steps.get(first.rank, 0), victims, oom_killed)
+        if first.record is not None or not samples.get(first.rank):
+            return cause
+        return replace(cause, fingerprint=replace(cause.fingerprint, samples=tuple(samples[first.rank])))
     return _cause_of_victims(failures, codes, steps)
 
 
@@ -194,14 +207,18 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
     missed = [rank for one in own for rank in one.missed if rank not in hurt]
     first = min(own, key=lambda one: one.time)
     message = first.message
-    if not missed and len(own) == 1 and _is_of_a_socket(first):
-        # A connection of the script's own: the other processes are well.
-        return Cause("peer lost", first.rank, _fingerprint(first, "lost peer", 0), message)
+    blamed = {rank for one in own for rank in one.missed}
+    sockets = [one for one in own if not one.missed and _is_of_a_socket(one) and (len(own) == 1 or one.rank in blamed)]
+    if not missed and sockets:
+        # A connection of the script's own, and not one to another process of the run.
+        root = min(sockets, key=lambda one: one.time)
+        others = tuple(sorted(hurt - {root.rank}))
+        return Cause("peer lost", root.rank, _fingerprint(root, "lost peer", 0), root.message, others)
     if not missed:
         # One that ended well while the others needed it, else one that still ran and did not come.
-        others = [rank for rank in sorted(codes) if rank not in hurt]
-        gone = [rank for rank in others if codes[rank] == 0]
-        missed = gone if len(gone) == 1 else others
+        rest = [rank for rank in sorted(codes) if rank not in hurt]
+        gone = [rank for rank in rest if codes[rank] == 0]
+        missed = gone if len(gone) == 1 else rest
         if len(missed) != 1:
             # The network or another machine failed.
             return Cause("peer lost", None, _fingerprint(first, "lost peer", 0), message, victims)
@@ -209,6 +226,10 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
     step = steps.get(rank, 0)
     if codes.get(rank, -1) == 0:
         return Cause("left early", rank, Fingerprint("exit code 0", step=step), "ended with exit code 0 early", victims)
+    told = next((one for one in own if f"Process {rank} failed: " in str((one.record or {}).get("message"))), None)
+    if told is not None:
+        # An agreement passed the error of that process on, which is still leaving or could not record it.
+        return Cause(_kind_of(told), rank, replace(_fingerprint(told, "error", step), step=step), message, victims)
     if rank in codes and codes[rank] is None:
         return Cause("hang", rank, Fingerprint("missed", step=step), message, victims)
     return Cause("peer lost", rank, Fingerprint("lost peer", step=step), message, victims)
@@ -224,7 +245,8 @@ def _cause_of(first: Failure, step: int, victims: tuple[int, ...], oom_killed: b
     if first.record is None:
         return _cause_of_code(first, step, victims, oom_killed)
     kind = _kind_of(first)
-    return Cause(kind, first.rank, _fingerprint(first, "error", step), first.message, victims)
+    numbers = f" ({_memory_numbers()})" if kind == "out of memory" else ""
+    return Cause(kind, first.rank, _fingerprint(first, "error", step), first.message + numbers, victims)
 
 
 def _cause_of_code(first: Failure, step: int, victims: tuple[int, ...], oom_killed: bool) -> Cause:
@@ -272,7 +294,7 @@ def _kind_of(first: Failure) -> Kind:
         ("port taken", errno.EADDRINUSE in numbers or PORT_TAKEN.search(text) is not None),
         ("no access", bool(numbers & _REFUSED)),
         ("file system", bool(numbers & _HICCUPS)),
-        ("peer lost", bool(numbers & _LOST) or _MACHINE.search(text) is not None),
+        ("peer lost", bool(numbers & _LOST) or "ConnectionError" in newest or _MACHINE.search(text) is not None),
         ("killed", _KILLED_WORKER.search(text) is not None),
         ("cannot start", bool(newest & _PROGRAM)),
     )
@@ -339,14 +361,17 @@ class RestartPolicy:
         if self.name == "never":
             return "restart_policy is never"
         if cause.kind in _FINAL:
-            return f"{cause.kind}: {_FINAL[cause.kind]}"
+            return f"{cause.kind}: {_FINAL[cause.kind]}" + (
+                f"; {cause.message}" if cause.kind == "out of memory" else ""
+            )
         again = self._samples_again(cause.fingerprint.samples)
         if again:
             return f"two failures with the same samples: {', '.join(again)}"
         if cause.kind == "hang" and any(one.kind == "hang" for one in self.failures):
             return "it hung for the second time"
         if self._came_again(cause):
-            return "the same failure came again without progress"
+            at_hand = f"; samples at hand: {', '.join(cause.fingerprint.samples)}" if cause.fingerprint.samples else ""
+            return f"the same failure came again without progress{at_hand}"
         if self.restarts >= self.max_restarts:
             return f"all {self.max_restarts} restarts are used"
         return ""
@@ -401,3 +426,82 @@ def record_failure(
             os.close(file)
     except OSError:
         return
+
+
+# ---------------------------------------------------------------------- the launcher's side
+
+
+class Attempt(Protocol):
+    """The processes of one attempt, as the launcher knows them."""
+
+    @property
+    def ended_as_asked(self) -> bool:
+        """Whether it ended because somebody asked for that, or saved its state to be resumed elsewhere."""
+
+    @property
+    def began(self) -> float:
+        """When it was started, seconds since 1970."""
+
+    def cause(self, oom_killed: bool) -> Cause:
+        """The first cause of what went wrong."""
+
+    def folder_of_run(self) -> str:
+        """Where the run keeps its output, as its processes know it; empty where they say nothing."""
+
+
+class Signals(Protocol):
+    """Where the launcher hears of signals."""
+
+    def wait(self, timeout: float) -> list[int]:
+        """Signals that came since the last call; returns early when one comes."""
+
+
+class Restarts:
+    """The failures of one launch, and what follows from them.
+
+    Args:
+        plan: what is started.
+        oom_killed: how many processes the system had killed for their memory when the launch began.
+    """
+
+    def __init__(self, plan: LaunchPlan, oom_killed: int) -> None:
+        self._plan = plan
+        self._policy = RestartPolicy(plan.restart_policy, plan.max_restarts)
+        self._oom_killed = oom_killed
+        self._pause = 0.0
+
+    def after(self, processes: Attempt, refused: AccelError | None = None) -> bool:
+        """Whether the processes of an attempt that failed are started again.
+
+        Args:
+            processes: of the attempt.
+            refused: the error for a port that was taken, where they could not be started at all.
+        """
+        if refused is None and processes.ended_as_asked:
+            return False
+        ended, killed, attempt = time.monotonic(), oom_kills(), self._policy.restarts
+        if refused is None:
+            cause = processes.cause(killed > self._oom_killed)
+        else:
+            cause = Cause("port taken", None, Fingerprint("port taken"), " ".join(str(refused).split()))
+        decision = self._policy.decide(cause)
+        folder = self._plan.project_dir or ("" if refused is not None else processes.folder_of_run())
+        if folder:
+            record_failure(folder, cause, decision, attempt, processes.began, time.monotonic() - ended)
+        self._pause, self._oom_killed = decision.pause, killed
+        if self._plan.restart_policy != "never" and not self._plan.quiet:
+            later = f" in {decision.pause:g} s" if decision.pause else ""
+            what = f"Starting again{later}" if decision.restart else "Not started again"
+            print(f"accel launch: {what}: {decision.reason}.", file=sys.stderr, flush=True)
+        return decision.restart
+
+    def wait(self, signals: Signals, ending: Sequence[int]) -> int | None:
+        """Wait until it is time to start again; the signal of `ending` that ended the wait, or None."""
+        deadline = time.monotonic() + self._pause
+        while True:
+            for number in signals.wait(max(deadline - time.monotonic(), 0.0)):
+                if number in ending:
+                    print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
+                    return number
+            if time.monotonic() >= deadline:
+                return None

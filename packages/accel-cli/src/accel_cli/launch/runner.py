@@ -180,7 +180,7 @@ def failure_fingerprint(error: BaseException) -> dict[str, Any]:
     path, line, name = (own or places or [("", 0, "")])[-1]
     samples = _samples_of(frames)
     if not samples and progress is not None:
-        samples = progress.samples()
+        samples = progress.samples(_read_by_workers(frames))
     return {
         "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         "frame": f"{path}:{line} in {name}" if path else "",
@@ -237,6 +237,15 @@ def _samples_of(frames: list[FrameType]) -> list[str]:
     seeded = any(type(getattr(names.get("self"), "dataset", None)).__name__ == "SeededSamples" for names in reading)
     batch = [] if read is None else read if isinstance(read, list) else [read]
     return [str(index[-1] if seeded and isinstance(index, tuple) else index)[:_LONGEST_SAMPLE] for index in batch]
+
+
+def _read_by_workers(frames: list[FrameType]) -> int | None:
+    """Number of the batch whose reading failed in a DataLoader worker; None where the error came from elsewhere."""
+    loader = os.path.join("torch", "utils", "data", "dataloader.py")
+    for frame in frames:
+        if frame.f_code.co_name == "_process_data" and frame.f_code.co_filename.endswith(loader):
+            return int(frame.f_locals["self"]._rcvd_idx) - 1
+    return None
 
 
 def folded(error: BaseException) -> str:

@@ -47,10 +47,12 @@ __all__ = (
     "capture_status",
     "host_with_namespaces",
     "read_run_step",
+    "read_samples",
     "read_statuses",
     "read_world_status",
     "request_stacks",
     "request_world_status",
+    "sample_file",
 )
 
 EXITED_NORMALLY: Final = "without an exception"
@@ -96,8 +98,9 @@ class TrainingProgress:
     Attributes:
         steps: steps of the optimizer that has made most, since the process was started.
         loaded: steps of the run that this process did not make, since it loaded a checkpoint of them.
-        shared: the same two numbers, `loaded` and `steps`, where the launcher reads them after this process was killed.
-        samples: returns the ids of the samples of the batch that is trained on; empty where they are not known.
+        shared: `loaded` and `steps`, where the launcher reads them after this process was killed.
+        samples: returns the ids of the samples of the batch that is trained on, or of the batch with a number in the
+            epoch; empty where they are not known.
         folder: where the run keeps its output, or empty.
         device_memory: returns the bytes that this process holds on its device; None where nothing counts them.
     """
@@ -107,7 +110,7 @@ class TrainingProgress:
     def __init__(self) -> None:
         self.steps = self.loaded = 0
         self.shared: MutableSequence[int] = array("q", (0, 0))
-        self.samples: Callable[[], list[str]] = list
+        self.samples: Callable[[int | None], list[str]] = lambda read: []
         self.folder = ""
         self.device_memory: Callable[[], int | None] = lambda: None
         # Replaced as a whole, because the thread of the monitor reads it at any moment.
@@ -185,6 +188,39 @@ def read_run_step(folder: str, rank: int) -> int:
             return sum(_STEPS.unpack(file.read(_STEPS.size)))
     except (OSError, struct.error):
         return 0
+
+
+_MOST_SAMPLE_BYTES: Final = 2048
+
+
+def sample_file(folder: str, rank: int) -> Callable[[str], None] | None:
+    """What keeps a text about samples where the launcher reads it after this process was killed; None if it cannot."""
+    try:
+        file = os.open(os.path.join(folder, f"rank{rank}.samples"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(file, _MOST_SAMPLE_BYTES)
+            mapped = mmap.mmap(file, _MOST_SAMPLE_BYTES)
+        finally:
+            os.close(file)
+    except OSError:
+        return None
+
+    def write(text: str) -> None:
+        content = text.encode()
+        if len(content) < _MOST_SAMPLE_BYTES:
+            mapped[: len(content) + 1] = content + b"\0"
+
+    return write
+
+
+def read_samples(folder: str, rank: int) -> list[str]:
+    """Ids of the samples that a process of a restarted run has read last; empty where it has written none."""
+    try:
+        with open(os.path.join(folder, f"rank{rank}.samples"), "rb") as file:
+            found = json.loads(file.read(_MOST_SAMPLE_BYTES).partition(b"\0")[0])
+    except (OSError, ValueError):
+        return []
+    return [str(sample) for sample in found] if isinstance(found, list) else []
 
 
 # ---------------------------------------------------------------------- the status of a rank

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from accel_state.settings.schema import BOOLEAN, choice, int_at_least, setting, settings_class
 
-__all__ = ("MeshSettings", "OutputSettings", "ProcessSettings", "RunSettings", "XLASettings")
+__all__ = ("PROJECT_DIR_VARIABLE", "MeshSettings", "OutputSettings", "ProcessSettings", "RunSettings", "XLASettings")
+
+PROJECT_DIR_VARIABLE: Final = "ACCEL_PROJECT_DIR"
+"""Variable with the folder of the run, for scripts that name none."""
 
 
 @settings_class
@@ -92,6 +97,14 @@ class RunSettings:
         key="backend",
         help="Backend that owns the run, as `accel backends` lists it; by what was configured when not given.",
         group="Resources",
+    )
+    project_dir: str | None = setting(
+        None,
+        variable=PROJECT_DIR_VARIABLE,
+        flag="--project_dir",
+        key="project_dir",
+        help="Folder of the run: of its checkpoints, logs and failures, and of the account of its time.",
+        group="Supervision",
     )
     gradient_accumulation_steps: int = setting(
         1,

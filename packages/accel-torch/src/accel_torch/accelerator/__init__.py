@@ -66,6 +66,9 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
             turns that off.
         straggler_report: at `end_training`, print and log what each process spent its time on, to see which one the
             others wait for.
+        goodput: keep an account of where the time of each process goes, over all restarts, in the folder "goodput" of
+            `project_dir`; `accel runs goodput` shows it. When None, it is kept where the run was started with
+            `accel launch --project_dir`.
 
     Raises:
         SettingError: an argument or a variable holds what cannot be used.
@@ -114,6 +117,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
         transforms: Sequence[Transform] | None = None,
         check_replicas_every: int | None = None,
         straggler_report: bool = False,
+        goodput: bool | None = None,
     ) -> None:
         moved = {
             "split_batches": split_batches,
@@ -156,6 +160,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
                 transforms=options.checked_transforms(transforms),
                 check_replicas_every=options.checked_interval(check_replicas_every),
                 straggler_report=straggler_report,
+                goodput=options.account_kept(goodput),
             )
         )
         if self._options.project.remote is not None:

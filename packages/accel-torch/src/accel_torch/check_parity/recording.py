@@ -374,6 +374,9 @@ class _LoaderFollower:
         self._epoch, self._batch = self._epoch + 1, 0
         self._recorder.epoch_begins()
 
+    def epoch_ends(self) -> None:
+        pass
+
     def batch_given(self, batch: Any) -> None:
         self._recorder.batch_given(self._number, self._epoch, self._batch, batch)
         self._batch += 1

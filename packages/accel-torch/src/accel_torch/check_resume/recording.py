@@ -239,6 +239,9 @@ class _Observer:
         if accelerator is not None:
             self._recorder.epoch_begins(accelerator)
 
+    def epoch_ends(self) -> None:
+        pass
+
     def batch_given(self, batch: Any) -> None:
         self._recorder.batch_given(self._number, self._progress.epoch, batch)
 

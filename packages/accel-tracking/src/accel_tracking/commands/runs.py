@@ -1,6 +1,6 @@
 """`accel runs`: `list` names the runs of this machine and of a folder, `show` draws the curves of a run that the
-tracker "jsonl" stored, `samples` counts the samples of each
-source of a mixture, `status` shows its processes.
+tracker "jsonl" stored, `samples` counts the samples of each source of a mixture, `status` shows its processes, and
+`goodput` shows where its time went.
 
 All actions identify a run by its folder, or by the process id of its launcher while it runs.
 """
@@ -60,6 +60,19 @@ class Runs:
             help="add the Python stack of each process of this machine (from py-spy if it is installed)",
         )
 
+        goodput = actions.add_parser(
+            "goodput",
+            help="show where the time of a run went",
+            description=(
+                "Show where the time of a run went, over all its restarts: start-up, data, steps, evaluation, "
+                "checkpoints, recomputed work, waiting and down time. The run was started with `accel launch "
+                "--project_dir`, or kept the account by Accelerator(goodput=True)."
+            ),
+        )
+        goodput.add_argument("run", metavar="RUN", help=_RUN)
+        goodput.add_argument("--json", action="store_true", help="print one line of JSON")
+        goodput.add_argument("--output", type=Path, help="picture to write too (.svg)")
+
         samples = actions.add_parser(
             "samples",
             help="show how many samples each source of a mixture gave",
@@ -74,6 +87,10 @@ class Runs:
             from accel_tracking.commands.status import show_status
 
             return show_status(arguments.run, arguments.watch, arguments.json, arguments.stacks)
+        if arguments.action == "goodput":
+            from accel_tracking.commands.goodput import show_goodput
+
+            return show_goodput(_path(arguments.run), arguments.json, arguments.output)
         if arguments.action == "list":
             from accel_tracking.commands.stored import list_runs
 

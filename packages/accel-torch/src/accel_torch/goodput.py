@@ -1,0 +1,217 @@
+"""Where the time of this process goes: what charges the account of `accel_state.goodput`.
+
+It follows prepared loaders. Between two batches of one the process waits for data; from a batch to the next request it
+trains, or evaluates where no optimizer stepped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from accel_state import current
+from accel_state.errors import SettingError
+from accel_state.goodput.account import (
+    DATA,
+    EVALUATION,
+    FIRST_STEP,
+    FOLDER,
+    RECOMPUTED,
+    SAVING,
+    START_UP,
+    STEP,
+    WAITING,
+    TimeAccount,
+)
+from accel_state.hang_report.rank_status import PROGRESS
+from accel_state.protocol import share_protocol_state
+from accel_torch.observers import RUN_OBSERVERS, RunObserver
+from accel_torch.stopwatch import TimedTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_state.gradient import GradientState
+    from accel_torch.options import Options
+
+__all__ = ("GoodputRecorder", "recorder_of")
+
+_SAVES: Final = ("save", "save_model", "save_state", "wait_for_checkpoint")
+
+
+class GoodputRecorder(RunObserver):
+    """Keeps the account of this process; see `RunObserver`.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._pid = os.getpid()
+        self._account: TimeAccount | None = None
+        self._stepped: Any = None
+
+    @property
+    def account(self) -> TimeAccount:
+        """Begun when the rank of this process is known."""
+        if self._account is None:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            rank = current.process().rank
+            self._account = TimeAccount(
+                os.path.join(self._folder, FOLDER), rank, int(attempt) if attempt.isdecimal() else 0
+            )
+            self._stepped = register_optimizer_step_post_hook(self._after_step_without_loader)
+            atexit.register(self._close)
+        return self._account
+
+    def _close(self) -> None:
+        if self._account is not None and os.getpid() == self._pid:
+            self._account.reached(PROGRESS.run_step)
+            self._account.close()
+
+    def _after_step_without_loader(self, *_: Any) -> None:
+        """A loop over something else than a prepared loader: what follows its first step are steps."""
+        if self.account.doing == START_UP:
+            self.account.charge(FIRST_STEP, STEP)
+
+    def watch_collectives(self) -> None:
+        """Charge the collectives of this process to waiting; called before anybody holds the process."""
+        account, process = self.account, current.process()
+        if process.world_size == 1 or isinstance(process.transport, TimedTransport):
+            return
+        transport = TimedTransport(process.transport, account)
+        share_protocol_state(transport, process.transport)
+        current.set_process(process._replace(transport=transport))
+
+    def begins(self, accelerator: Any) -> None:
+        """Charge saving, and the waiting in backward passes where there are other processes."""
+        account = self.account
+        for name in _SAVES:
+            setattr(accelerator, name, account.timed(SAVING, getattr(accelerator, name)))
+        if accelerator.num_processes > 1:
+            accelerator.backward = _waiting_backward(account, accelerator.backward)
+
+    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+        """Follow a loader."""
+        if hasattr(loader, "between_batches"):
+            _TimedLoader(self.account, accelerator.gradient_state, loader).follow(loader)
+            loader.observer.first = self._forget_steps
+
+    def _forget_steps(self) -> None:
+        if self._stepped is not None:
+            self._stepped.remove()
+            self._stepped = None
+
+
+class _TimedLoader:
+    """Charges what one loader and the loop over it do; see `accel_data.loader.LoaderObserver`."""
+
+    __slots__ = ("_account", "_before", "_gradient", "_is_pausing", "_steps", "first")
+
+    def __init__(self, account: TimeAccount, gradient: GradientState, loader: Any) -> None:
+        self._account, self._gradient = account, gradient
+        self._before = loader.between_batches
+        # Saves and ends happen between batches, where the run has them.
+        self._is_pausing = getattr(self._before, "may_pause", True)
+        self._steps = 0
+        self.first: Any = None
+
+    def follow(self, loader: Any) -> None:
+        """Take part between the batches of a loader."""
+        loader.between_batches, loader.observer = self._between, self
+
+    def epoch_begins(self) -> None:
+        """See `LoaderObserver`."""
+        if self.first is not None:
+            self.first()
+            self.first = None
+
+    def _between(self, first: bool) -> None:
+        account = self._account
+        if not first:
+            account.doing = self._done()
+        if self._is_pausing and self._before is not None:
+            account.enter(SAVING)
+            self._before(first)
+        account.enter(DATA)
+
+    def _done(self) -> int:
+        """What the time since the last batch was spent on."""
+        steps, before = PROGRESS.steps, self._steps
+        if steps == before and self._gradient.sync_gradients:
+            return EVALUATION
+        if before == 0:
+            return FIRST_STEP
+        account = self._account
+        step = PROGRESS.loaded + steps
+        account.reached(step)
+        return STEP if step > account.before else RECOMPUTED
+
+    def batch_given(self, batch: Any) -> None:
+        """See `LoaderObserver`."""
+        self._steps = steps = PROGRESS.steps
+        account = self._account
+        # What it is shows at its end; until then this is what a killed process was doing.
+        expected = STEP if PROGRESS.loaded + steps >= account.before else RECOMPUTED
+        account.enter(expected if steps else FIRST_STEP)
+
+    def epoch_ends(self) -> None:
+        """See `LoaderObserver`: what follows belongs to what the loop did."""
+        account = self._account
+        if account.doing == DATA:
+            account.enter(STEP if PROGRESS.steps > 0 and torch.is_grad_enabled() else EVALUATION)
+
+
+def _waiting_backward(account: TimeAccount, inner: Any) -> Any:
+    """A backward pass that charges to waiting what follows the last gradient of this process."""
+
+    def backward(loss: Tensor, **kwargs: Any) -> None:
+        doing = account.doing
+        handle: Any = None
+        if loss.requires_grad:
+            handle = loss.register_hook(lambda _: _queue(account))  # type: ignore[no-untyped-call]
+        try:
+            inner(loss, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+            if account.doing == WAITING:
+                account.enter(doing)
+
+    return backward
+
+
+def _queue(account: TimeAccount) -> None:
+    # Callbacks run in the order in which they were queued, and those that wait for other processes come later.
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: _wait(account))
+
+
+def _wait(account: TimeAccount) -> None:
+    if account.is_mine:
+        account.enter(WAITING)
+
+
+def recorder_of(options: Options) -> GoodputRecorder | None:
+    """What keeps the account of this process where the run has one; every Accelerator shares it.
+
+    Raises:
+        SettingError: an account is to be kept, and there is no folder for it.
+    """
+    known = next((one for one in RUN_OBSERVERS if isinstance(one, GoodputRecorder)), None)
+    if known is not None or not options.goodput:
+        return known
+    folder = options.project.project_dir
+    if folder is None:
+        raise SettingError(
+            "Cannot construct an Accelerator with goodput=True.",
+            "There is no folder for the account of its time.",
+            "Give project_dir too, or start the script with accel launch --project_dir.",
+        )
+    recorder = GoodputRecorder(os.fspath(folder))
+    RUN_OBSERVERS.append(recorder)
+    return recorder
