@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_plugins import resolve
 from accel_plugins.context import Context
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
     from accel_plugins.transform import Transform
     from accel_plugins.transforms.config import TorchTensorParallelPlugin
     from accel_state.mesh import ParallelismConfig
-    from accel_torch.goodput import GoodputRecorder
-    from accel_torch.straggler import StragglerReport
 
-__all__ = ("ActiveBackend", "assemble", "transforms_of")
+__all__ = ("ActiveBackend", "WatchesCollectives", "assemble", "transforms_of")
 
 
 @dataclass(eq=False)
@@ -87,15 +86,21 @@ class ActiveBackend:
         return duty in self.manifest.owns
 
 
+class WatchesCollectives(Protocol):
+    """What times collectives."""
+
+    def watch_collectives(self) -> None:
+        """Time those of this process from now on; called before anybody holds the process."""
+
+
 def assemble(
-    options: Options, report: StragglerReport | None = None, account: GoodputRecorder | None = None
+    options: Options, watchers: Sequence[WatchesCollectives | None] = ()
 ) -> tuple[AcceleratorState, GradientState, ActiveBackend]:
     """Join the other processes, choose the backend and start the run; or share the run there is.
 
     Args:
         options: arguments of the Accelerator.
-        report: is to time the collectives of this process.
-        account: is to charge them to waiting.
+        watchers: are to time the collectives of this process.
 
     Raises:
         Conflict: an option differs from the one that the run was made with, or cannot differ from it.
@@ -103,9 +108,9 @@ def assemble(
     """
     group = options.handler(InitProcessGroupKwargs)
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
-    for one in (report, account):
-        if one is not None:
-            one.watch_collectives()
+    for watcher in watchers:
+        if watcher is not None:
+            watcher.watch_collectives()
     given = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,

@@ -67,7 +67,7 @@ class AcceleratorMembers:
             PROGRESS.writes_to(folder)
         self._report = reporting(self._options)
         account = _account_of(self._options)
-        self.state, self.gradient_state, self._backend = assemble(self._options, self._report, account)
+        self.state, self.gradient_state, self._backend = assemble(self._options, (self._report, account))
         self._backend.join(self)
         owned = self._backend.owns(Duty.ACCUMULATION)
         self._accumulation = Accumulation(self.gradient_state, self._backend.strategy, owned)
