@@ -12,9 +12,17 @@ from typing import Any
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from accel_bigmodel.tied import canonical_name, find_tied_parameters
+from accel_bigmodel.tied import canonical_name, find_tied_parameters, preserved_ties
 
-__all__ = ("canonical_name", "names_by_group", "parameter_names", "rebind", "with_tied_names")
+__all__ = (
+    "canonical_name",
+    "find_tied_parameters",
+    "names_by_group",
+    "parameter_names",
+    "preserved_ties",
+    "rebind",
+    "with_tied_names",
+)
 
 
 def parameter_names(model: Module) -> dict[Parameter, str]:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from accel_bigmodel.tied import preserved_ties
 from accel_plugins.manifest import Part, Traits
 from accel_plugins.mesh import DATA_AXES, present_axes
+from accel_plugins.parameters import canonical_name, preserved_ties
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -318,8 +318,6 @@ class Strategy:
 
         Called on every process, by whoever looks at gradients; never on the way of training.
         """
-        from accel_plugins.parameters import canonical_name
-
         return {
             canonical_name(name): _complete(parameter.grad)
             for name, parameter in self.unwrap(model).named_parameters()

@@ -19,6 +19,7 @@ from accel_plugins.checkpoint.boundaries import StepBoundaries
 from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.folders import next_folder
@@ -187,7 +188,7 @@ def _save_behind(
         guard: that of the attempt before, whose copy was torn.
     """
     strategy = accelerator._backend.strategy
-    optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in accelerator._prepared.optimizers]
+    optimizers = [inner_optimizer(wrapped) for wrapped in accelerator._prepared.optimizers]
     saver = _saver(accelerator)
     request.attempts += 1
     boundaries = StepBoundaries()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins import strategy as base
 from accel_plugins.manifest import Ability, Duty
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import NotOffered, SettingError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def unscale_gradients(accelerator: AcceleratorMembers, optimizers: Iterable[Any]
     """Make the gradients of prepared optimizers complete and bring them to their true size; all of them when None."""
     backend = accelerator._backend
     for wrapped in accelerator._prepared.optimizers if optimizers is None else optimizers:
-        optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
+        optimizer: Optimizer = inner_optimizer(wrapped)
         complete(backend.strategy, accelerator._accumulation, optimizer)
         if not backend.owns(Duty.PRECISION):
             backend.precision.unscale(optimizer)

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from accel_bigmodel.tied import preserved_ties
 from accel_plugins.fsdp.building import is_built_in_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_plugins.parameters import preserved_ties
 from accel_state.errors import CheckpointError, Conflict
 
 __all__ = (

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import Module
 
-from accel_bigmodel.tied import find_tied_parameters
 from accel_plugins.manifest import Axis
 from accel_plugins.mesh import submesh
+from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.transform import Stage, Transform
 from accel_state.errors import Conflict, NotReady, SettingError
 from accel_state.settings.schema import closest

@@ -20,6 +20,7 @@ from accel_plugins.context import Context
 from accel_plugins.manifest import Part
 from accel_plugins.precision.base import Closure
 from accel_plugins.strategy import Strategy
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_plugins.xla import spmd
 from accel_plugins.xla.config import XLAPlugin
 from accel_plugins.xla.device_transfer import XLADeviceTransfer
@@ -136,7 +137,7 @@ class XLAStrategy(Strategy):
         if part is Part.MODEL:
             self._divide_parameters(item)
         elif part is Part.OPTIMIZER:
-            self._divide_state(getattr(item, "optimizer", item))
+            self._divide_state(inner_optimizer(item))
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
         state: dict[str, Tensor] = _on_host(super().state_dict(model))

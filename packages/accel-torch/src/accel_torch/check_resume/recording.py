@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.hang_report.rank_status import PROGRESS
 from accel_torch.check_resume.digests import Pieces, digests_of, sample_digests, state_pieces, variables_of
 from accel_torch.check_resume.task import Task
@@ -186,7 +187,7 @@ class RunRecorder(RunObserver):
         if last:
             known = [accelerator, *prepared.custom, *prepared.loaders, *prepared.schedulers, *prepared.optimizers]
             known += [*prepared.models, *map(accelerator.unwrap_model, prepared.models)]
-            known += [getattr(item, "optimizer", item) for item in prepared.optimizers]
+            known += [inner_optimizer(item) for item in prepared.optimizers]
             known += [getattr(item, "scheduler", item) for item in prepared.schedulers]
             note["variables"] = variables_of(sys._getframe(), self.script, known)
         self._write(note)
