@@ -1,7 +1,8 @@
 """Which parameter is which: its name in the user's model, its ties, and the optimizers that hold it.
 
 Strategies replace parameters, wrappers rename them, and checkpoints of different backends name them differently. What
-stays the same is the name in the user's model.
+stays the same is the name in the user's model. The state of an optimizer names parameters by position, as torch does,
+or by name, as backends that shard do; converting lets each kind of checkpoint be loaded by the other.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_bigmodel.tied import canonical_name, find_tied_parameters, preserved_ties
+from accel_state.errors import CheckpointError
 
 __all__ = (
+    "by_name",
+    "by_position",
     "canonical_name",
     "find_tied_parameters",
     "names_by_group",
+    "names_parameters",
     "parameter_names",
     "preserved_ties",
     "rebind",
+    "restart",
+    "unstepped",
     "with_tied_names",
 )
 
@@ -63,3 +70,89 @@ def with_tied_names(model: Module, weights: Mapping[str, Any]) -> dict[str, Any]
         if given is not None:
             found.update({name: given for name in names if name not in weights})
     return found
+
+
+# ---------------------------------------------------------------------- states of optimizers
+
+
+def names_parameters(state: Mapping[str, Any]) -> bool:
+    """Whether the state of an optimizer is by name."""
+    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
+def by_position(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
+    """A state by name as the optimizer itself would have saved it.
+
+    Args:
+        state: the state.
+        optimizer: the one it is for.
+        models: prepared models, one of which holds its parameters.
+
+    Raises:
+        CheckpointError: it belongs to other parameters.
+    """
+    names = _names(optimizer, models)
+    positions = {name: position for position, name in enumerate(name for group in names for name in group)}
+    saved = {name: group for group in state["param_groups"] for name in group["params"]}
+    missing = [name for name in positions if name not in saved]
+    if missing or len(saved) != len(positions):
+        raise _other_parameters(optimizer, missing[:3] or [f"{len(saved)} parameters"])
+    groups = [
+        {**_in_kind(saved[group[0]], own), "params": [positions[name] for name in group]}
+        for group, own in zip(names, optimizer.param_groups, strict=True)
+    ]
+    found = {positions[name]: value for name, value in state["state"].items() if name in positions}
+    return {"state": dict(sorted(found.items())), "param_groups": groups}
+
+
+def unstepped(optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
+    """The state by name of an optimizer that has not stepped yet."""
+    names = _names(optimizer, models)
+    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+    return {"state": {}, "param_groups": groups}
+
+
+def restart(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give an optimizer the options in the state of one that had not stepped, and forget its own steps."""
+    optimizer.state.clear()
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        options = {name: value for name, value in saved.items() if name != "params"}
+        own.update(_in_kind(options, own))
+
+
+def _in_kind(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a group, with tuples where shards gave lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) and isinstance(own.get(name), tuple) else value
+        for name, value in saved.items()
+    }
+
+
+def by_name(state: Mapping[str, Any], optimizer: Optimizer, models: Iterable[Module]) -> dict[str, Any]:
+    """A state by position with the names of the parameters; see `by_position`."""
+    names = _names(optimizer, models)
+    flat = [name for group in names for name in group]
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group) for group in names]:
+        raise _other_parameters(optimizer, [f"groups of {sizes} parameters"])
+    # Positions count through the groups in order, whatever numbers stand in them.
+    positions = [position for group in state["param_groups"] for position in group["params"]]
+    named = dict(zip(positions, flat, strict=True))
+    groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
+    return {"state": {named[position]: value for position, value in state["state"].items()}, "param_groups": groups}
+
+
+def _names(optimizer: Optimizer, models: Iterable[Module]) -> list[list[str]]:
+    """Names of the optimizer's parameters, by group."""
+    names = names_by_group(optimizer, models)
+    if names is None:
+        raise _other_parameters(optimizer, ["parameters of several models, or of none that is prepared"])
+    return names
+
+
+def _other_parameters(optimizer: Optimizer, found: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot load the state of {type(optimizer).__name__} from a checkpoint of another backend.",
+        f"Its parameters and those of the checkpoint are not the same: {', '.join(found)}.",
+        "Prepare the same models and optimizers as when it was saved.",
+    )

@@ -34,9 +34,8 @@ from accel_plugins.checkpoint.files import (
     shards_name,
     weights_name,
 )
-from accel_plugins.checkpoint.optimizer_names import by_position, names_parameters
 from accel_plugins.manifest import Part
-from accel_plugins.parameters import canonical_name
+from accel_plugins.parameters import by_position, canonical_name, names_parameters
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.errors import CheckpointError
 from accel_state.untrusted import open_regular

@@ -41,11 +41,10 @@ from accel_plugins.checkpoint.files import (
     shards_name,
     weights_name,
 )
-from accel_plugins.checkpoint.optimizer_names import by_name, names_parameters, restart, unstepped
 from accel_plugins.checkpoint.shards import SavePlans, names_in, read_into, read_whole, write_shards
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
-from accel_plugins.parameters import with_tied_names
+from accel_plugins.parameters import by_name, names_parameters, restart, unstepped, with_tied_names
 from accel_state import current
 from accel_state.errors import CheckpointError, SettingError
 
