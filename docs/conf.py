@@ -36,12 +36,12 @@ def name_documents_outside(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = OUTSIDE.sub(r"\1 (`\2`)", source[0])
 
 
-GROUP = re.compile(r"^## (\w+)$", re.MULTILINE)
+GROUP = re.compile(r"^## (.+)$", re.MULTILINE)
 
 
 def chart_of_group(heading: re.Match[str]) -> str:
-    """A heading in words, and the directive of its chart."""
-    return f"## {heading[1].replace('_', ' ').capitalize()}\n\n```{{bars}} {heading[1]}\n```"
+    """A heading, and the directive of the chart of its group."""
+    return f"{heading[0]}\n\n```{{bars}} {heading[1].lower().replace(' ', '_')}\n```"
 
 
 def draw_benchmarks(app: Sphinx, name: str, source: list[str]) -> None:

@@ -117,7 +117,7 @@ def document(table: Sequence[Case], rows: Sequence[Row]) -> str:
         sections.append(
             "\n".join(
                 [
-                    f"## {group}",
+                    f"## {group.replace('_', ' ').capitalize()}",
                     "",
                     textwrap.fill(" ".join(methods), 120, break_on_hyphens=False),
                     "",
