@@ -9,6 +9,8 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 project = "accel"
+copyright = "the accel contributors"
+pygments_style = "friendly"
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 extensions = ["myst_parser", "sphinx_design", "bars"]
 exclude_patterns = ["extensions"]
@@ -26,6 +28,7 @@ html_title = "accel"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["bars.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 
 # A document outside of this folder is not a page; tools/check_links.py checks that it exists.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
