@@ -9,7 +9,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 project = "accel"
-copyright = "the accel contributors"
+project_copyright = "the accel contributors"
 pygments_style = "friendly"
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 extensions = ["myst_parser", "sphinx_design", "bars"]
