@@ -38,7 +38,7 @@ def test_the_ranges_are_those_of_every_package(package: str) -> None:
 def tiers() -> dict[int, tuple[set[str], set[str]]]:
     """The backends and the device families of each tier, as the document's table has them."""
     rows = re.findall(r"^\| (\d) \|[^|]*\|([^|]*)\|([^|]*)\|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
-    return {int(tier): (set(re.findall(r"\w+", a)), set(re.findall(r"\w+", b))) for tier, a, b in rows}
+    return {int(tier): (set(re.findall(r"[\w-]+", a)), set(re.findall(r"\w+", b))) for tier, a, b in rows}
 
 
 def test_every_backend_stands_in_its_tier() -> None:
