@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ COMMANDS: Final = (
     'CPU time of commands that only tell something; "raw" is `python -c pass`. The original has neither `explain` nor '
     "`env --light`: they stand beside its `--help` and its `env`."
 )
+RESTARTS: Final = 'Wall time from the SIGKILL of a process to the next step; "raw" is a launch to its first step.'
 LAUNCHES: Final = 'Wall time from a launch to the first line of its script; "raw" is torchrun.'
 
 EIGHT: Final = """
@@ -151,9 +153,69 @@ def launched(name: str, figure: str, limit: float, work: Work) -> Case:
     return Case("commands", name, "wall s", figure, limit, work, LAUNCHES)
 
 
+TRAINS: Final = """
+import os
+import time
+import torch
+from {library} import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+os.write(1, f"{{os.getpid()}} {{accelerator.process_index}}\\n".encode())
+while os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and {waits}:
+    time.sleep(0.05)
+"""
+"""Makes one step, says so, and waits to be killed unless it was started again."""
+
+
+def training(waits: bool, scope: Scope) -> str:
+    """The script of the cases of restarts."""
+    path = scope.folder / f"train_{waits}.py"
+    library = "accelerate" if scope.kind == "peer" else "accel_torch"
+    path.write_text(TRAINS.format(library=library, waits=waits), encoding="utf-8")
+    return str(path)
+
+
+def restarted(options: tuple[str, ...], scope: Scope) -> Call:
+    """From the end of one of two processes by SIGKILL to the first step after their restart."""
+    arguments = (program(scope), "launch", *TWO, *options, training(True, scope))
+
+    def run() -> None:
+        with paused():
+            process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            assert process.stdout is not None
+            lines = [process.stdout.readline().split() for _ in range(2)]
+        os.kill(next(int(pid) for pid, rank in lines if rank == b"1"), signal.SIGKILL)
+        stepped = process.stdout.readline()
+        with paused():
+            process.communicate()
+        if process.returncode != 0 or not stepped:
+            raise SystemExit(f"{' '.join(arguments)} ended with exit code {process.returncode}.")
+
+    return run
+
+
+def first_step(options: tuple[str, ...], scope: Scope) -> Call:
+    """From a launch of two processes to their first step."""
+    return until_first_line((program(scope), "launch", *TWO, *options, training(False, scope)), scope)
+
+
 ONE: Final = ("--num_processes", "1")
 TWO: Final = ("--num_processes", "2")
 ON_CPU: Final = partial(launch, ("--cpu", *ONE))
+
+BY_POLICY: Final = ("--cpu", "--restart_policy", "auto", "--max_restarts", "2")
+BY_COUNT: Final = ("--cpu", "--max_restarts", "2")
+
+
+def restarts(name: str, limit: float | None, options: tuple[str, ...]) -> Case:
+    """A case of a restart, beside a fresh launch with the same options."""
+    work = Work(partial(restarted, options), raw=partial(first_step, options), once=True)
+    return Case("commands", name, "wall s", "ours/raw", limit, work, RESTARTS)
+
 
 CASES: Final = (
     *imports("import and Accelerator()", making("accel_torch"), making("accelerate"), 0.5),
@@ -177,9 +239,11 @@ CASES: Final = (
     launched(
         "launch, two processes, to the first line",
         "ours/peer",
-        0.2,
+        0.08,
         Work(partial(launch, ("--cpu", *TWO)), partial(launch, ("--multi_gpu", *TWO))),
     ),
+    restarts("restart after a SIGKILL, 2 processes, to the next step", 1.3, BY_POLICY),
+    restarts("restart by torchrun after a SIGKILL, 2 processes, to the next step", None, BY_COUNT),
     launched(
         "launch through torchrun, to the first line",
         "ours/raw",

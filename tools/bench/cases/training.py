@@ -28,6 +28,7 @@ WATCHING: Final = (
     'Wall time of a step of about 1 ms on two processes over gloo, in rounds of 400; "raw" is an Accelerator that '
     "compares nothing."
 )
+ACCOUNTED: Final = 'Steps over a prepared loader; "raw" keeps no account of its time.'
 LOOKED_AT: Final = (
     "CPU time of a step of about 1 ms on two processes over gloo, in rounds of 400, while a thread writes what "
     '`accel runs status` reads, at once and twice a second; "raw" is the same step without that thread, and '
@@ -265,6 +266,34 @@ def _nothing(optimizer: Any) -> None:
     """What a step of an optimizer leaves to be seen without counting."""
 
 
+# ---------------------------------------------------------------- the account of a run's time
+def accounted(keeps: bool, scope: Scope) -> Call:
+    """Steps over a prepared loader, with or without an account of their time."""
+    import torch
+
+    from accel_torch.observers import RUN_OBSERVERS
+
+    before = list(RUN_OBSERVERS)
+    settings = {"goodput": True, "project_dir": str(scope.folder)} if keeps else {}
+    accelerator = scope.library("accel_torch").Accelerator(cpu=True, **settings)
+    plain = torch.nn.Linear(1, 1)
+    data = torch.zeros(STEPS, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), collate_fn=_first)
+    _, optimizer, loader = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0), loader)
+    # The other side shares this interpreter.
+    RUN_OBSERVERS[:] = before
+
+    def steps() -> None:
+        for _ in loader:
+            optimizer.step()
+
+    return steps
+
+
+def _first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
 # ---------------------------------------------------------------- sharding
 Prepared = tuple[Any, Any, Callable[[Any], object]]
 """Model, optimizer, and how to go backward."""
@@ -428,6 +457,16 @@ CASES: Final = (
         1.01,
         Work(looked_at, raw=not_looked_at, processes=2),
         LOOKED_AT,
+        STEPS,
+    ),
+    Case(
+        "watching",
+        "a step whose time is accounted for (goodput)",
+        "CPU us per step",
+        "ours - raw",
+        1.0,
+        Work(partial(accounted, True), raw=partial(accounted, False)),
+        ACCOUNTED,
         STEPS,
     ),
     sharding("prepare", "CPU ms", prepare_shards),

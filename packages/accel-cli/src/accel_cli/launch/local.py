@@ -132,7 +132,7 @@ class Supervisor:
             code = self._attempt(processes, inbox)
         except SettingError as error:
             # A run before may not have let go of the port yet.
-            if processes.plan.restart_policy == "never" or PORT_TAKEN.search(str(error)) is None:
+            if processes.plan.restart_policy == "never" or re.search(PORT_TAKEN, str(error)) is None:
                 raise
             refused = error
         if account is not None:

@@ -35,16 +35,16 @@ _MEANINGS: Final = {
     "SIGPIPE": "the reader of its output has gone",
 }
 
-_LOST_PEER: Final = re.compile(
+_LOST_PEER: Final = (
     r"Connection (closed|reset|refused)|Broken pipe|Application timeout caused pair closure|Timed out waiting \d+ms"
     r"|gloo/|NCCL|[Ss]ocket (has )?(timed out|closed)|recvValue failed|Dist(Network|Store|Backend)Error"
     r"|StoreUnreachable|CollectiveError|remote process (has )?exited|failed to connect to .* server"
     r"|wait timeout after \d+ms"
 )
-"""Parts of the errors of a process that has lost another one."""
+"""Pattern of the errors of a process that has lost another one; compiled when there is an error."""
 
-PORT_TAKEN: Final = re.compile(r"EADDRINUSE|[Aa]ddress already in use|port is in use")
-"""Parts of the errors of a process that could not listen on a port."""
+PORT_TAKEN: Final = r"EADDRINUSE|[Aa]ddress already in use|port is in use"
+"""Pattern of the errors of a process that could not listen on a port."""
 
 _ABORT: Final = -6
 
@@ -139,7 +139,7 @@ class Failure:
         if self.missed:
             return True
         text = str((self.record or {}).get("message") or "")
-        return _LOST_PEER.search(text) is not None and PORT_TAKEN.search(text) is None
+        return re.search(_LOST_PEER, text) is not None and re.search(PORT_TAKEN, text) is None
 
     @property
     def _extra(self) -> dict[str, Any]:

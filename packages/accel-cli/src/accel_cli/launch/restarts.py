@@ -291,7 +291,7 @@ def _kind_of(first: Failure) -> Kind:
         ("out of memory", bool(types & {"OutOfMemoryError", "OutOfMemory", "MemoryError"}) or errno.ENOMEM in numbers),
         ("out of memory", _OUT_OF_MEMORY.search(text) is not None),
         ("disk full", bool(numbers & _FULL) or "No space left on device" in text),
-        ("port taken", errno.EADDRINUSE in numbers or PORT_TAKEN.search(text) is not None),
+        ("port taken", errno.EADDRINUSE in numbers or re.search(PORT_TAKEN, text) is not None),
         ("no access", bool(numbers & _REFUSED)),
         ("file system", bool(numbers & _HICCUPS)),
         ("peer lost", bool(numbers & _LOST) or "ConnectionError" in newest or _MACHINE.search(text) is not None),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
 import socket
@@ -173,6 +172,8 @@ _STEPS: Final = struct.Struct("qq")
 
 
 def _mapped(path: str) -> MutableSequence[int]:
+    import mmap
+
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.ftruncate(file, _STEPS.size)
@@ -195,6 +196,8 @@ _MOST_SAMPLE_BYTES: Final = 2048
 
 def sample_file(folder: str, rank: int) -> Callable[[str], None] | None:
     """What keeps a text about samples where the launcher reads it after this process was killed; None if it cannot."""
+    import mmap
+
     try:
         file = os.open(os.path.join(folder, f"rank{rank}.samples"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
