@@ -42,9 +42,12 @@ def test_parameters_and_defaults_are_those_that_callers_know() -> None:
     assert next(iter(inspect.signature(collectives.gather).parameters)) == "tensor"
 
 
-def test_the_package_itself_loads_no_torch_and_walking_data_loads_no_distributed_tensors() -> None:
+def test_the_package_loads_no_torch_its_names_no_hang_report_and_walking_data_no_distributed_tensors() -> None:
     code = (
         "import sys, accel_ops; assert 'torch' not in sys.modules; "
+        "[getattr(accel_ops, name) for name in accel_ops.__all__]; "
+        "late = {'hang_report.report', 'hang_report.monitor', 'transport.control'}; "
+        "assert not [name for name in late if f'accel_state.{name}' in sys.modules]; "
         "import torch; from accel_ops import gather; gather(torch.ones(1)); "
         "assert 'torch.distributed.tensor' not in sys.modules"
     )

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.hang_report.call_log import CallLog, Location, locate
+from accel_state.hang_report.call_log import CallLog, Location, format_ranks, locate
 from accel_state.hang_report.rank_status import RankStatus, capture_status
-from accel_state.hang_report.report import describe_ranks, format_ranks
+from accel_state.hang_report.report import describe_ranks
 from accel_state.settings import extension
 
 IN_GATHER = RankStatus(17, "gather", "eval.py:88", True, "", "")

@@ -30,9 +30,8 @@ from weakref import WeakKeyDictionary
 from accel_ops.groups import Group, members_of
 from accel_state import errors
 from accel_state.errors import AccelError, CollectiveError, StoreUnreachable
-from accel_state.hang_report.report import MISSED, describe_all_ranks, format_ranks
+from accel_state.hang_report.call_log import format_ranks
 from accel_state.protocol import protocol_state
-from accel_state.transport.control import find_absent
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -314,6 +313,8 @@ class StoreBarrier:
 
     def _absent(self, control: ControlStore, ranks: Sequence[int]) -> list[int]:
         """The first few of some ranks that have posted nothing in this phase."""
+        from accel_state.transport.control import find_absent
+
         posts = [self._post(rank) for rank in ranks]
         return [ranks[index] for index in find_absent(lambda keys: control.check(keys, _ANSWER), posts, _MOST_NAMED)]
 
@@ -469,6 +470,9 @@ class StoreBarrier:
 
     def _everyone(self) -> str:
         """The last known position of every process."""
+        # Imported for an error alone, as what a report needs is a fifth of the import of this package.
+        from accel_state.hang_report.report import describe_all_ranks
+
         process = self._process
         return describe_all_ranks(protocol_state(process.transport).monitor, process.rank, process.world_size)
 
@@ -489,6 +493,8 @@ class StoreBarrier:
 
 def _following(error: AccelError, ranks: list[int]) -> AccelError:
     """The error, with the ranks that it follows from, for the launcher's report."""
+    from accel_state.hang_report.report import MISSED
+
     setattr(error, MISSED, ranks)
     return error
 

@@ -30,7 +30,6 @@ from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.hang_report.call_log import Call
-from accel_state.hang_report.report import describe_ranks
 from accel_state.protocol import (
     CallDescription,
     EagerHeader,
@@ -528,6 +527,8 @@ def where_is_everyone() -> str:
     Never waits for another process. What is known of the others is up to two seconds old. Among more than 16 processes
     nothing is read before somebody asks, so that the first call takes up to two seconds.
     """
+    from accel_state.hang_report.report import describe_ranks
+
     transport = current.process_or_start().transport
     monitor = protocol_state(transport).monitor
     asked = monitor.request_stacks()

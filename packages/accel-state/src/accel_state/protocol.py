@@ -25,15 +25,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from accel_state.errors import AccelError, ShapeMismatch
-from accel_state.hang_report.call_log import CallLog, Location, call_text, caller, locate
-from accel_state.hang_report.monitor import HangMonitor
-from accel_state.hang_report.report import collective_error, format_ranks
+from accel_state.hang_report.call_log import CallLog, Location, call_text, caller, format_ranks, locate
 from accel_state.transport.base import Transport, Work
+
+if TYPE_CHECKING:
+    from accel_state.hang_report.monitor import HangMonitor
 
 __all__ = (
     "ALIGNMENT",
@@ -371,6 +372,9 @@ class ProtocolState:
         self.pending: deque[PendingCall] = like.pending if like else deque()
 
     def _start_monitor(self, transport: Transport) -> HangMonitor:
+        # Only runs of several processes need it.
+        from accel_state.hang_report.monitor import HangMonitor
+
         monitor = HangMonitor(self.log, transport.control(), transport.rank, transport.world_size)
         weakref.finalize(self, monitor.stop)
         return monitor
@@ -589,6 +593,8 @@ class HeaderCall:
                 return
 
     def _failure(self, error: BaseException) -> AccelError:
+        from accel_state.hang_report.report import collective_error
+
         state, transport = self._state, self._transport
         state.header.renew()
         rank = transport.rank_in_run(transport.rank)

@@ -26,6 +26,7 @@ __all__ = (
     "UserFrame",
     "call_text",
     "caller",
+    "format_ranks",
     "frame_of_error",
     "locate",
     "main_thread_frame",
@@ -135,6 +136,18 @@ class CallLog:
             Call(number, operation, fingerprint, locate(code.co_filename, line), seconds, group)
             for number, operation, fingerprint, code, line, seconds, group in kept[-count if count else 0 :]
         )
+
+
+def format_ranks(members: list[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(members):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(members) == 1 else f"ranks {text}"
 
 
 def caller() -> tuple[CodeType, int]:

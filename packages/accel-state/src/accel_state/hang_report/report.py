@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from accel_state.errors import CollectiveError
-from accel_state.hang_report.call_log import Call, frame_of_error
+from accel_state.hang_report.call_log import Call, format_ranks, frame_of_error
 from accel_state.hang_report.rank_status import RankStatus, host_with_namespaces
 from accel_state.proc import State, state_of
 
@@ -28,7 +28,6 @@ __all__ = (
     "describe_all_ranks",
     "describe_ranks",
     "extend_error",
-    "format_ranks",
 )
 
 # ---------------------------------------------------------------------- sentences
@@ -70,18 +69,6 @@ def describe_ranks(
     ]
     more = len(sentences) - _MOST_GROUPS
     return "; ".join(sentences[:_MOST_GROUPS]) + (f"; and {more} other places" if more > 0 else "")
-
-
-def format_ranks(members: list[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(members):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {text}" if len(members) == 1 else f"ranks {text}"
 
 
 def _state(status: RankStatus, age: float) -> str:
