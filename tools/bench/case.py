@@ -88,7 +88,8 @@ class Case:
         work: what is done; several cases may read the same work.
         method: how it is measured, in one or two sentences; each is shown once for a group.
         per: how many of what the name speaks of a call of the work does.
-        needs: a kind of device without which it is left out: "cuda".
+        needs: without which it is left out: a kind of device ("cuda"); or "fabric", an interpreter with Lightning
+            Fabric, which the variable BENCH_FABRIC names.
     """
 
     group: str

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from bench.case import Case
-from bench.cases import big_models, gpu, loaders, nested_data, saving, starting, training
+from bench.cases import big_models, gpu, loaders, nested_data, saving, starting, training, whole_runs
 
 
 def cases() -> tuple[Case, ...]:
     """All rows, by group."""
-    subjects = (big_models, saving, nested_data, starting, loaders, training, gpu)
+    subjects = (big_models, saving, nested_data, starting, loaders, training, whole_runs, gpu)
     return tuple(sorted((case for subject in subjects for case in subject.CASES), key=lambda case: case.group))
 
 
