@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from accel_cli.main import main
 from accel_plugins.checkpoint.commit import staging
@@ -28,6 +30,7 @@ from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.remote import RemoteCheckpoints
 from accel_state.errors import CheckpointError
 from accel_state.network import get_free_port
+from accel_torch import Accelerator, ProjectConfiguration
 
 pytestmark = [pytest.mark.usefixtures("cpu_state"), pytest.mark.timeout(300)]
 
@@ -323,6 +326,30 @@ def test_keys_that_have_expired_are_named(url: str, proxy: Proxy, tmp_path: Path
         upload(url, checkpoint(tmp_path / "checkpoint_0"))
     with pytest.raises(CheckpointError, match="credentials"):
         RemoteCheckpoints.at(url).probe()
+
+
+@pytest.mark.parametrize(("fault", "told"), [("expired", "credentials"), ("silent", "Cannot ")])
+def test_a_run_goes_on_while_its_store_fails_and_loses_no_checkpoint(
+    url: str, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, told: str
+) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, remote=url, deadline=5.0)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    weight = model.weight.detach().clone()
+    proxy.fault = lambda method, path: fault
+    saved = accelerator.save_state()
+    accelerator.wait_for_checkpoint()
+    assert accelerator._uploader is not None
+    accelerator._uploader.wait()
+    assert told in caplog.text
+    assert verify(Path(saved), hashes=True).good
+    nn.init.zeros_(model.weight)
+    assert accelerator.load_state(saved) == saved
+    assert torch.equal(model.weight, weight)
+    proxy.fault = lambda method, path: None
+    accelerator.save_state()
+    accelerator.end_training()
+    assert [one.name for one in RemoteCheckpoints.at(url).committed()] == ["checkpoint_0", "checkpoint_1"]
 
 
 def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
