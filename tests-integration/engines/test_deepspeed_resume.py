@@ -1,7 +1,8 @@
-"""DeepSpeed's states after a kill, and on another number of processes."""
+"""DeepSpeed's states after a kill, on another number of processes, and under `accel check-resume`."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,16 +20,21 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("deepspeed_resume.py")
+CHECKED = Path(__file__).parents[2] / "packages/accel-torch/tests/resumed_script.py"
 BIN = Path(sys.executable).parent
+
+
+def accel(*arguments: Any) -> Finished:
+    # Engines compile C++ with ninja, which is beside the interpreter.
+    path = os.pathsep.join((str(BIN), os.environ["PATH"]))
+    environment = {"PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return run_command([str(BIN / "accel"), *map(str, arguments)], timeout=500, env=environment)
 
 
 def train(folder: Path, *options: Any, processes: int = 2) -> Finished:
     folder.mkdir(exist_ok=True)
-    launch = [str(BIN / "accel"), "launch", "--cpu", "--use_deepspeed", "--num_processes", str(processes)]
-    launch += ["--max_restarts", "1", str(SCRIPT), str(folder), *map(str, options)]
-    # Engines compile C++ with ninja, which is beside the interpreter.
-    path = os.pathsep.join((str(BIN), os.environ["PATH"]))
-    return run_command(launch, timeout=500, env={"PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    launch = ("launch", "--cpu", "--use_deepspeed", "--num_processes", processes, "--max_restarts", 1)
+    return accel(*launch, SCRIPT, folder, *options)
 
 
 def losses(folder: Path) -> dict[str, set[str]]:
@@ -95,3 +101,23 @@ def test_another_number_of_processes_goes_on_from_a_universal_checkpoint(
     straight = torch.load(one / "final.pt")
     for name, value in torch.load(other / "final.pt").items():
         torch.testing.assert_close(value, straight[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "verdict"),
+    [*((stage, "sharded", "equal") for stage in (1, 2, 3)), (2, "average", "differs")],
+)
+def test_a_checked_run_resumes_unless_it_leaves_state_out(stage: int, fault: str, verdict: str, tmp_path: Path) -> None:
+    # Without a threshold, stage 3 divides parameters as small as these, too.
+    table = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    config = tmp_path / "deepspeed.json"
+    config.write_text(json.dumps(table))
+    launch = f"--launch=--use_deepspeed --deepspeed_config_file {config}"
+    steps = ("--cpu", "--json", "--at", 4, "--steps", 2, "--processes", 2)
+    done = accel("check-resume", *steps, launch, CHECKED, fault)
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert (outcome["verdict"], done.returncode) == (verdict, {"equal": 0, "differs": 1}[verdict]), outcome
+    if verdict == "equal":
+        assert {"optimizer 0", "scheduler 0", "loader 0"} <= set(outcome["used"])
+    else:
+        assert outcome["what"] == "the variable average in main()"

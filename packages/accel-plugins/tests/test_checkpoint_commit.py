@@ -12,7 +12,7 @@ import pytest
 from accel_plugins.checkpoint import commit
 from accel_plugins.checkpoint.commit import CheckpointFinalizer, exchange, staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
-from accel_plugins.checkpoint.manifest import read_manifest, verify
+from accel_plugins.checkpoint.manifest import FileRecord, read_manifest, record_of, verify
 from accel_state import PartialState, current
 from accel_state.errors import CheckpointError
 from accel_state.testing.processes import Processes
@@ -238,7 +238,55 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_of_ours_and_not_damaged(tm
     assert verdict.damage == ()
 
 
+def test_what_another_process_hashed_is_taken_over_unless_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "optimizer_0").mkdir()
+    kept, changed = tmp_path / "optimizer_0" / "__1_0.distcp", tmp_path / "optimizer_0" / "__1_1.distcp"
+    writer = CheckpointFinalizer()
+    for path in (kept, changed):
+        path.write_text("first")
+        writer.begin(path)
+    told = writer.records(tmp_path)
+    changed.write_text("second content")
+    hashed: list[str] = []
+
+    def record(path: Path) -> FileRecord:
+        hashed.append(path.name)
+        return record_of(path)
+
+    monkeypatch.setattr(commit, "record_of", record)
+    owner = CheckpointFinalizer()
+    assert owner.adopt(tmp_path, ["", told]) == ""
+    owner.finalize(tmp_path)
+    assert hashed == ["__1_1.distcp"]
+    assert verify(tmp_path, hashes=True).good
+    assert owner.changed(tmp_path) == []
+
+
 # ------------------------------------------------------------------- several processes
+
+
+def save_shards(target: str) -> list[str]:
+    """The files that this process hashes for a checkpoint with shards."""
+    PartialState(cpu=True)
+    rank, hashed = current.process().rank, list[str]()
+
+    def record(path: Path) -> FileRecord:
+        hashed.append(path.name)
+        return record_of(path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(commit, "record_of", record)
+        with staging(target, deadline=60.0) as folder:
+            (folder / "optimizer_0").mkdir(exist_ok=True)
+            (folder / "optimizer_0" / f"__{rank}_0.distcp").write_text(str(rank))
+    return hashed
+
+
+def test_each_process_hashes_its_own_shards(two: Processes, tmp_path: Path) -> None:
+    assert two.run(save_shards, str(tmp_path / "a")) == [["__0_0.distcp"], ["__1_0.distcp"]]
+    assert verify(tmp_path / "a", hashes=True).good
 
 
 def save_together(target: str, failing: int | None = None, absent: int | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from accel_torch.check_resume.digests import digests_of, sample_digests
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 SCRIPT = str(Path(__file__).with_name("resumed_script.py"))
+LOADERS = str(Path(__file__).with_name("resumed_loader_script.py"))
+KINDS = runpy.run_path(LOADERS)["KINDS"]
 
 
 def check(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -56,10 +59,21 @@ def test_a_fault_of_the_script_is_named(fault: str, verdict: str, what: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp1", "fsdp2"])
 def test_a_sharded_run_resumes(backend: str) -> None:
     code, (outcome,) = check("--backend", backend, "--at", "4", "--steps", "3", "--processes", "2", SCRIPT, "sharded")
     assert code == 0, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaders_of_each_kind_raise_no_alarm(kind: str) -> None:
+    if "stateful" in kind:
+        pytest.importorskip("torchdata", reason="wraps the loader of torchdata, an optional library")
+    # The second checkpoint is of the first step of an epoch, or of the one after.
+    code, found = check("--at", "3,6", "--steps", "4", "--processes", "2", LOADERS, kind)
+    assert (code, [outcome["verdict"] for outcome in found]) == (0, ["equal"] * 2), found
 
 
 @pytest.mark.timeout(300)

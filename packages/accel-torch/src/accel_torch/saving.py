@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.background import BackgroundSaver, CopyGuard, Snapshot, TornError, guarded_tensors
 from accel_plugins.checkpoint.boundaries import StepBoundaries
-from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
+from accel_plugins.checkpoint.commit import Adopt, AllWrote, CheckpointFinalizer, staging
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_plugins.wrapped.optimizer import inner_optimizer
@@ -86,7 +86,7 @@ def _staging(
     target: Path,
     finalizer: CheckpointFinalizer,
     barrier: StoreBarrier,
-    all_wrote: Callable[[StoreBarrier], object] | None = None,
+    all_wrote: AllWrote | None = None,
 ) -> AbstractContextManager[Path]:
     project = accelerator._options.project
     return staging(
@@ -210,9 +210,9 @@ def _save_behind(
 
     torn: list[str] = []
 
-    def all_wrote(barrier: StoreBarrier) -> None:
+    def all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
         try:
-            _refuse_torn(request, barrier, torn)
+            _refuse_torn(request, barrier, torn, records, adopt)
         except TornError:
             boundaries.agree(barrier)
             raise
@@ -250,10 +250,10 @@ def _save_again(accelerator: AcceleratorMembers, request: _Request) -> None:
     request.attempts += 1
     finalizer, barrier = CheckpointFinalizer(accelerator._options.project.fsync), _barrier(accelerator, request)
 
-    def all_wrote(barrier: StoreBarrier) -> None:
+    def all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
         # Other processes may have come to a boundary and copied once more.
         try:
-            _refuse_torn(request, barrier, [])
+            _refuse_torn(request, barrier, [], records, adopt)
         except TornError:
             # They wait for this one's count to choose the next boundary.
             StepBoundaries().agree(barrier)
@@ -272,14 +272,24 @@ def _barrier(accelerator: AcceleratorMembers, request: _Request) -> StoreBarrier
     return StoreBarrier(accelerator.state._process, topic, request.asked, deadline, CheckpointError)
 
 
-def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str]) -> None:
+def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str], records: str, adopt: Adopt) -> None:
     """Tell the others what was torn here, and hear what was torn there; the first process reports it.
+
+    Args:
+        records: what this process tells of its files.
+        adopt: takes what all processes tell; on the first one.
 
     Raises:
         TornError: some copy is torn.
         CheckpointError: it was made while training stood still; or another process failed.
     """
-    places: list[str] = json.loads(barrier.wait("copied", json.dumps(torn), _named_by_process))
+
+    def combine(answers: Sequence[str]) -> str:
+        told = [json.loads(answer) for answer in answers]
+        adopt([records for _, records in told])
+        return json.dumps([f"{name} (process {rank})" for rank, (names, _) in enumerate(told) for name in names])
+
+    places: list[str] = json.loads(barrier.wait("copied", json.dumps([torn, records]), combine))
     if not places:
         return
     named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
@@ -297,12 +307,6 @@ def _refuse_torn(request: _Request, barrier: StoreBarrier, torn: list[str]) -> N
             remedy,
         )
     raise TornError(named)
-
-
-def _named_by_process(answers: Sequence[str]) -> str:
-    return json.dumps(
-        [f"{name} (process {rank})" for rank, names in enumerate(map(json.loads, answers)) for name in names]
-    )
 
 
 def _before_step(accelerator: AcceleratorMembers) -> None:

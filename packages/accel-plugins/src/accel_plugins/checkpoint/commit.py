@@ -20,15 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import astuple, dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
 from accel_ops.agreement import StoreBarrier
-from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path, is_ours, walk
+from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path, is_ours, shards_of, walk
 from accel_plugins.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest, record_of
 from accel_plugins.checkpoint.recovery import Claim, discard, fingerprint, recover
 from accel_state.errors import CheckpointError
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from accel_state.current import Process
 
 __all__ = (
+    "Adopt",
+    "AllWrote",
     "CheckpointFinalizer",
     "exchange",
     "staging",
@@ -54,6 +56,13 @@ _RENAME_EXCHANGE: Final = 2
 _LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
 
 
+Adopt = Callable[[Sequence[str]], str]
+"""What the first process does with what all processes tell of their files; see `CheckpointFinalizer.adopt`."""
+
+AllWrote = Callable[[StoreBarrier, str, Adopt], object]
+"""Called with the barrier, what this process tells of its files, and what adopts it; see `staging`."""
+
+
 @contextmanager
 def staging(
     target: str | os.PathLike[str],
@@ -64,7 +73,7 @@ def staging(
     deadline: float = 600.0,
     finalizer: CheckpointFinalizer | None = None,
     barrier: StoreBarrier | None = None,
-    all_wrote: Callable[[StoreBarrier], object] | None = None,
+    all_wrote: AllWrote | None = None,
 ) -> Iterator[Path]:
     """A folder to write a checkpoint into; it takes the name `target` when the block ends without an error.
 
@@ -82,7 +91,8 @@ def staging(
         deadline: seconds that processes wait for each other.
         finalizer: what has begun to flush files while others are still being written.
         barrier: an operation that the processes have begun together, which goes on with this and ends with it.
-        all_wrote: the phase in which each process tells that it has written its files; what it raises discards them.
+        all_wrote: the phase in which each process tells that it has written its files, and what it knows of them; what
+            it raises discards them.
 
     Raises:
         CheckpointError: this or another process failed; nothing that was there before is touched.
@@ -101,7 +111,10 @@ def staging(
     try:
         try:
             yield path
-            (all_wrote or _all_wrote)(barrier)
+            for shard in shards_of(path, process.rank):
+                finalizer.begin(shard)
+            records = finalizer.records(path) if process.rank else ""
+            (all_wrote or _all_wrote)(barrier, records, partial(finalizer.adopt, path))
             if claim is not None:
                 finalizer.finalize(path, {"world_size": process.world_size, **(facts or {})})
             if owners != [0]:
@@ -122,8 +135,8 @@ def staging(
         _leave(claim)
 
 
-def _all_wrote(barrier: StoreBarrier) -> None:
-    barrier.wait("write")
+def _all_wrote(barrier: StoreBarrier, records: str, adopt: Adopt) -> None:
+    barrier.wait("write", records, adopt)
 
 
 def _open(target: Path, process: Process, barrier: StoreBarrier) -> tuple[Path, Claim | None, list[int]]:
@@ -374,6 +387,40 @@ class CheckpointFinalizer:
         if self._fsync:
             self._flushes.add(path)
 
+    def records(self, folder: Path) -> str:
+        """What this process has hashed and flushed, once it is done, for `adopt` of the process that finalizes.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        try:
+            paths = self._hashes.paths
+            found = self._hashes.results(paths)
+            self._flushes.results(paths)
+        except OSError as error:
+            raise _incomplete(folder, error) from error
+        told = {}
+        for path in paths:
+            stamp, record = self._hashes.stamp(path), found[path]
+            if stamp is not None:
+                told[path.relative_to(folder).as_posix()] = [astuple(stamp), record.xxh3_128, record.ranges]
+        return json.dumps(told)
+
+    def adopt(self, folder: Path, told: Sequence[str]) -> str:
+        """Take over what the processes told of files that look the same here; nothing is to be told to them.
+
+        What no process has hashed, or what has changed since then, is hashed here.
+        """
+        for text in filter(None, told):
+            for name, (stamp, digest, ranges) in json.loads(text).items():
+                path = folder / name
+                with suppress(OSError):
+                    if _Stamp(*stamp) == _Stamp.of(path):
+                        ends = {int(end): part for end, part in ranges.items()}
+                        self._hashes.know(path, _Stamp(*stamp), FileRecord(stamp[0], digest, ends))
+                        self._flushes.know(path, _Stamp(*stamp), True)
+        return ""
+
     def finalize(self, folder: Path, facts: Mapping[str, Any] | None = None) -> CheckpointManifest:
         """Finish all files of a folder, and write its manifest.
 
@@ -394,11 +441,7 @@ class CheckpointFinalizer:
             manifest = CheckpointManifest(records, dict(facts or {}), versions, time.time())
             self._write(folder, manifest, {path.parent for path in paths} | {folder})
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot complete the checkpoint in {folder}.",
-                f"{type(error).__name__}: {error}",
-                "Check the disk; older checkpoints are untouched.",
-            ) from error
+            raise _incomplete(folder, error) from error
         finally:
             self.close()
         self._finalized = manifest
@@ -437,6 +480,14 @@ class CheckpointFinalizer:
         self._flushes.close()
 
 
+def _incomplete(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot complete the checkpoint in {folder}.",
+        f"{type(error).__name__}: {error}",
+        "Check the disk; older checkpoints are untouched.",
+    )
+
+
 @dataclass
 class _Worker:
     """A thread that does one thing with each path it is given; a file that changed afterwards is done again.
@@ -459,6 +510,15 @@ class _Worker:
             self._waiting.put(path)
         else:
             self._do(path)
+
+    def know(self, path: Path, stamp: _Stamp, found: Any) -> None:
+        """Take what another process found."""
+        self._asked[path], self._done[path] = stamp, found
+
+    @property
+    def paths(self) -> list[Path]:
+        """All that were handed over."""
+        return list(self._asked)
 
     def stamp(self, path: Path) -> _Stamp | None:
         """What a file looked like when it was handed over last."""

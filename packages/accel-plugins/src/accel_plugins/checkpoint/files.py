@@ -32,6 +32,7 @@ __all__ = (
     "scheduler_name",
     "sharded_model_name",
     "shards_name",
+    "shards_of",
     "walk",
     "weights_name",
 )
@@ -88,6 +89,11 @@ def sharded_model_name(index: int) -> str:
 def shards_name(stem: str, index: int) -> str:
     """`pytorch_model_fsdp_0`, `optimizer_0`, ...: folders of shards; index 0 keeps its suffix."""
     return f"{stem}_{index}"
+
+
+def shards_of(folder: Path, rank: int) -> list[Path]:
+    """The files that one process wrote into the folders of shards of a checkpoint."""
+    return sorted(folder.glob(f"*/__{rank}_*.distcp"))
 
 
 def custom_name(index: int) -> str:
