@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards
+from accel_plugins import Ability, Bundle, Duty, Manifest, Part, Shards, StepShards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
 from accel_plugins.strategy import Strategy
@@ -344,6 +344,43 @@ def says_maybe(process: Any) -> str:
 
 
 # Where each is caught: (strategy, changes of the manifest, name of the test, further arguments of the test).
+class CountsSteps(DDPStrategy):
+    """An elastic strategy whose members stay."""
+
+    made = 0
+
+    def begin_step(self) -> StepShards:
+        shards = self.shards()
+        return StepShards(shards.count, shards.index, self.made, shards.count)
+
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        self.made += 1
+        return super().step(optimizer, closure)
+
+
+class CountsQuestions(CountsSteps):
+    def begin_step(self) -> StepShards:
+        self.made += 1
+        return super().begin_step()
+
+
+class CountsNoSteps(CountsSteps):
+    def step(self, optimizer: Any, closure: Any = None) -> bool:
+        return DDPStrategy.step(self, optimizer, closure)
+
+
+class SeesOthersStep(CountsSteps):
+    def begin_step(self) -> StepShards:
+        return dataclasses.replace(super().begin_step(), number=self.made + self.context.process.rank)
+
+
+class MakesSmallerSteps(CountsSteps):
+    def begin_step(self) -> StepShards:
+        return dataclasses.replace(super().begin_step(), batches=9 - self.made)
+
+
+ELASTIC = {"traits": dataclasses.replace(MANIFEST.traits, elastic=True)}
+
 CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LosesAGradient, {}, "test_gradients_are_those_of_one_process", ()),
     (LosesAGradient, {}, "test_losses_equal_those_of_one_process", (False,)),
@@ -398,6 +435,10 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (ReadsNoWeights, {}, "test_weights_go_into_a_plain_model_and_back", ()),
     (KeepsWhatItMade, {}, "test_nothing_keeps_a_model_that_was_released", ()),
     (CannotBeClosed, {}, "test_a_strategy_can_be_closed_and_another_follow", ()),
+    *(
+        (kind, ELASTIC, "test_members_of_each_step_agree_and_steps_are_counted", ())
+        for kind in (CountsQuestions, CountsNoSteps, SeesOthersStep, MakesSmallerSteps)
+    ),
     (Sound, {"protocol": 9}, "test_the_manifest_fits_this_version_of_the_interface", ()),
     (Sound, {"config": "accel_plugins.ddp.strategy:DDPStrategy"}, "test_manifest_and_settings_load_without_torch", ()),
     (Sound, {"config": "broken_backends:NeedsAnArgument"}, "test_settings_have_defaults_and_survive_pickling", ()),

@@ -251,3 +251,25 @@ def test_compiled_shards_are_reduced_once_a_window(two: Processes, regional: boo
     for counts, compiled in two.run(reductions_of_compiled_shards, regional, timeout=180):
         assert counts == [0, 0, 3, 0, 0, 3], "two blocks, and the rest of the model"
         assert compiled == [regional is not False] * 2
+
+
+def built_in_place(backend: str, empty_init: bool | None) -> tuple[list[str], bool]:
+    """Names of weights that differ from those of one process, and whether the same numbers are drawn afterwards."""
+    accelerator = Accelerator(cpu=True, backend=backend)
+    torch.manual_seed(7)
+    with accelerator.init_module(empty_init=empty_init):
+        plain = Repeating()
+    drawn = torch.rand(3)
+    state = accelerator.get_state_dict(accelerator.prepare(plain))
+    torch.manual_seed(7)
+    expected = Repeating().state_dict()
+    differ = [name for name, value in state.items() if not torch.equal(value, expected[name])]
+    return differ, torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_a_model_built_in_place_has_the_values_of_one_process(two: Processes, backend: str) -> None:
+    assert two.run(built_in_place, backend, False) == [([], True), ([], True)]
+    assert two.run(built_in_place, backend, None) == [([], True), ([], True)]
+    for _, same_numbers in two.run(built_in_place, backend, True):
+        assert not same_numbers, "nothing was drawn for a model that is not initialised"

@@ -215,19 +215,20 @@ class ElasticLoader(DataLoaderShard):
                 batches = self._read(_StepIndices(order, plan, at, who))
             share, total = plan.share(at, *who), plan.samples(at)
             self.progress.begin(at, at * plan.step_size, None, plan.length, -1)
+            latest: MicroBatchShare | None = None
             for number, (_, samples) in enumerate(share, start=1):
                 batch = self._next(batches)
                 if self.device is not None:
                     batch = send_to_device(batch, self.device, self._non_blocking)
                 last = number == len(share)
-                self.share = current = MicroBatchShare(members.number, samples, total, members.count, last)
+                self.share = latest = MicroBatchShare(members.number, samples, total, members.count, last)
                 if last:
                     self.progress.begin(at + 1, at * plan.step_size + total, None, plan.length, -1)
                     self.progress.end_of_dataloader = at + 1 == len(plan)
                 given += 1
                 yield batch
             planned, before, members = (members.number + 1, who), members.number, begin_step()
-            if members.number == before and not current.stepped:
+            if members.number == before and latest is not None and not latest.stepped:
                 raise self._error(
                     f"cannot go on after optimizer step {before}.",
                     "The loop took all batches of the step and stepped no prepared optimizer.",

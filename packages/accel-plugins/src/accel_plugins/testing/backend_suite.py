@@ -449,6 +449,21 @@ class BackendSuite:
 
     # --------------------------------------------------------------------------- duties
 
+    def test_members_of_each_step_agree_and_steps_are_counted(self, run: Run) -> None:
+        """As long as nobody leaves, all processes begin the same steps, and share the samples of each."""
+        if not self.manifest.traits.elastic:
+            pytest.skip(f"the members of {self.manifest.name} stay the same")
+        answers = run(tasks.begin_steps, self.case())
+        first, following = answers[0]["first"], answers[0]["following"]
+        assert {answer["first"]["index"] for answer in answers} == set(range(first["count"]))
+        for answer in answers:
+            assert answer["first"] == {**first, "index": answer["first"]["index"]}
+            assert answer["again"] == answer["first"]
+            assert answer["following"] == {**following, "index": answer["following"]["index"]}
+        assert following["batches"] == first["batches"] >= 1
+        if Ability.SYNCHRONOUS not in self.manifest.lacks:
+            assert following["number"] == first["number"] + 1
+
     def test_nothing_keeps_a_model_that_was_released(self, run: Run) -> None:
         for answer in run(tasks.release, self.case()):
             assert answer == {"model": False, "optimizer": False}

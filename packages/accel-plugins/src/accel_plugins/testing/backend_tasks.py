@@ -7,6 +7,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -493,6 +494,18 @@ def close_at_the_end(case: Case) -> Answer:
     session.train()
     session.strategy.close()
     return train(case)
+
+
+def begin_steps(case: Case) -> Answer:
+    """Members of the first step, asked for twice, and those of the step after it."""
+    session = case.open()
+
+    def members() -> Answer:
+        return asdict(session.strategy.begin_step())
+
+    answer = {"first": members(), "again": members()}
+    session.train(list(batches(case))[:1])
+    return {**answer, "following": members()}
 
 
 def refuse_foreign_settings(case: Case) -> str:
