@@ -6,8 +6,9 @@ processes of a replica travel as the parts that these hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_torchft.gradients import local_part
 
 __all__ = ("ReplicaState",)
+
+T = TypeVar("T")
 
 
 class ReplicaState:
@@ -30,9 +34,31 @@ class ReplicaState:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.models: list[Module] = []
-        self.optimizers: list[Optimizer] = []
-        self.schedulers: list[Any] = []
+        # Of objects that nobody else keeps, such as those of an Accelerator that is gone, nothing has to travel.
+        self._models: list[weakref.ref[Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._schedulers: list[weakref.ref[Any]] = []
+
+    def add(self, bundle: Bundle) -> None:
+        """Let what was prepared belong to the state."""
+        self._models += map(weakref.ref, bundle.models)
+        self._optimizers += (weakref.ref(getattr(given, "optimizer", given)) for given in bundle.optimizers)
+        self._schedulers += map(weakref.ref, bundle.schedulers)
+
+    @property
+    def models(self) -> list[Module]:
+        """Prepared models."""
+        return _living(self._models)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers, without what wraps them."""
+        return _living(self._optimizers)
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """Schedulers, without what wraps them."""
+        return _living(self._schedulers)
 
     def state_dict(self) -> dict[str, Any]:
         """The state; its tensors are the living ones, except for buffers, which forward passes change."""
@@ -64,11 +90,17 @@ class ReplicaState:
 
     def forget(self, models: list[Any], optimizers: list[Any]) -> None:
         """Keep nothing of models and optimizers, nor of what schedules these."""
-        self.models = [model for model in self.models if not _among(model, models)]
-        self.optimizers = [one for one in self.optimizers if not _among(one, optimizers)]
-        self.schedulers = [
-            scheduler for scheduler in self.schedulers if not _among(getattr(scheduler, "optimizer", None), optimizers)
+        self._models = [weakref.ref(model) for model in self.models if not _among(model, models)]
+        self._optimizers = [weakref.ref(one) for one in self.optimizers if not _among(one, optimizers)]
+        self._schedulers = [
+            weakref.ref(scheduler)
+            for scheduler in self.schedulers
+            if not _among(getattr(scheduler, "optimizer", None), optimizers)
         ]
+
+
+def _living(references: Iterable[weakref.ref[T]]) -> list[T]:
+    return [item for reference in references if (item := reference()) is not None]
 
 
 def _among(item: Any, items: list[Any]) -> bool:

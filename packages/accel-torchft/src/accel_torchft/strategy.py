@@ -64,16 +64,14 @@ class Replicated(Strategy):
         super().check(bundle)
 
     def setup(self, bundle: Bundle) -> Bundle:
-        _check_optimizers(len(bundle.optimizers) + len(self._state.optimizers))
         bundle = super().setup(bundle)
-        self._state.models += bundle.models
-        self._state.optimizers += [getattr(optimizer, "optimizer", optimizer) for optimizer in bundle.optimizers]
-        self._state.schedulers += bundle.schedulers
+        self._state.add(bundle)
         return bundle
 
     # ------------------------------------------------------------------ one step
 
     def begin_step(self) -> StepShards:
+        _check_optimizers(len(self._state.optimizers))
         members = self._begin()
         inside = self.shards()
         return StepShards(

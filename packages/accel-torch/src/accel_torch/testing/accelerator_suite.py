@@ -81,7 +81,10 @@ class AcceleratorSession(Session):
         return bundle
 
     def loader(self, data: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Any]:
-        """A prepared loader of the global batches."""
+        """A prepared loader of the global batches, which are read and not trained with."""
+        if self.manifest.traits.elastic:
+            # The loaders of a model that trains wait for its optimizer steps.
+            self.model.eval()
         inputs, targets = (torch.cat(tensors) for tensors in zip(*data, strict=True))
         loader: Iterable[Any] = self.accelerator.prepare(DataLoader(TensorDataset(inputs, targets), batch_size=BATCH))
         return loader
