@@ -272,7 +272,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """Refuse a device map that does not fit the model, and warn about entries that name nothing in it.
 
     Raises:
-        SettingError: it names devices that are none, or leaves tensors without a device.
+        SettingError: it names a device that does not exist, or leaves tensors without a device.
     """
     failure = f"Cannot place {type(model).__name__} by a device map with {len(device_map)} entries."
     names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}

@@ -42,7 +42,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
     Text in a dict given is replaced there by the bytes it means: transformers goes on with the dict it gave.
 
     Raises:
-        SettingError: a device that is neither an index, "cpu" nor "disk", or a size that is none.
+        SettingError: a device is neither an index, "cpu" nor "disk", or a size is not valid.
 
     Example:
         >>> get_max_memory({"cpu": "1GB", 0: "2GB"})

@@ -84,7 +84,7 @@ def end_threads() -> None:
 
 
 class BlockReader:
-    """Gives blocks to whoever needs them, and reads the next ones ahead in a thread.
+    """Gives blocks to the threads that need them, and reads the next ones ahead in a thread.
 
     Args:
         max_bytes: most that may be ready or in flight besides the weights in use. With 0 nothing is read ahead; when
@@ -176,7 +176,7 @@ class BlockReader:
         self._last[thread] = block
 
     def _look_ahead(self, block: Block) -> None:
-        """Queue the blocks that followed last time, as far as the budget goes, in place of what was expected before."""
+        """Queue the blocks that followed last time, as far as the budget goes; they replace the queue of before."""
         shared = self._shared
         if block in self._next and block.device not in self._free and self.max_bytes is None:
             # Measured once: later on what was read ahead and given back counts as taken in a caching allocator.
@@ -228,7 +228,7 @@ def _read_ahead(shared: _Shared) -> None:
                 shared.queue.clear()
             continue
         except Exception:
-            # Whoever needs the block reads it again and meets the error where it can be handled.
+            # The thread that needs the block reads it again and meets the error where it can be handled.
             continue
         with shared.changed:
             shared.ready[block] = weights

@@ -94,7 +94,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     found = getattr(torch, str(dtype).removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise SettingError(
-            f"Cannot use the dtype {dtype!r}.", "torch has none of that name.", 'Give one such as "bfloat16".'
+            f"Cannot use the dtype {dtype!r}.", "torch has no dtype with that name.", 'Give one such as "bfloat16".'
         )
     return found
 

@@ -238,7 +238,7 @@ class DispatchedSource(WrappedSource):
     def remainder(self, start: int | None) -> int:
         """See `Source`."""
         length, size = self.length(), self.step_size
-        # What is not batched may hold any number of samples.
+        # A sample that is not batched may hold any number of samples.
         if length is None or not size or self.drop_last or self.base.batch_sampler is None:
             return -1
         return max(length - (start or 0), 0) % size

@@ -127,7 +127,7 @@ class PackedLayout:
     def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The segments of `buffer`, uint8 of shape (..., nbytes), as views of shape (..., elements), each of its dtype.
 
-        Whoever uses one buffer again keeps them.
+        Keep them where one buffer is used again.
         """
         return [segment.of(buffer) for segment in self.segments]
 

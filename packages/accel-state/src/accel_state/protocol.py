@@ -334,6 +334,7 @@ class ProtocolState:
         plans: what upper layers keep for calls with the same structure.
         sites: what upper layers keep of the last call of each line of the user's code.
         pending: calls that were started and not waited for, in their order.
+        spare_headers: headers of pending calls that have ended, for the next ones.
         world_size: number of processes of the run.
     """
 
@@ -347,6 +348,7 @@ class ProtocolState:
         "pending",
         "plans",
         "sites",
+        "spare_headers",
         "world_size",
     )
 
@@ -356,6 +358,7 @@ class ProtocolState:
         self.header = EagerHeader(transport.world_size)
         self.plans: dict[Hashable, Any] = {}
         self.sites: dict[Hashable, Any] = {}
+        self.spare_headers: list[EagerHeader] = []
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
         self.lock: threading.RLock = like.lock if like else threading.RLock()
         self.log: CallLog
@@ -610,18 +613,19 @@ class PendingCall(HeaderCall):
         data: as many bytes as fit into an eager header.
     """
 
-    __slots__ = ("_error", "_header", "_location", "_work")
+    __slots__ = ("_error", "_header", "_location", "_received", "_work")
 
     def __init__(self, transport: Transport, operation: str, data: bytes) -> None:
         super().__init__(transport, operation)
         self._sent = True
         self._error: AccelError | None = None
+        self._received: list[bytes] | None = None
         state = self._state
         self._location = caller()
-        # Calls that begin while this one is on its way use the header of the state.
-        self._header = EagerHeader(transport.world_size)
-        self._header.write(data)
         with state.lock, torch.no_grad():
+            # Calls that begin while this one is on its way use the header of the state.
+            self._header = state.spare_headers.pop() if state.spare_headers else EagerHeader(transport.world_size)
+            self._header.write(data)
             fields = HeaderFields(self._header_only()[0], 0, len(data), state.log.number)
             self._work: Work | None = self._header.all_gather(transport, fields)
             state.pending.append(self)
@@ -639,7 +643,11 @@ class PendingCall(HeaderCall):
             if self._error is not None:
                 raise self._error
             super().wait(works)
-        return [self._header.payload_of(rank, length) for rank, length in enumerate(self._header.lengths())]
+            if self._received is None:
+                header = self._header
+                self._received = [header.payload_of(rank, length) for rank, length in enumerate(header.lengths())]
+                self._state.spare_headers.append(header)
+        return self._received
 
     def complete(self) -> None:
         """Wait for this call, the oldest pending one; `wait` raises its error as well."""

@@ -200,7 +200,7 @@ class _RunPlugins:
 
         Raises:
             NotReady: the run has no DeepSpeed configuration.
-            SettingError: there is none of this name.
+            SettingError: no configuration has this name.
         """
         return self._named(name)
 
@@ -212,7 +212,7 @@ class _RunPlugins:
 
         Raises:
             NotReady: the run has no DeepSpeed configuration.
-            SettingError: there is none of this name.
+            SettingError: no configuration has this name.
         """
         chosen = self._named(name)
         for plugin in (self.deepspeed_plugins or {}).values():
@@ -232,7 +232,7 @@ class _RunPlugins:
         if name is None or name not in plugins:
             raise SettingError(
                 f"Cannot select the DeepSpeed configuration {name!r}.",
-                "There is none of this name.",
+                "No configuration has this name.",
                 f"Give one of {', '.join(map(repr, plugins))}.",
             )
         return plugins[name]

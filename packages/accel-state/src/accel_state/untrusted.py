@@ -119,7 +119,7 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
         Traceback (most recent call last):
         ValueError: It['size'] is -3, not an integer from 0 to 9223372036854775807.
     """
-    # Imported here: whoever reads a plain text pays for no parser.
+    # Imported here, because readers of plain text need no parser.
     import json
 
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data

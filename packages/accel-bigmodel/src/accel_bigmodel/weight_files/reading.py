@@ -259,7 +259,7 @@ def _load_torch(path: Path, device: str | int | torch.device) -> dict[str, Any]:
         raise CheckpointError(
             f"Cannot read the weights in {str(path)!r}.",
             f"It is not a plain file of tensors: {str(error).splitlines()[0]}",
-            "If you trust whoever made it, read it yourself with torch.load and save its tensors again.",
+            "If you trust its author, read it yourself with torch.load and save its tensors again.",
         ) from error
     except Exception as error:  # a damaged pickle can make its reader raise anything
         first_line = (str(error).splitlines() or [""])[0]

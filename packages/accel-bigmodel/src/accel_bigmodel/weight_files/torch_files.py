@@ -360,7 +360,7 @@ def _tensor(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 def _demand_tensor(value: Any) -> None:
-    demand(is_made(value, "tensor"), "a tensor is made of what is none")
+    demand(is_made(value, "tensor"), "a tensor is made of something else")
 
 
 def _parameter(name: Global, arguments: list[Any], budget: Budget) -> Made:
@@ -442,7 +442,7 @@ def _wrapper(name: Global, arguments: list[Any], budget: Budget) -> Made:
 
 
 def _of_type(trusted: frozenset[str]) -> Callable[[Global, list[Any], Budget], Made]:
-    """Tensors of a class of torch, or of one that the program told torch to trust, with attributes."""
+    """Tensors of a class of torch, or of one that the program lets torch trust, with attributes."""
 
     def check_call(name: Global, arguments: list[Any], budget: Budget) -> Made:
         demand(len(arguments) == 4 and is_made(arguments[2], "tuple"), f"{name} has other arguments")
@@ -642,7 +642,7 @@ def plain_rules() -> Rules:
 
 
 def torch_rules() -> Rules:
-    """What plain data are made with, and what the program itself told torch to trust.
+    """What plain data are made with, and what the program itself lets torch trust.
 
     Classes that `torch.serialization.add_safe_globals` was given are read as torch reads them; those that torch adds by
     itself are not among them.

@@ -377,7 +377,7 @@ def _balanced(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """Bytes of what is written; of an object whose size nobody knows yet, one."""
+    """Bytes of what is written; of an object, whose size is not known yet, one."""
     data = item.tensor_data
     return 1 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
@@ -432,7 +432,7 @@ class _Record(io.RawIOBase):
 
 
 class _PlainReader(FileSystemReader):
-    """Reads what was looked through: the description that is given, and records of plain data.
+    """Reads what was checked: the description of the folder, and records of plain data.
 
     Of each tensor it reads the ranges of bytes that this process holds; torch would read every shard that has one of
     them as a whole. All records are checked before the first tensor is written.
@@ -531,7 +531,7 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard
     reader = _PlainReader(source, guard)
     try:
         with warnings.catch_warnings():
-            # Alone is how it is meant.
+            # This process reads alone on purpose.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(state, storage_reader=reader, planner=_PlainLoadPlanner(), no_dist=alone)
     except AccelError:

@@ -121,7 +121,7 @@ def family_of(device: torch.device | str) -> DeviceFamily:
 
     Raises:
         PluginError: the family could not be loaded.
-        NotOffered: there is no family of this name.
+        NotOffered: no family has this name.
     """
     name = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     found, failed = _load()

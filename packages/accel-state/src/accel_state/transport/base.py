@@ -52,7 +52,7 @@ DONE = Done()
 
 
 class Transport(ABC):
-    """Collectives between the processes of a run, on process groups that nobody else uses.
+    """Collectives between the processes of a run, on process groups of their own.
 
     Attributes:
         rank: index of this process among those that the transport connects.

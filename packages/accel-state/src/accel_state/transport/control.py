@@ -4,10 +4,10 @@ A call of torch's store cannot be interrupted, and it blocks for as long as the 
 or out of reach. So each `ControlStore` has a connection of its own and a thread that uses it. A caller whose deadline
 passes abandons the thread; the next call opens another connection.
 
-Whoever reaches the port of the store can write to it. Messages therefore carry an HMAC under the secret of the run
-(`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and the
-message. A reader ignores a message that was not signed with this secret, or is older than one that it read before, and
-warns once. Without a secret, as under plain torchrun, messages are not authenticated.
+Any process that reaches the port of the store can write to it. Messages therefore carry an HMAC under the secret of the
+run (`accel_state.network.SECRET_VARIABLE`). It covers the run, the attempt, the key, the writer, a sequence number and
+the message. A reader ignores a message that was not signed with this secret, or is older than one that it read before,
+and warns once. Without a secret, as under plain torchrun, messages are not authenticated.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ class _Line:
             except BaseException as error:
                 request.error = error
             request.done.set()
-            # A request that nobody waits for must not keep its references alive.
+            # A request without a waiter must not keep its references alive.
             self.under_way = request = None
 
 

@@ -31,6 +31,9 @@ ALL_TO_ALL_LIMIT: Final = 256 * 1024
 
 _OPTIONS: Final = dist.AllToAllOptions()
 
+_MOST_BOUND: Final = 4
+"""Outputs for which views are kept: the header of the run, and those of pending calls."""
+
 _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "product": torch.mul,
@@ -52,9 +55,9 @@ class AllGatherByAllToAll:
         self._group = group
         self._world_size = group.size()
         self._copies = self._new_copies()
-        # Output and tensor of the last call, and what was made for them: eager headers use the same ones in each call,
-        # and a view costs as much as the copy of a header.
-        self._bound: tuple[Any, ...] = (None,) * 5
+        # Output and tensor of recent calls, and what was made for them: eager headers use the same ones again and
+        # again, and a view costs as much as the copy of a header.
+        self._bound: dict[int, tuple[torch.Tensor, ...]] = {}
         # Keeps the buffers of the last call: a thread of the backend that released them would have to take the GIL.
         self._last: tuple[Any, ...] = ()
 
@@ -62,10 +65,13 @@ class AllGatherByAllToAll:
         """Start to collect `tensor` of every process into `output`, by rank; both are contiguous."""
         if self._last and not self._last[0].is_completed():
             # The last call may still read from its buffer.
-            self._copies, self._bound = self._new_copies(), (None,) * 5
-        if self._bound[0] is not output or self._bound[1] is not tensor:
-            self._bound = self._bind(output, tensor)
-        _, _, given, rows, received = self._bound
+            self._copies, self._bound = self._new_copies(), {}
+        bound = self._bound.get(id(output))
+        if bound is None or bound[0] is not output or bound[1] is not tensor:
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            bound = self._bound[id(output)] = self._bind(output, tensor)
+        _, _, given, rows, received = bound
         rows.copy_(given)
         # dist.all_to_all_single would check again what the caller has checked, for a quarter of the cost of the call.
         work = self._group.alltoall_base(received, rows, [], [], _OPTIONS)

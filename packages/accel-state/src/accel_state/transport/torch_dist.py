@@ -1,7 +1,7 @@
 """The transport over torch.distributed, on process groups of our own.
 
 Own groups keep our collectives apart from those of DistributedDataParallel and of the user: ours against theirs can
-then only wait, never mix. They have the backends of the default group, whoever made it. Headers always travel between
+then only wait, never mix. They have the backends of the default group. Headers always travel between
 CPU tensors: over the CPU backend of the default group, or over a second group with gloo. Tensors over gloo take the way
 that costs the processor least: one all_to_all for small ones, point-to-point messages for large ones.
 """
