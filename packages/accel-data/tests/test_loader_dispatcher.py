@@ -16,6 +16,7 @@ from accel_data import DataLoaderDispatcher, prepare_data_loader, skip_first_bat
 from accel_ops import gather
 from accel_state import GradientState, PartialState
 from accel_state.errors import CollectiveError, Conflict, DataError, SettingError, ShapeMismatch
+from accel_state.protocol import EagerHeader
 from accel_state.testing.fresh import fresh
 from accel_state.testing.processes import Processes
 
@@ -260,6 +261,32 @@ def test_each_step_is_one_message_with_one_part(two: Processes) -> None:
     assert len(sent) == len(received) == 4
     part = 8 * 4000
     assert all(2 * part < nbytes < 2 * (part + 128) for _, nbytes in sent)
+
+
+def headers_made() -> tuple[list[int], list[int]]:
+    """The samples, and how many buffers for headers exist after each step."""
+    PartialState(cpu=True)
+    made = []
+    given = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made_by = EagerHeader.renew
+
+        def counted(header: EagerHeader) -> None:
+            made.append(1)
+            made_by(header)
+
+        monkeypatch.setattr(EagerHeader, "renew", counted)
+        counts = []
+        for batch in prepared(DataLoader(range(48), batch_size=2)):  # type: ignore[arg-type]
+            given += batch.tolist()
+            counts.append(len(made))
+    return given, counts
+
+
+def test_steps_use_the_buffers_of_earlier_steps_again(two: Processes) -> None:
+    for rank, (given, counts) in enumerate(two.run(headers_made)):
+        assert given == [sample for step in range(12) for sample in range(4 * step + 2 * rank, 4 * step + 2 * rank + 2)]
+        assert counts[-1] == counts[2] >= 1
 
 
 def leaves_early(leaves: int) -> tuple[str, str]:
