@@ -290,7 +290,7 @@ def _nothing_to_compare(plan: RunNotes, processes: int) -> str | None:
         return "the script never calls accelerator.prepare() with a model"
     if plan.last_step < 1:
         return "the script makes no optimizer step with what prepare() returned"
-    if not facts.reads_loader and facts.data_count > 1:
+    if not facts.reads_loader and _inputs_differ(plan):
         reads = _listed([read for read in facts.reads if "clock" not in read[0] and "seed" not in read[0]])
         shared = f"; it reads {reads}" if reads else ""
         return (
@@ -298,6 +298,15 @@ def _nothing_to_compare(plan: RunNotes, processes: int) -> str | None:
             f"samples of all{shared}"
         )
     return None
+
+
+def _inputs_differ(plan: RunNotes) -> bool:
+    """Whether models of different slices of the data are called with different inputs."""
+    inputs = {}
+    for facts in plan.ranks:
+        note = plan.step(facts.rank, 1)
+        inputs[facts.data] = None if note is None else note.inputs
+    return any(one != inputs[plan.ranks[0].data] for one in inputs.values())
 
 
 def _listed(reads: Iterable[list[str]]) -> str:

@@ -106,11 +106,14 @@ class _Comparison:
     def step(self, step: int) -> Iterator[ParityFinding]:
         """Compare what a step computed."""
         expected, found = self._notes(step)
-        samples = list(self._samples(step, expected, found))
-        yield from samples
-        forward = list(self._outputs(step, expected, found))
-        forward += list(self._losses(step, expected, found))
-        yield from forward
+        yield from self._samples(step, expected, found)
+        buffers = list(self._buffers(step, expected, found))
+        outputs = list(self._outputs(step, expected, found))
+        # Forward changes buffers, and computes with them.
+        yield from sorted([*buffers, *outputs], key=lambda one: self._order.get(one.module, len(self._order)))
+        losses = list(self._losses(step, expected, found))
+        yield from losses
+        forward = [*outputs, *losses]
         gradients = self._gradients(step, "gradient", expected.gradients, [note.gradients for note in found], forward)
         yield from gradients
         norms = list(self._norms(step, expected, found))
@@ -122,7 +125,6 @@ class _Comparison:
         yield from self._rates(step, expected, found)
         if not (gradients or norms or scaled):
             yield from self._parameters(step, expected, found)
-        yield from self._buffers(step, expected, found)
 
     def _notes(self, step: int) -> tuple[StepNotes, list[StepNotes]]:
         expected = self._reference.step(0, step)
@@ -140,6 +142,11 @@ class _Comparison:
                 cause = "processes that share samples (tp, cp, sp) read different ones"
                 yield ParityFinding(step, "samples", cause, detail=detail)
                 return
+        if not self._ranks[0].reads_loader:
+            if len(first) > 1:
+                cause = "processes train on the same samples: the loader that they read did not come from prepare()"
+                yield ParityFinding(step, "samples", cause)
+            return
         own = [one[2] for one in expected.samples]
         slices = [first[place][1] for place in sorted(first)]
         joined = [[one for batch in column for one in batch] for column in zip(*slices, strict=False)]
@@ -220,17 +227,24 @@ class _Comparison:
                 wrong[name] = tensors
         if not wrong:
             return []
-        name = self._first(list(wrong), expected, found, bool(forward))
+        name = self._first(list(wrong), expected, found, forward)
         cause = causes.cause_of_gradient(wrong[name], expected[name], allowed[name], self._ranks)
         one = next((one for one in wrong[name] if one is not None and _differs(one, expected[name], 0.0)), None)
         like = causes.likeness(one, expected[name]) if one is not None else causes.Likeness(0.0, 1.0)
         return [self._finding(step, what, cause, name, like, [other for other in wrong if other != name])]
 
     def _first(
-        self, wrong: list[str], expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]], forward: bool
+        self,
+        wrong: list[str],
+        expected: dict[str, Tensor],
+        found: Sequence[dict[str, Tensor]],
+        forward: Sequence[ParityFinding],
     ) -> str:
         """The parameter that is named: backward reaches it first, unless all are scaled alike or forward differs."""
         ordered = sorted(wrong, key=self._place)
+        module = next((one.module for one in forward if one.module), None)
+        if module is not None:
+            return next((name for name in ordered if name.startswith(f"{module}.")), ordered[0])
         if forward or (len(wrong) == len(expected) and self._scaled_alike(wrong, expected, found)):
             return ordered[0]
         return ordered[-1]
@@ -362,10 +376,10 @@ def compare_masks(plan: RunNotes) -> list[ParityFinding]:
                 pair = f"ranks {plan.ranks[other].rank} and {facts.rank}"
                 if replicated and one[1] != two[1]:
                     cause = "processes that hold the same activations drop different ones: seed them alike"
-                    return [ParityFinding(step, "dropout", cause, detail=f"call {call + 1} on {pair}")]
+                    return [ParityFinding(step, "dropout", cause, module=one[4], detail=pair)]
                 if not replicated and one[1] == two[1]:
                     cause = "processes with different samples drop the same elements: seed each of them differently"
-                    return [ParityFinding(step, "dropout", cause, detail=f"call {call + 1} on {pair}")]
+                    return [ParityFinding(step, "dropout", cause, module=one[4], detail=pair)]
     return []
 
 

@@ -31,12 +31,14 @@ class Dropout:
 
     Attributes:
         noting: whether dropout works, and its masks are noted; off otherwise.
-        masks: digests of the input and of the mask of each call, with its probability and size.
+        masks: of each call: digests of its input and of its mask, its probability, its size and its module.
+        module: the innermost module of a model that is called.
     """
 
     def __init__(self) -> None:
         self.noting = False
         self.masks: list[list[Any]] = []
+        self.module = ""
 
     def install(self) -> None:
         """Replace the functions of torch, for as long as the process lives."""
@@ -62,7 +64,7 @@ class Dropout:
             state = torch.get_rng_state()
             kept = function(torch.ones_like(input), p, training) != 0
             torch.set_rng_state(state)
-            self.masks.append([_digest(input), _digest(kept), float(p), int(kept.numel())])
+            self.masks.append([_digest(input), _digest(kept), float(p), int(kept.numel()), self.module])
             return function(input, p, training, inplace)
 
         return dropout

@@ -105,7 +105,7 @@ class StepNotes:
         clipped: gradients with which the optimizer stepped, where they were clipped.
         rates: learning rates of all groups.
         parameters, buffers: after the step.
-        masks: digests of (input, mask) of each dropout, by call.
+        masks: (input, mask, probability, size, module) of each dropout, by call.
     """
 
     step: int

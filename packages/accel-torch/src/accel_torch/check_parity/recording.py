@@ -26,7 +26,7 @@ from accel_plugins.layers import strategy_model
 from accel_plugins.parameters import canonical_name
 from accel_plugins.strategy import Shards, Strategy
 from accel_torch.check_parity.dropout import Dropout, without_recurrent_dropout
-from accel_torch.check_parity.notes import ParityTask, RunFacts, StepNotes, batch_file, joined, step_file
+from accel_torch.check_parity.notes import ParityTask, RunFacts, RunNotes, StepNotes, batch_file, joined, step_file
 from accel_torch.check_parity.tolerances import elements_per_row
 from accel_torch.check_parity.variation import Variation, states
 from accel_torch.check_resume.digests import sample_digests
@@ -63,7 +63,9 @@ class ParityRecorder(RunObserver):
         self._generators: dict[str, str] = {}
         register_optimizer_step_pre_hook(self._before_optimizer_step)
         register_optimizer_step_post_hook(self._after_optimizer_step)
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._watch_clipping()
+        self._watch_modules()
 
     # ------------------------------------------------------------------ called by the Accelerator and its loaders
 
@@ -81,9 +83,9 @@ class ParityRecorder(RunObserver):
         """Note a new Accelerator, and take part in what it does."""
         self._accelerator = weakref.ref(accelerator)
         strategy = accelerator._backend.strategy
-        if self._task.is_reference:
-            facts = json.loads(Path(self._task.plan, "rank_0", "run.json").read_text(encoding="utf-8"))
-            own = Shards(facts["data_count"], 0)
+        planned = RunNotes(Path(self._task.plan)).ranks[0] if self._task.is_reference else None
+        if planned is not None and planned.reads_loader:
+            own = Shards(planned.data_count, 0)
             strategy.shards = lambda: own  # type: ignore[method-assign]
         shards = strategy.shards()
         process = strategy.context.process
@@ -187,7 +189,7 @@ class ParityRecorder(RunObserver):
         without_recurrent_dropout(inner)
         model.register_forward_pre_hook(self._model_called, with_kwargs=True, prepend=True)
         for name, module in inner.named_modules():
-            module.register_forward_hook(self._output_of(_prefix(index) + canonical_name(name)))
+            self._names[module] = _prefix(index) + canonical_name(name)
 
     def _model_called(self, model: nn.Module, arguments: Any, options: Any) -> None:
         if not torch.is_grad_enabled() or not model.training:
@@ -197,22 +199,37 @@ class ParityRecorder(RunObserver):
             self._step_ends()
             self._note.inputs += sample_digests([*arguments, *options.values()])
 
-    def _output_of(self, name: str) -> Any:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled() or self._stepped or self._step >= self._task.steps:
-                return
-            seen = self._note.modules.setdefault(name, [0, 0, 0.0, 0.0, 0])
-            seen[0] += 1
-            for tensor in _tensors(output):
-                if tensor.is_floating_point():
-                    values = _complete(tensor).double()
-                    seen[1] += values.numel()
-                    seen[2] += float(values.sum())
-                    seen[3] += float(values.square().sum())
-                    seen[4] += values.numel() // max(elements_per_row(values.shape), 1)
+    def _watch_modules(self) -> None:
+        """Note what each module gives to its caller, after all hooks that others put on it."""
+        call = nn.Module.__call__
 
-        return note
+        def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            name = self._names.get(module)
+            if name is None:
+                return call(module, *arguments, **options)
+            outer, self._dropout.module = self._dropout.module, name
+            try:
+                output = call(module, *arguments, **options)
+            finally:
+                self._dropout.module = outer
+            self._note_output(name, output)
+            return output
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_output(self, name: str, output: Any) -> None:
+        if not torch.is_grad_enabled() or self._stepped or self._step >= self._task.steps:
+            return
+        seen = self._note.modules.setdefault(name, [0, 0, 0.0, 0.0, 0])
+        seen[0] += 1
+        for tensor in _tensors(output):
+            if tensor.is_floating_point():
+                values = _complete(tensor).double()
+                seen[1] += values.numel()
+                seen[2] += float(values.sum())
+                seen[3] += float(values.square().sum())
+                seen[4] += values.numel() // max(elements_per_row(values.shape), 1)
 
     @property
     def _strategy(self) -> Strategy:
