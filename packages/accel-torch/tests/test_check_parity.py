@@ -120,10 +120,8 @@ class Notes(RunNotes):
     """Notes that are in memory."""
 
     def __init__(self, ranks: list[list[StepNotes]], **facts: Any) -> None:
-        self.ranks = [
-            RunFacts(**{"rank": rank, "world": len(ranks), "data": rank, "data_count": len(ranks)} | facts)
-            for rank in range(len(ranks))
-        ]
+        usual = {"world": len(ranks), "data_count": len(ranks), "reads_loader": True}
+        self.ranks = [RunFacts(**{"rank": rank, "data": rank, **usual, **facts}) for rank in range(len(ranks))]
         self._steps = ranks
 
     def step(self, rank: int, step: int) -> StepNotes | None:
@@ -193,6 +191,14 @@ def test_norms_of_shards_are_told_from_that_of_the_model() -> None:
     assert "the norm of its own shard" in found.cause
 
 
+def test_a_buffer_is_named_before_the_outputs_that_it_changes() -> None:
+    expected = notes(buffers={"body.scale": torch.ones(())})
+    changed = notes(buffers={"body.scale": torch.zeros(())})
+    changed[1].modules = {"body": [1, 12, 3.0, 30.0, 4]}
+    first, second = compare_runs(Notes([changed, changed]), Notes([expected]))
+    assert (first.what, first.parameter, second.what, second.module) == ("buffer", "body.scale", "output", "body")
+
+
 def test_processes_that_begin_differently_are_found_before_their_steps() -> None:
     other = notes()
     other[0].parameters = {"body.weight": WEIGHT + 1}
@@ -220,8 +226,15 @@ def test_samples_are_compared(ours: list[str], theirs: list[str], facts: dict[st
     assert any(cause in one.cause for one in found), found
 
 
+def test_processes_that_read_a_loader_which_was_not_prepared_read_the_same_samples() -> None:
+    (found,) = compared(notes(), notes(), reads_loader=False)
+    assert (found.what, "did not come from prepare()" in found.cause) == ("samples", True)
+
+
 def mask(step: int, given: str, dropped: str) -> list[StepNotes]:
-    return [StepNotes(number) for number in range(step)] + [StepNotes(step, masks=[[given, dropped, 0.1, 4096]])]
+    return [StepNotes(number) for number in range(step)] + [
+        StepNotes(step, masks=[[given, dropped, 0.1, 4096, "drop"]])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +251,7 @@ def test_masks_of_dropout_differ_where_samples_do(
     ranks: list[tuple[str, str]], facts: dict[str, Any], cause: str | None
 ) -> None:
     found = compare_masks(Notes([mask(2, *one) for one in ranks], **facts))
-    assert [one.what for one in found] == ([] if cause is None else ["dropout"])
+    assert [(one.what, one.module) for one in found] == ([] if cause is None else [("dropout", "drop")])
     assert cause is None or cause in found[0].cause
 
 

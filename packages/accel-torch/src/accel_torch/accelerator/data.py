@@ -31,6 +31,9 @@ class DataMixin(AcceleratorMembers):
             data_loader: a `torch.utils.data.DataLoader`.
             device_placement: whether batches are moved to the device; that of the Accelerator when None.
             slice_fn_for_dispatch: cuts a batch into the accelerator of the processes when the main process reads it.
+
+        Example:
+            >>> loader = accelerator.prepare_data_loader(DataLoader(data, batch_size=4))
         """
         from accel_torch.prepare import prepare_loader
 
@@ -42,6 +45,9 @@ class DataMixin(AcceleratorMembers):
         Args:
             dl: a loader.
             model: accepted for older callers and not used.
+
+        Example:
+            >>> loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
         """
         return dl if getattr(dl, PREPARED, False) else self._backend.strategy.wrap_loader(dl)
 
@@ -64,6 +70,9 @@ class DataMixin(AcceleratorMembers):
 
         Raises:
             ShapeMismatch: the processes gave different structures, shapes or dtypes.
+
+        Example:
+            >>> norms = accelerator.gather(inputs.norm(dim=1))
         """
         return accel_ops.gather(tensor)
 
@@ -91,6 +100,9 @@ class DataMixin(AcceleratorMembers):
             tensor: a tensor or any nesting of them.
             reduction: "sum", "mean", "max", "min" or "none".
             scale: factor on the result.
+
+        Example:
+            >>> mean = accelerator.reduce(loss.detach(), "mean")
         """
         return accel_ops.reduce(tensor, reduction, scale)
 
@@ -102,6 +114,10 @@ class DataMixin(AcceleratorMembers):
             dim: dimension that differs.
             pad_index: value of the padding.
             pad_first: pad at the beginning.
+
+        Example:
+            >>> tokens = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
+            >>> everyones = accelerator.gather(tokens)
         """
         return accel_ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 

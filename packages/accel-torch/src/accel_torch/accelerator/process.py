@@ -83,19 +83,38 @@ class ProcessMixin(AcceleratorMembers):
         return self._backend.precision.library
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has called this."""
+        """Return when every process has called this.
+
+        Example:
+            >>> accelerator.save_model(model, "weights")
+            >>> accelerator.wait_for_everyone()
+        """
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the first process of each node."""
+        """`print` on the first process of each node.
+
+        Example:
+            >>> accelerator.print(f"Epoch {epoch} begins.")
+        """
         self.state.print(*args, **kwargs)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the main process run a block first, for example to fill a cache that the others then read."""
+        """Let the main process run a block first, for example to fill a cache that the others then read.
+
+        Example:
+            >>> with accelerator.main_process_first():
+            ...     data = load_and_cache()
+        """
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each node run a block first."""
+        """Let the first process of each node run a block first.
+
+        Example:
+            >>> with accelerator.local_main_process_first():
+            ...     data = load_and_cache()
+        """
         return self.state.local_main_process_first()
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
@@ -107,7 +126,7 @@ class ProcessMixin(AcceleratorMembers):
 
         Example:
             >>> with accelerator.split_between_processes(["a dog", "a cat", "a fish"]) as prompts:
-            ...     answers = [model(prompt) for prompt in prompts]
+            ...     answers = [answer(prompt) for prompt in prompts]
         """
         return self.state.split_between_processes(inputs, apply_padding)
 
@@ -118,14 +137,19 @@ class ProcessMixin(AcceleratorMembers):
             >>> if loss.isnan():
             ...     accelerator.set_trigger()
             >>> if accelerator.check_trigger():
-            ...     break
+            ...     accelerator.save_state("interrupted")
         """
         import torch
 
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process raised the flag since the last check; called on every process, and lowers it on all."""
+        """Whether any process raised the flag since the last check; called on every process, and lowers it on all.
+
+        Example:
+            >>> if accelerator.check_trigger():
+            ...     accelerator.save_state("interrupted")
+        """
         import torch
 
         # Collectives are a dozen modules that a script without triggers may not need.
@@ -137,7 +161,12 @@ class ProcessMixin(AcceleratorMembers):
         return bool(reduce(raised, "sum").item() >= 1)
 
     def check_breakpoint(self) -> bool:
-        """The same as `check_trigger`."""
+        """The same as `check_trigger`.
+
+        Example:
+            >>> if accelerator.check_breakpoint():
+            ...     accelerator.save_state("interrupted")
+        """
         return self.check_trigger()
 
     @overload
@@ -145,7 +174,14 @@ class ProcessMixin(AcceleratorMembers):
     @overload
     def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorator: run the function on the main process only; elsewhere it returns None."""
+        """Decorator: run the function on the main process only; elsewhere it returns None.
+
+        Example:
+            >>> @accelerator.on_main_process
+            ... def report(text):
+            ...     print(text)
+            >>> report("The training begins.")
+        """
         return self.state.on_main_process(function)
 
     @overload
@@ -153,17 +189,45 @@ class ProcessMixin(AcceleratorMembers):
     @overload
     def on_local_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorator: run the function on the first process of each node only."""
+        """Decorator: run the function on the first process of each node only.
+
+        Example:
+            >>> @accelerator.on_local_main_process
+            ... def report(text):
+            ...     print(text)
+            >>> report("The training begins on this node.")
+        """
         return self.state.on_local_main_process(function)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: run the function on the last process only."""
+        """Decorator: run the function on the last process only.
+
+        Example:
+            >>> @accelerator.on_last_process
+            ... def report(text):
+            ...     print(text)
+            >>> report("The last process is here.")
+        """
         return self.state.on_last_process(function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this index only."""
+        """Decorator: run the function on the process with this index only.
+
+        Example:
+            >>> @accelerator.on_process(process_index=0)
+            ... def report(text):
+            ...     print(text)
+            >>> report("The first process is here.")
+        """
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on the process with this index on its node only."""
+        """Decorator: run the function on the process with this index on its node only.
+
+        Example:
+            >>> @accelerator.on_local_process(local_process_index=0)
+            ... def report(text):
+            ...     print(text)
+            >>> report("The first process of this node is here.")
+        """
         return self.state.on_local_process(function, local_process_index)

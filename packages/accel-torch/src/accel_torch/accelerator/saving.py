@@ -75,6 +75,10 @@ class SavingMixin(AcceleratorMembers):
         Raises:
             CheckpointError: the last one could not be written; those before are unchanged.
             NotReady: it has to be taken again, and cannot be inside an accumulation window on this backend.
+
+        Example:
+            >>> accelerator.save_state("checkpoint", async_save=True)
+            >>> accelerator.wait_for_checkpoint()
         """
         from accel_torch.saving import wait
 
@@ -110,6 +114,10 @@ class SavingMixin(AcceleratorMembers):
         Raises:
             SettingError: no folder was given and naming is not automatic.
             CheckpointError: something is missing, damaged, or belongs to other objects.
+
+        Example:
+            >>> accelerator.save_state("checkpoint")
+            >>> accelerator.load_state("checkpoint")
         """
         from accel_torch.loading import load_state
 
@@ -133,6 +141,9 @@ class SavingMixin(AcceleratorMembers):
 
         Raises:
             CheckpointError: a weight has no data, or the disk refuses.
+
+        Example:
+            >>> accelerator.save_model(model, "weights", max_shard_size="2GB")
         """
         from accel_torch.weights import save_model
 
@@ -185,6 +196,9 @@ class SavingMixin(AcceleratorMembers):
             obj: what is written; a mapping of names to tensors with `safe_serialization`.
             f: the file; what was there stays until the new one is complete.
             safe_serialization: write safetensors files instead of those of `torch.save`.
+
+        Example:
+            >>> accelerator.save({"classes": classes}, "classes.pkl")
         """
         from accel_plugins.checkpoint.pickled import save
 
@@ -196,15 +210,33 @@ class SavingMixin(AcceleratorMembers):
 
         Raises:
             UnknownKind: one of them has no `state_dict` and `load_state_dict`.
+
+        Example:
+            >>> accelerator.register_for_checkpointing(average_of_weights)
+            >>> accelerator.save_state("checkpoint")
         """
         self._prepared.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call `hook(models, weights, folder)` before a checkpoint is written; the handle returned removes it."""
+        """Call `hook(models, weights, folder)` before a checkpoint is written; the handle returned removes it.
+
+        Example:
+            >>> def announce(models, weights, folder):
+            ...     print(f"Writing {folder}.")
+            >>> handle = accelerator.register_save_state_pre_hook(announce)
+            >>> handle.remove()
+        """
         return add_hook(self._prepared.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call `hook(models, folder)` before a checkpoint is read; the handle returned removes it."""
+        """Call `hook(models, folder)` before a checkpoint is read; the handle returned removes it.
+
+        Example:
+            >>> def announce(models, folder):
+            ...     print(f"Reading {folder}.")
+            >>> handle = accelerator.register_load_state_pre_hook(announce)
+            >>> handle.remove()
+        """
         return add_hook(self._prepared.load_hooks, hook)
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -213,6 +245,11 @@ class SavingMixin(AcceleratorMembers):
         Args:
             model: a prepared model.
             unwrap: False keeps the names of the wrapper.
+
+        Example:
+            >>> weights = accelerator.get_state_dict(model)
+            >>> if accelerator.should_save_model:
+            ...     torch.save(weights, "weights.pt")
         """
         from accel_torch.weights import state_dict
 

@@ -65,6 +65,10 @@ class TrackingMixin(AcceleratorMembers):
             config: what the run was configured with; stored by every tracker.
             init_kwargs: arguments for single trackers, by their name.
             strict: let errors of trackers end the run; otherwise they are warned about and counted.
+
+        Example:
+            >>> accelerator.init_trackers("digits", config={"learning_rate": 0.1})
+            >>> accelerator.log({"loss": loss}, step=0)
         """
         from accel_tracking.group import TrackerGroup
 
@@ -114,6 +118,10 @@ class TrackingMixin(AcceleratorMembers):
 
         Raises:
             SettingError: others were started, and none of that name.
+
+        Example:
+            >>> accelerator.init_trackers("digits")
+            >>> tracker = accelerator.get_tracker("jsonl")
         """
         if self._tracking is None or not self._tracking.trackers:
             from accel_tracking.base import GeneralTracker
@@ -143,6 +151,9 @@ class TrackingMixin(AcceleratorMembers):
 
         The backend gives back what it opened, once every Accelerator of the run has ended its training. Models can
         still be read and saved.
+
+        Example:
+            >>> accelerator.end_training()
         """
         if self._report is not None:
             self._report.tell(self.log, self.state.is_main_process)

@@ -111,6 +111,9 @@ class TrainingMixin(AcceleratorMembers):
             model: the model.
             device_placement: whether it is moved to the device.
             evaluation_mode: it is only evaluated, so it is placed, changed and autocast, but not wrapped for training.
+
+        Example:
+            >>> teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
         """
         if evaluation_mode:
             from accel_torch.prepare import prepare_for_evaluation
@@ -120,11 +123,19 @@ class TrainingMixin(AcceleratorMembers):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """An optimizer, ready for this run."""
+        """An optimizer, ready for this run.
+
+        Example:
+            >>> optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+        """
         return self._prepare([optimizer], self._placed(device_placement))
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A learning-rate scheduler, ready for this run."""
+        """A learning-rate scheduler, ready for this run.
+
+        Example:
+            >>> scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 10))
+        """
         return self._prepare([scheduler])
 
     def _prepare(self, objects: Sequence[Any], device_placement: list[bool] | None = None) -> Any:
@@ -192,6 +203,10 @@ class TrainingMixin(AcceleratorMembers):
         Args:
             loss: divided by the number of micro-batches first, or multiplied by the weight of this one.
             kwargs: go to `loss.backward`; `learning_rate` is for optimizers that step in backward, see `lomo_backward`.
+
+        Example:
+            >>> loss = loss_function(model(inputs), targets)
+            >>> accelerator.backward(loss)
         """
         if "learning_rate" in kwargs or self.has_lomo_optimizer:
             self.lomo_backward(loss, kwargs.pop("learning_rate", None))
@@ -213,6 +228,10 @@ class TrainingMixin(AcceleratorMembers):
         Raises:
             SettingError: no learning rate was given, or no such optimizer was prepared.
             NotOffered: gradients would have to be gathered first, over processes or micro-batches.
+
+        Example:
+            >>> model, optimizer = accelerator.prepare(model, Lomo(model, lr=1e-3))
+            >>> accelerator.lomo_backward(loss_function(model(inputs), targets), learning_rate=1e-3)
         """
         fused_backward(self, loss, learning_rate)
 
@@ -234,7 +253,8 @@ class TrainingMixin(AcceleratorMembers):
 
         Example:
             >>> with accelerator.no_sync(model):
-            ...     first, second = loss_function(model(one_batch)), loss_function(model(another_batch))
+            ...     first = loss_function(model(one_batch), targets)
+            ...     second = loss_function(model(another_batch), targets)
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(first)
             >>> with accelerator.trigger_sync_in_backward(model):
@@ -253,6 +273,12 @@ class TrainingMixin(AcceleratorMembers):
         Args:
             models: whose gradients; those of all prepared models when none is given.
             model: the same for a single one, by keyword.
+
+        Example:
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(loss_function(model(one_batch), targets))
+            >>> accelerator.backward(loss_function(model(another_batch), targets))
+            >>> optimizer.step()
         """
         given = models if model is None else (*models, model)
         return no_sync_all(self._backend.strategy, given or tuple(self._prepared.models))
@@ -293,11 +319,23 @@ class TrainingMixin(AcceleratorMembers):
         return clip_grad_norm(self, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Cut every element of the gradients to `[-clip_value, clip_value]`."""
+        """Cut every element of the gradients to `[-clip_value, clip_value]`.
+
+        Example:
+            >>> accelerator.backward(loss_function(model(inputs), targets))
+            >>> if accelerator.sync_gradients:
+            ...     accelerator.clip_grad_value_(model.parameters(), 0.5)
+        """
         clip_grad_value(self, parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring fp16 gradients to their true size; those of all prepared optimizers when none is given."""
+        """Bring fp16 gradients to their true size; those of all prepared optimizers when none is given.
+
+        Example:
+            >>> accelerator.backward(loss_function(model(inputs), targets))
+            >>> accelerator.unscale_gradients()
+            >>> largest = max(parameter.grad.abs().max() for parameter in model.parameters())
+        """
         given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         unscale_gradients(self, None if optimizer is None else given)
 
@@ -309,6 +347,10 @@ class TrainingMixin(AcceleratorMembers):
         Args:
             autocast_handler: replaces the one of the Accelerator; a bool sets `cache_enabled`.
             cache_enabled: keep cast weights until the block is left.
+
+        Example:
+            >>> with accelerator.autocast():
+            ...     loss = loss_function(model(inputs), targets)
         """
         if isinstance(autocast_handler, bool):
             autocast_handler, cache_enabled = None, autocast_handler
@@ -326,6 +368,9 @@ class TrainingMixin(AcceleratorMembers):
             model: a prepared model.
             keep_fp32_wrapper: leave its forward in the precision of the run.
             keep_torch_compile: leave it compiled.
+
+        Example:
+            >>> network = accelerator.unwrap_model(model)
         """
         from accel_plugins.layers import extract_model_from_parallel
 
@@ -356,7 +401,11 @@ class TrainingMixin(AcceleratorMembers):
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
+        """The same as `free_memory`.
+
+        Example:
+            >>> model, optimizer = accelerator.clear(model, optimizer)
+        """
         return self.free_memory(*objects)
 
     @property
@@ -434,7 +483,12 @@ class TrainingMixin(AcceleratorMembers):
         self._options = self._options._replace(step_scheduler_with_optimizer=follow)
 
     def verify_device_map(self, model: Module) -> bool:
-        """Whether a device map spreads a model over several devices, so that it cannot train on several processes."""
+        """Whether a device map spreads a model over several devices, so that it cannot train on several processes.
+
+        Example:
+            >>> if accelerator.verify_device_map(model):
+            ...     raise ValueError("Train the model on one device in each process.")
+        """
         return any(len(getattr(module, DEVICE_MAP, None) or {}) > 1 for module in model.modules())
 
 

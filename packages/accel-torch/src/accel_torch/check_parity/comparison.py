@@ -318,7 +318,7 @@ class _Comparison:
                 wrong[name] = tensors
         if wrong:
             name = min(wrong, key=self._place)
-            cause = "each process computes it from its own samples, or it is not sent to the other processes"
+            cause = "each process computes it from its own samples, it is not sent to the others, or it is set back"
             yield self._finding(step, "buffer", cause, name, others=[other for other in wrong if other != name])
 
     def _finding(

@@ -9,6 +9,7 @@ it continues from the parameters of the plan, so that each step is compared by i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -343,7 +344,8 @@ class ParityRecorder(RunObserver):
     def ends(self) -> None:
         """Note the last step of a script that ended by itself."""
         if self._accelerator is not None and self._accelerator() is not None:
-            self._step_ends()
+            with contextlib.suppress(StopRun):
+                self._step_ends()
         self._write_facts()
 
     def _continue_from_plan(self) -> None:
