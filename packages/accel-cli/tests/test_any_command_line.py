@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, Machine, Script
+from accel_cli.launch.launchers import launcher_settings
 from accel_cli.launch.options import add_launch_arguments, launch_classes
 from accel_cli.launch.request import read_request
 from accel_cli.launch.settings import CARRIED
@@ -14,6 +15,8 @@ from accel_cli.parser import Parser
 from accel_cli.testing import make_plan
 from accel_state.errors import AccelError
 from accel_state.settings.schema import settings_of
+
+OF_PROCESSES = (*CARRIED, *launcher_settings())
 
 KNOWN = [known for cls in launch_classes() for known in settings_of(cls).values()]
 FLAGS = sorted({known.flag for known in KNOWN if known.flag})
@@ -34,7 +37,9 @@ def attempt(words, environ):
         parsed = parser.parse_args(words)
         request = read_request(parsed, environ)
         machine = Machine("python", 8, lambda: 2, environ)
-        return make_plan(LaunchRequest(request.settings, Script("script", "job.py"), machine, CARRIED, request.backend))
+        return make_plan(
+            LaunchRequest(request.settings, Script("script", "job.py"), machine, OF_PROCESSES, request.backend)
+        )
     except AccelError as error:
         return error
 

@@ -13,7 +13,8 @@ import yaml
 from accel_cli.config.file import read_config
 from accel_cli.config.wizard import AUTOMATIC, Lines, questions, reviewed
 from accel_cli.config.write import modernised, nested, usual_config, write_config
-from accel_cli.launch.settings import ASKED, LAUNCH_CLASSES
+from accel_cli.launch.options import launch_classes
+from accel_cli.launch.settings import ASKED
 from accel_state.errors import SettingError
 from accel_state.settings.schema import BOOLEAN, choice, setting
 
@@ -55,7 +56,7 @@ def test_answers_make_a_file_that_can_be_read_back(tmp_path):
     answers = questions(Answers(CPU_only="yes", in_total="4", mixed="bf16"), ASKED, {})
     path = tmp_path / "run.yaml"
     write_config(str(path), answers)
-    values = {name: given.value for name, given in read_config(str(path), LAUNCH_CLASSES).values.items()}
+    values = {name: given.value for name, given in read_config(str(path), launch_classes()).values.items()}
     assert (values["cpu"], values["num_processes"], values["mixed_precision"]) == (True, 4, "bf16")
     assert "machine_rank" not in values
     assert "backend" not in values
@@ -119,7 +120,7 @@ def test_how_to_compile_is_asked_of_those_who_compile(tmp_path):
     answers = questions(asked, ASKED, {})
     path = tmp_path / "run.yaml"
     write_config(str(path), answers)
-    values = {name: given.value for name, given in read_config(str(path), LAUNCH_CLASSES).values.items()}
+    values = {name: given.value for name, given in read_config(str(path), launch_classes()).values.items()}
     assert {name: value for name, value in values.items() if name.startswith("dynamo")} == {
         "dynamo_config.dynamo_backend": "INDUCTOR",
         "dynamo_config.dynamo_mode": "max-autotune",
@@ -226,7 +227,7 @@ def test_an_old_file_in_todays_form(accel, tmp_path):
 def test_an_updated_file_says_the_same(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"num_processes": 2,\n\t"downcast_bf16": "no", "fsdp_config": {"fsdp_offload_params": false}}')
-    values = modernised(str(path), LAUNCH_CLASSES)
+    values = modernised(str(path), launch_classes())
     write_config(str(path), values)
     assert json.loads(path.read_text()) == json.loads(
         '{"num_processes": 2, "downcast_bf16": false, "fsdp_config": {"fsdp_offload_params": false}}'

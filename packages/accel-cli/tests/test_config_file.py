@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from accel_cli.config.file import KNOWN, default_path, read_config, with_prefix
+from accel_cli.launch.launchers import launcher_settings
 from accel_cli.launch.settings import LAUNCH_CLASSES
 from accel_state.errors import SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import INTEGER, JSON, listing, setting
+
+OF_LAUNCH = tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings())))
 
 # As `accelerate config default` and the wizard of Accelerate 1.15 write them.
 WRITTEN_BY_DEFAULT = """{
@@ -69,7 +72,7 @@ class Extra:
 
 @pytest.fixture
 def config(tmp_path):
-    def read(text, name="run.yaml", classes=LAUNCH_CLASSES):
+    def read(text, name="run.yaml", classes=OF_LAUNCH):
         path = tmp_path / name
         path.write_text(text)
         return read_config(str(path), classes)

@@ -9,25 +9,25 @@ import pytest
 from accel_cli.config.resolved import label, resolve_settings
 from accel_cli.launch.kinds import KindSettings, check_kind, kind_of
 from accel_cli.launch.launcher import LaunchRequest, Machine, Script
-from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.labels import DistributedType, SageMakerDistributedType
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
 
-KNOWN = {label(known): known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()}
+KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 
 
 def settings(file=None, **flags):
     given = {name: Given(value, KNOWN[name].flag or "run.yaml:1") for name, value in flags.items()}
     there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
-    return resolve_settings(LAUNCH_CLASSES, given, {}, there)
+    return resolve_settings(launch_classes(), given, {}, there)
 
 
 def plan(devices=1, file=None, **flags):
     machine = Machine("python", 8, lambda: devices, {})
-    return make_plan(LaunchRequest(settings(file, **flags), Script("script", "job.py"), machine, CARRIED))
+    return make_plan(LaunchRequest(settings(file, **flags), Script("script", "job.py"), machine, carried_classes()))
 
 
 @pytest.mark.parametrize("name", {*DistributedType.list(), *SageMakerDistributedType.list()})

@@ -5,23 +5,24 @@ from __future__ import annotations
 import pytest
 
 from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.launch.deepspeed import DEEPSPEED_LAUNCHERS
 from accel_cli.launch.launcher import RUNNER, LaunchRequest, Machine, Script
-from accel_cli.launch.settings import CARRIED, DEEPSPEED_LAUNCHERS, LAUNCH_CLASSES
+from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.testing import make_plan
 from accel_state.errors import Conflict, SettingError
 from accel_state.settings.environ import Given
 from accel_state.settings.schema import settings_of
 
-KNOWN = {label(known): known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()}
+KNOWN = {label(known): known for cls in launch_classes() for known in settings_of(cls).values()}
 PROGRAM = (RUNNER, "script", "job.py", "--lr", "1")
 
 
 def plan(**flags):
     names = {name if name in KNOWN else f"deepspeed_config.{name}": value for name, value in flags.items()}
     given = {name: Given(value, KNOWN[name].flag) for name, value in names.items()}
-    settings = resolve_settings(LAUNCH_CLASSES, {**given, "use_deepspeed": Given(True, "--use_deepspeed")}, {}, {})
+    settings = resolve_settings(launch_classes(), {**given, "use_deepspeed": Given(True, "--use_deepspeed")}, {}, {})
     machine = Machine("python", 8, lambda: 1, {})
-    return make_plan(LaunchRequest(settings, Script("script", "job.py", ("--lr", "1")), machine, CARRIED))
+    return make_plan(LaunchRequest(settings, Script("script", "job.py", ("--lr", "1")), machine, carried_classes()))
 
 
 @pytest.fixture

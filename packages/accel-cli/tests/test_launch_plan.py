@@ -8,7 +8,7 @@ from accel_cli.config.resolved import resolve_settings
 from accel_cli.launch.backends import backend_for, check_backend
 from accel_cli.launch.cluster_environment import WRITTEN, without_outer
 from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest, Machine, Script
-from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
+from accel_cli.launch.options import carried_classes, launch_classes
 from accel_cli.launch.torchrun import AGENT
 from accel_cli.testing import make_plan
 from accel_state.devices.specs import SPECS
@@ -23,12 +23,14 @@ VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEV
 
 
 def plan(devices=1, processors=8, environ=None, backend=None, script=JOB, **values):
-    known = {known.name: known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()}
+    known = {known.name: known for cls in launch_classes() for known in settings_of(cls).values()}
     flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
     environ = environ or {}
     machine = Machine("python", processors, lambda: devices, environ)
     made = make_plan(
-        LaunchRequest(resolve_settings(LAUNCH_CLASSES, flags, environ, {}), script, machine, CARRIED, backend)
+        LaunchRequest(
+            resolve_settings(launch_classes(), flags, environ, {}), script, machine, carried_classes(), backend
+        )
     )
     assert set(made.environment[WRITTEN].split(",")) >= {n for n, v in made.environment.items() if n != WRITTEN} - set(
         environ
@@ -92,8 +94,8 @@ def test_number_of_processes(values, expected):
 
 def test_devices_are_counted_only_when_needed():
     machine = Machine("python", 1, lambda: pytest.fail("torch was asked"), {})
-    settings = resolve_settings(LAUNCH_CLASSES, {"num_processes": Given(2, "--num_processes")}, {}, {})
-    assert make_plan(LaunchRequest(settings, JOB, machine, CARRIED)).processes == 2
+    settings = resolve_settings(launch_classes(), {"num_processes": Given(2, "--num_processes")}, {}, {})
+    assert make_plan(LaunchRequest(settings, JOB, machine, carried_classes())).processes == 2
 
 
 def test_chosen_devices_are_shown_to_every_vendors_driver():

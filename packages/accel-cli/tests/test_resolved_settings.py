@@ -8,6 +8,7 @@ import pytest
 
 from accel_cli.config.file import read_config
 from accel_cli.config.resolved import label, resolve_settings
+from accel_cli.launch.launchers import launcher_settings
 from accel_cli.launch.options import add_launch_arguments, add_settings, carried_classes, flag_values
 from accel_cli.launch.settings import CARRIED, LAUNCH_CLASSES
 from accel_cli.parser import Parser
@@ -15,6 +16,9 @@ from accel_state.errors import SettingError
 from accel_state.settings.environ import Given, from_environment, read_setting
 from accel_state.settings.run import ProcessSettings, RunSettings
 from accel_state.settings.schema import BOOLEAN, INTEGER, SWITCH, setting, settings_of
+
+OF_LAUNCH = tuple(dict.fromkeys((*LAUNCH_CLASSES, *launcher_settings())))
+OF_PROCESSES = (*CARRIED, *launcher_settings())
 
 # Settings that exclude others of their class, or that look closer at what they are given.
 EXCLUSIVE = ("sp_size", "sp_attn_implementation")
@@ -69,15 +73,13 @@ def text_for(known):
     raise AssertionError(f"no text for {known}")
 
 
-def parse(*arguments, classes=LAUNCH_CLASSES):
+def parse(*arguments, classes=OF_LAUNCH):
     parser = Parser("accel launch")
     add_settings(parser, classes)
     return {name: given.value for name, given in flag_values(parser.parse_args(arguments), classes).items()}
 
 
-@pytest.mark.parametrize(
-    "known", [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values() if known.flag]
-)
+@pytest.mark.parametrize("known", [known for cls in OF_LAUNCH for known in settings_of(cls).values() if known.flag])
 def test_every_flag_is_understood_in_both_spellings(known):
     alone = known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
     for flag in {known.flag, known.flag.replace("_", "-")}:
@@ -116,7 +118,7 @@ def test_an_open_boolean_takes_a_value():
 
 
 def test_settings_of_backends_do_not_take_the_place_of_the_launchers():
-    classes = (*LAUNCH_CLASSES, Backend)
+    classes = (*OF_LAUNCH, Backend)
     given = parse("--gradient_accumulation_steps", "3", classes=classes)
     assert (given["gradient_accumulation_steps"], given["rocket.steps"]) == (3, 3)
     settings = resolve_settings(classes, {}, {"ROCKET_STEPS": "7", "ACCELERATE_DEBUG_MODE": "1"}, {})
@@ -151,11 +153,11 @@ def test_everything_after_the_script_is_the_scripts(arguments):
     add_launch_arguments(parser)
     parsed = parser.parse_args(["--num_processes", "2", *arguments])
     assert (parsed.script, parsed.module) == (arguments, False)
-    assert flag_values(parsed, LAUNCH_CLASSES)["num_processes"].value == 2
+    assert flag_values(parsed, OF_LAUNCH)["num_processes"].value == 2
 
 
 def test_no_two_settings_of_a_launch_share_a_label_a_flag_a_key_or_a_variable():
-    settings = [known for cls in LAUNCH_CLASSES for known in settings_of(cls).values()]
+    settings = [known for cls in OF_LAUNCH for known in settings_of(cls).values()]
     # DeepSpeed's table of a config file holds a setting that others have as well.
     settings = [known for known in settings if known.key != "deepspeed_config.gradient_accumulation_steps"]
     for values in (
@@ -208,7 +210,7 @@ def test_flag_file_and_variable_reach_the_process_alike(cls, known, tmp_path):
         assert value != known.default
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CARRIED if cls.__name__ != "FP8Settings"])
+@pytest.mark.parametrize("cls", [cls for cls in OF_PROCESSES if cls.__name__ != "FP8Settings"])
 def test_what_is_carried_is_read_back_as_the_same_settings(cls):
     given = {
         label(known): Given(known.parse(text_for(known), "test"), "test")

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_cli.commands.to_fsdp2 import convert
+from accel_cli.commands.convert import current_key
+from accel_plugins.fsdp.conversion import CONVERSION
 from accel_state.errors import SettingError
 from accel_state.testing.processes import Finished
+
+
+def convert(config: dict[str, Any]) -> Any:
+    return CONVERSION.convert(config, current_key)
+
 
 Accel = Callable[..., Finished]
 
@@ -103,7 +109,9 @@ def test_what_the_mesh_does_in_version_2_is_told() -> None:
 
 
 def test_keys_without_their_prefix_and_unknown_ones_are_kept() -> None:
-    converted = convert({"fsdp_config": {"offload_params": True, "fsdp_mine": 3, "fsdp_reshard_after_forward": False}})
+    converted = CONVERSION.convert(
+        {"fsdp_config": {"offload_params": True, "fsdp_mine": 3, "fsdp_reshard_after_forward": False}}, current_key
+    )
     assert converted.values is not None
     assert converted.values["fsdp_config"] == {
         "fsdp_offload_params": True,

@@ -7,7 +7,7 @@ objects with the members of `Command`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from accel_state.errors import PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
@@ -15,17 +15,17 @@ from accel_state.settings.extension import Extension, extensions
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ("BUILT_IN", "GROUP", "Command", "described", "find_command", "offers", "spelled")
+__all__ = ("BUILT_IN", "CONVERSIONS", "GROUP", "Command", "described", "find_command", "offers", "spelled")
 
 GROUP: Final = "accel.commands"
+CONVERSIONS: Final = "accel.conversions"
+"""Group of conversions of config files, each of which is a command."""
 
 BUILT_IN: Final = (
     ("launch", "accel_cli.commands.launch:COMMAND", "start a script on one or many processes"),
     ("config", "accel_cli.commands.config:COMMAND", "write or show a config file"),
     ("explain", "accel_cli.commands.explain:COMMAND", "show the settings of a launch, and where each comes from"),
     ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends, and whether they work here"),
-    ("merge-weights", "accel_cli.commands.merge_weights:COMMAND", "put a model's shards together into one file"),
-    ("to-fsdp2", "accel_cli.commands.to_fsdp2:COMMAND", "convert a config file from FSDP version 1 to version 2"),
     ("test", "accel_cli.commands.test:COMMAND", "check that processes, collectives, loaders and training work here"),
     ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
     ("completion", "accel_cli.commands.completion:COMMAND", "print what teaches a shell to complete this command"),
@@ -66,7 +66,7 @@ def spelled(flag: str) -> tuple[str, ...]:
 def offers() -> dict[str, tuple[Extension, str]]:
     """Every command by name: where it is found, and its line of help; a built-in is never replaced."""
     found = {name: (Extension(GROUP, name, target, "accel-cli"), said) for name, target, said in BUILT_IN}
-    for extension in extensions(GROUP):
+    for extension in (*extensions(GROUP), *extensions(CONVERSIONS)):
         found.setdefault(extension.name, (extension, f"(from {extension.origin})"))
     return found
 
@@ -132,7 +132,7 @@ def find_command(name: str) -> Command:
     if name not in known:
         raise _unknown(name, known)
     extension, _ = known[name]
-    rivals = [] if extension.origin == "accel-cli" else [e for e in extensions(GROUP) if e.name == name]
+    rivals = [] if extension.origin == "accel-cli" else [e for e in extensions(extension.group) if e.name == name]
     if len(rivals) > 1:
         raise PluginError(
             f"Cannot load the command `accel {name}`.",
@@ -140,14 +140,21 @@ def find_command(name: str) -> Command:
             "Uninstall all but one of them.",
         )
     try:
-        command: Command = extension.load()
+        loaded: Any = extension.load()
     except Exception as error:
         raise PluginError(
             f"Cannot load the command `accel {name}`.",
             f"{extension.target} of {extension.origin} could not be loaded: {type(error).__name__}: {error}",
             f"Repair or reinstall {extension.origin.split()[0]}.",
         ) from error
+    command: Command = _as_command(name, loaded) if extension.group == CONVERSIONS else loaded
     return command
+
+
+def _as_command(name: str, converter: Any) -> Command:
+    convert = Extension(GROUP, name, "accel_cli.commands.convert:Convert", "accel-cli").load()
+    made: Command = convert(name, converter)
+    return made
 
 
 def _unknown(name: str, known: Iterable[str]) -> SettingError:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-__all__ = ("versions",)
+__all__ = ("installed", "versions")
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -18,12 +18,18 @@ def versions(names: Iterable[str]) -> dict[str, str]:
         >>> "pyyaml" in versions(["pyyaml", "no-such-distribution"])
         True
     """
+    found = {_normal(name): version for name, version in installed().items()}
+    return {name: found[_normal(name)] for name in names if _normal(name) in found}
+
+
+def installed() -> dict[str, str]:
+    """Every installed distribution with its version."""
     found: dict[str, str] = {}
     for folder in dict.fromkeys(sys.path):
         for entry in _entries(folder or os.curdir):
             name, _, version = entry.rpartition(".")[0].partition("-")
-            found.setdefault(_normal(name), version.partition("-")[0])
-    return {name: found[_normal(name)] for name in names if _normal(name) in found}
+            found.setdefault(name.replace("_", "-"), version.partition("-")[0])
+    return found
 
 
 def _entries(folder: str) -> list[str]:

@@ -171,6 +171,8 @@ class Manifest:
         lacks: what it cannot do.
         traits: how its strategy synchronises and saves.
         settings: arguments for its settings class where nobody gives the settings, such as the version it is for.
+        families: names of the device families that it drives; empty for every one. A launch on the CPU refuses the
+            switch of a backend that has others only.
         switch: setting of a launch that chooses this backend, such as `--use_fsdp`; versions of one engine share it.
             Its variable passes it to the processes. At most one such setting is on.
         parameter: argument of the Accelerator by which its settings may be given, such as "fsdp_plugin".
@@ -196,6 +198,7 @@ class Manifest:
     lacks: frozenset[Ability] = frozenset()
     traits: Traits = Traits()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    families: frozenset[str] = frozenset()
     switch: Setting | None = None
     parameter: str = ""
     priority: int = 0

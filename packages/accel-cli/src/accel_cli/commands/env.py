@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import requires
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.file import default_path
-from accel_cli.distributions import versions
+from accel_cli.distributions import installed, versions
 from accel_state.errors import AccelError, SettingError
 from accel_state.settings.extension import extensions
 
@@ -18,43 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "Env")
 
-_OURS: Final = (
-    "accel-state",
-    "accel-ops",
-    "accel-data",
-    "accel-bigmodel",
-    "accel-tracking",
-    "accel-plugins",
-    "accel-cli",
-    "accel-torch",
-    "accelerate",
-)
-_OTHERS: Final = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "PyYAML",
-    "deepspeed",
-    "torch-xla",
-    "transformer-engine",
-    "torchao",
-    "bitsandbytes",
-    "datasets",
-    "transformers",
-    "peft",
-    "trl",
-    "diffusers",
-)
+_OURS: Final = "accel"
+"""What the names of the distributions of this project and of its plugins begin with."""
+
+_CLIENTS: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _VARIABLES: Final = (
     "ACCEL",
     "CUDA_",
     "DS_",
-    "FSDP_",
     "GLOO_",
     "GROUP_",
     "LOCAL_",
     "MASTER_",
-    "MEGATRON_LM_",
     "NCCL_",
     "OMP_",
     "PARALLELISM_CONFIG_",
@@ -101,7 +80,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     """
     found: dict[str, Any] = {
         "system": _system(),
-        "packages": versions((*_OURS, *_OTHERS)),
+        "packages": versions(_packages()),
         "backends": {extension.name: extension.origin for extension in extensions("accel.backends")},
     }
     if not light:
@@ -109,6 +88,13 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     found["config file"] = _config(config_file, environ)
     found["variables"] = {name: _masked(name, value) for name, value in sorted(environ.items()) if _concerns_us(name)}
     return found
+
+
+def _packages() -> list[str]:
+    """The packages of this project and of its plugins, then what these require or take as extras, then clients."""
+    own = sorted(name for name in installed() if name.startswith(_OURS))
+    needed = {match[0] for name in own for line in requires(name) or () if (match := _NAME.match(line))}
+    return list(dict.fromkeys((*own, *sorted(needed, key=str.lower), *_CLIENTS)))
 
 
 def _system() -> dict[str, Any]:
@@ -154,7 +140,17 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
 
 
 def _concerns_us(name: str) -> bool:
-    return name.startswith(_VARIABLES) or name in _EXACT
+    return name.startswith(_VARIABLES) or name in _EXACT or name in _of_settings()
+
+
+@lru_cache(maxsize=1)
+def _of_settings() -> frozenset[str]:
+    """Variables of every setting of a launch."""
+    from accel_cli.launch.options import launch_classes
+    from accel_state.settings.schema import settings_of
+
+    known = (known for one in launch_classes() for known in settings_of(one).values())
+    return frozenset(known.variable for known in known if known.variable is not None)
 
 
 def _masked(name: str, value: str) -> str:

@@ -58,7 +58,7 @@ def command_line_of(arguments: Namespace, package: str = _PACKAGE) -> tuple[str,
         NotFound: the config file or the file with commands is not there.
     """
     from accel_cli.launch.request import request_of
-    from accel_cli.launch.settings import TPUSettings
+    from accel_cli.launch.tpu import TPUSettings
 
     settings = request_of([], os.environ, arguments.config_file).settings.instance(TPUSettings)
     given = [command for commands in arguments.command or () for command in commands]

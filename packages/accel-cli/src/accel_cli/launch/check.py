@@ -104,7 +104,8 @@ def check_here(resolved: ResolvedSettings, python: bool) -> None:
         Missing: a package that the chosen backend requires is absent or too old.
         PluginError: the chosen backend could not be loaded.
     """
-    if python and not resolved["tpu_use_cluster"].value:
+    pod = resolved.get("tpu_use_cluster")
+    if python and not (pod is not None and pod.value):
         check_requirements(resolved)
 
 

@@ -1,19 +1,84 @@
-"""Starting processes on several machines through DeepSpeed's own launcher, which reaches them by pdsh, MPI or Slurm."""
+"""The launcher of DeepSpeed's own program, which reaches several machines by pdsh, MPI or Slurm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
-from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
+from accel_cli.launch.check import shown
+from accel_cli.launch.kinds import kind_of
+from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest, Program
 from accel_cli.launch.local import Supervisor, one_process
 from accel_cli.launch.mpi import Host, read_hostfile
-from accel_cli.launch.settings import DEEPSPEED_LAUNCHERS, DeepSpeedLaunchSettings, MachineSettings
+from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
+from accel_state.settings.schema import TEXT, ValueType, choice, setting, settings_class
 
-__all__ = ("ENVIRONMENT_FILE", "DeepSpeed", "check_deepspeed", "deepspeed_argv")
+__all__ = (
+    "DEEPSPEED_LAUNCHERS",
+    "ENVIRONMENT_FILE",
+    "MANIFEST",
+    "DeepSpeed",
+    "DeepSpeedLaunchSettings",
+    "check_deepspeed",
+    "deepspeed_argv",
+    "own_launcher",
+)
+
+DEEPSPEED_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+"""Ways in which processes on several machines are started; "standard" is torch.distributed.run on each of them."""
+
+
+def _deepspeed(name: str, said: str, value_type: ValueType = TEXT) -> Any:
+    key = f"deepspeed_config.{name}"
+    return setting(None, type=value_type, flag=f"--{name}", key=key, help=said, group="DeepSpeed")
+
+
+@settings_class
+class DeepSpeedLaunchSettings:
+    """Settings of DeepSpeed's own launcher."""
+
+    deepspeed_hostfile: str | None = _deepspeed("deepspeed_hostfile", "File that names the machines.")
+    deepspeed_exclusion_filter: str | None = _deepspeed(
+        "deepspeed_exclusion_filter", "Machines and devices to leave out, such as host1@host2:0,2."
+    )
+    deepspeed_inclusion_filter: str | None = _deepspeed(
+        "deepspeed_inclusion_filter", "Machines and devices to use, such as host1@host2:0,2."
+    )
+    deepspeed_multinode_launcher: str | None = _deepspeed(
+        "deepspeed_multinode_launcher", "Who starts the processes on several machines.", choice(*DEEPSPEED_LAUNCHERS)
+    )
+
+
+_BY_MACHINE: Final = "standard"
+"""How DeepSpeed calls a launch by torch.distributed.run on each machine."""
+
+
+def _by_deepspeed(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
+    found, reason = kind_of(settings), own_launcher(settings)
+    return shown(reason) if found is not None and "deepspeed" in found[0].backends and reason is not None else None
+
+
+def own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:
+    """The setting because of which DeepSpeed's launcher starts the processes of a run with DeepSpeed, or None."""
+    chosen = settings["deepspeed_config.deepspeed_multinode_launcher"]
+    if chosen.value is None:
+        hostfile = settings["deepspeed_config.deepspeed_hostfile"]
+        return hostfile if hostfile.value is not None else None
+    return chosen if chosen.value != _BY_MACHINE and settings["num_machines"].value > 1 else None
+
+
+MANIFEST: Final = LauncherManifest(
+    "deepspeed",
+    "accel_cli.launch.deepspeed:DeepSpeed",
+    "let DeepSpeed's own launcher reach the machines of a hostfile",
+    "accel_cli.launch.deepspeed:DeepSpeedLaunchSettings",
+    _by_deepspeed,
+    priority=40,
+    programs=(Program("deepspeed", "Install it with: pip install deepspeed"),),
+)
 
 ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
 """Variable that names the file with the variables which DeepSpeed's launcher hands to the machines."""

@@ -3,7 +3,7 @@
 The launcher looks once a second. A collective that takes longer than some seconds makes it ask the processes for the
 line of their main threads, so that a report has them, also one that a signal asks for.
 
-Collectives of torch, as those of a backward under DDP or FSDP, bypass our checks. A process that has used almost no
+Collectives of torch, as those of a backward, bypass our checks. A process that has used almost no
 processor time for as long, and whose main thread stays in one function of a library, waits in one of them.
 """
 

@@ -38,7 +38,7 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class _SwitchesOfDevices:
-    """Switches that choose devices; those of backends are in their manifests."""
+    """The switch that chooses devices; those of backends are in their manifests."""
 
     multi_gpu: bool = setting(
         False,
@@ -47,13 +47,11 @@ class _SwitchesOfDevices:
         help="Run a process on each of several devices.",
         group=_GROUP,
     )
-    tpu: bool = setting(False, type=BOOLEAN, flag="--tpu", help="Train on TPUs.", group=_GROUP)
 
 
 def _kind_settings() -> type:
     of_backends = {name: field_of(users[0].switch._replace(group=_GROUP)) for name, users in switches().items()}
-    fields = {"multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends}
-    return settings_class(type("KindSettings", (), {**fields, "tpu": vars(_SwitchesOfDevices)["tpu"]}))
+    return settings_class(type("KindSettings", (), {"multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends}))
 
 
 KindSettings: Final = _kind_settings()
@@ -70,7 +68,6 @@ class Kind(NamedTuple):
         by_device: whether it follows from the devices and needs no backend of its own.
         on_devices: whether it contradicts a run on the CPU.
         variables: what tells the processes of it.
-        runner: who starts its processes, or empty for the launcher's usual ways.
         backends: names of the backends that the switch chooses.
     """
 
@@ -80,7 +77,6 @@ class Kind(NamedTuple):
     by_device: bool = False
     on_devices: bool = False
     variables: Mapping[str, str] = _NONE
-    runner: str = ""
     backends: frozenset[str] = frozenset()
 
 
@@ -88,7 +84,9 @@ def _of_backends(switch: str, users: Sequence[Any]) -> Kind:
     variable = users[0].switch.variable
     variables = {variable: "true"} if variable else {}
     names = frozenset(manifest.name for manifest in users)
-    return Kind(label_of(users[0]) or users[0].name, switch, variables=variables, backends=names)
+    families = users[0].families
+    on_devices = bool(families) and "cpu" not in families
+    return Kind(label_of(users[0]) or users[0].name, switch, on_devices=on_devices, variables=variables, backends=names)
 
 
 _OF_DEVICES: Final = (
@@ -110,7 +108,6 @@ _KINDS: Final = (
     Kind(DistributedType.MULTI_GPU.value, "multi_gpu", by_device=True, on_devices=True),
     *(Kind(label.value, by_device=True, on_devices=True) for label in _OF_DEVICES),
     *(_of_backends(name, users) for name, users in switches().items()),
-    Kind(DistributedType.XLA.value, "tpu", on_devices=True, runner="tpu"),
     *(Kind(label.value, by_device=True) for label in _OF_SAGEMAKER),
 )
 

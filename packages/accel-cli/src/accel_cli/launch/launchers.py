@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
-from accel_cli.launch.kinds import kind_of
 from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, Program
 from accel_state.errors import PluginError, SettingError
 from accel_state.labels import ComputeEnvironment
@@ -22,13 +21,11 @@ from accel_state.settings.schema import closest, settings_of
 from accel_state.topology import in_batch_script
 
 __all__ = (
-    "DEEPSPEED",
     "LOCAL",
     "MPI",
     "SAGEMAKER",
     "SLURM",
     "TORCHRUN",
-    "TPU",
     "Choice",
     "choose_launcher",
     "find_launcher",
@@ -37,17 +34,10 @@ __all__ = (
     "launcher_settings",
     "load_launcher",
     "offered_launchers",
-    "own_launcher",
 )
 
 _AUTO: Final = "auto"
 _OWN: Final = "accel-cli"
-_BY_MACHINE: Final = "standard"
-"""How DeepSpeed calls a launch by torch.distributed.run on each machine."""
-
-_ENGINE: Final = "deepspeed"
-"""Backend whose runs DeepSpeed's launcher starts."""
-
 _PLACES: Final = "accel_cli.launch.settings"
 
 
@@ -63,25 +53,6 @@ def _by_torchrun(settings: ResolvedSettings, environ: Mapping[str, str]) -> str 
 def _by_hostfile(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
     hostfile = settings["mpirun_config.mpirun_hostfile"]
     return shown(hostfile) if hostfile.value else None
-
-
-def _by_deepspeed(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    found, reason = kind_of(settings), own_launcher(settings)
-    return shown(reason) if found is not None and _ENGINE in found[0].backends and reason is not None else None
-
-
-def own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:
-    """The setting because of which DeepSpeed's launcher starts the processes of a run with DeepSpeed, or None."""
-    chosen = settings["deepspeed_config.deepspeed_multinode_launcher"]
-    if chosen.value is None:
-        hostfile = settings["deepspeed_config.deepspeed_hostfile"]
-        return hostfile if hostfile.value is not None else None
-    return chosen if chosen.value != _BY_MACHINE and settings["num_machines"].value > 1 else None
-
-
-def _by_tpu(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
-    found = kind_of(settings)
-    return shown(found[1]) if found is not None and found[0].runner == "tpu" else None
 
 
 def _by_sagemaker(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
@@ -118,22 +89,6 @@ SLURM: Final = LauncherManifest(
     f"{_PLACES}:SlurmSettings",
     _by_allocation,
     priority=20,
-)
-TPU: Final = LauncherManifest(
-    "tpu",
-    "accel_cli.launch.tpu:Tpu",
-    "let torch_xla start the processes of a TPU, or of a pod",
-    f"{_PLACES}:TPUSettings",
-    _by_tpu,
-    priority=30,
-)
-DEEPSPEED: Final = LauncherManifest(
-    "deepspeed",
-    "accel_cli.launch.deepspeed:DeepSpeed",
-    "let DeepSpeed's own launcher reach the machines of a hostfile",
-    called_for=_by_deepspeed,
-    priority=40,
-    programs=(Program("deepspeed", "Install it with: pip install deepspeed"),),
 )
 MPI: Final = LauncherManifest(
     "mpi",

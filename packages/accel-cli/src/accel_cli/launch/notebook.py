@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from accel_state.errors import LaunchError, NotReady, SettingError
+from accel_state.labels import DistributedType
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.settings.environ import publish
 from accel_state.settings.run import ProcessSettings, RunSettings
@@ -24,7 +25,6 @@ from accel_state.settings.schema import settings_of
 __all__ = ("debug_launcher", "notebook_launcher")
 
 _ASKED: Final = "Cannot launch the function."
-_TPU: Final = "xla"
 _MIXED_PRECISION: Final = settings_of(RunSettings)["mixed_precision"]
 _FORK_LAUNCHED: Final = settings_of(ProcessSettings)["fork_launched"]
 _CPU: Final = settings_of(ProcessSettings)["cpu"]
@@ -81,7 +81,7 @@ def notebook_launcher(
     from accel_cli.launch.torchrun import OWN_STORES
 
     environment = {str(_MIXED_PRECISION.variable): _MIXED_PRECISION.parse(mixed_precision, "argument")}
-    if any(name in os.environ for name in _TPU_HOSTS) and best_devices()["name"] == _TPU:
+    if any(name in os.environ for name in _TPU_HOSTS) and best_devices()["label"] == DistributedType.XLA.value:
         _check_untouched()
         _on_tpu(function, args, environment)
         return

@@ -143,7 +143,7 @@ def launch_classes() -> tuple[type, ...]:
 
 def carried_classes() -> tuple[type, ...]:
     """Those of them that the started processes read back from their environment."""
-    return (*CARRIED, *backend_settings())
+    return tuple(dict.fromkeys((*CARRIED, *launcher_settings(), *backend_settings())))
 
 
 def add_launch_arguments(parser: ArgumentParser) -> None:

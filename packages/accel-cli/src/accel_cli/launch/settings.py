@@ -19,77 +19,35 @@ from accel_state.mesh import (
     ParallelismConfig,
     TorchContextParallelConfig,
 )
-from accel_state.settings.run import MeshSettings, ProcessSettings, RunSettings, XLASettings
+from accel_state.settings.run import MeshSettings, ProcessSettings, RunSettings
 from accel_state.settings.schema import (
     BOOLEAN,
     FLOAT,
     TEXT,
     ValueType,
     choice,
-    field_of,
     int_at_least,
     setting,
     settings_class,
-    settings_of,
 )
 
 __all__ = (
     "ASKED",
     "CARRIED",
-    "DEEPSPEED_LAUNCHERS",
     "LAUNCH_CLASSES",
     "MACHINES",
-    "DeepSpeedLaunchSettings",
     "MPISettings",
     "MachineSettings",
     "PlaceSettings",
     "SageMakerSettings",
     "SlurmSettings",
     "SupervisionSettings",
-    "TPUSettings",
     "TorchrunSettings",
     "fewest_machines",
 )
 
-_TPU: Final = "TPU"
 _SLURM: Final = "Slurm"
-_DEEPSPEED: Final = "DeepSpeed"
 _SAGEMAKER: Final = "Amazon SageMaker"
-
-
-@settings_class
-class TPUSettings:
-    """How a run on TPUs is started; see also `accel tpu-config`."""
-
-    main_training_function: str = setting(
-        "main",
-        flag="--main_training_function",
-        key="main_training_function",
-        help="Function of the script that every process of a TPU runs.",
-        group=_TPU,
-    )
-    downcast_bf16: bool = field_of(settings_of(XLASettings)["downcast_bf16"])
-    tpu_use_cluster: bool = setting(
-        False, type=BOOLEAN, flag="--tpu_cluster", key="tpu_use_cluster", help="Run on a TPU pod.", group=_TPU
-    )
-    tpu_use_sudo: bool = setting(
-        False, type=BOOLEAN, flag="--tpu_use_sudo", key="tpu_use_sudo", help="Run commands there as root.", group=_TPU
-    )
-    tpu_vm: tuple[str, ...] = setting(
-        (), type=REPEATED, flag="--vm", key="tpu_vm", help="A machine of the pod; may be repeated.", group=_TPU
-    )
-    tpu_env: tuple[str, ...] = setting(
-        (),
-        type=REPEATED,
-        flag="--env",
-        key="tpu_env",
-        help="A variable for the machines of the pod, as NAME=value; may be repeated.",
-        group=_TPU,
-    )
-    tpu_name: str | None = setting(None, key="tpu_name", help="Name of the TPU.")
-    tpu_zone: str | None = setting(None, key="tpu_zone", help="Zone of Google Cloud it is in.")
-    command_file: str | None = setting(None, key="command_file", help="File with commands for `accel tpu-config`.")
-    commands: tuple[str, ...] = setting((), type=REPEATED, key="commands", help="Commands for `accel tpu-config`.")
 
 
 @settings_class
@@ -135,30 +93,6 @@ class SageMakerSettings:
     )
     aws_access_key_id: str | None = _aws("aws_access_key_id", "Key of the AWS account.")
     aws_secret_access_key: str | None = _aws("aws_secret_access_key", "Its secret.")
-
-
-DEEPSPEED_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
-"""Ways in which processes on several machines are started; "standard" is torch.distributed.run on each of them."""
-
-
-def _deepspeed(name: str, said: str, value_type: ValueType = TEXT) -> Any:
-    return setting(None, type=value_type, flag=f"--{name}", key=f"deepspeed_config.{name}", help=said, group=_DEEPSPEED)
-
-
-@settings_class
-class DeepSpeedLaunchSettings:
-    """Settings of DeepSpeed's own launcher."""
-
-    deepspeed_hostfile: str | None = _deepspeed("deepspeed_hostfile", "File that names the machines.")
-    deepspeed_exclusion_filter: str | None = _deepspeed(
-        "deepspeed_exclusion_filter", "Machines and devices to leave out, such as host1@host2:0,2."
-    )
-    deepspeed_inclusion_filter: str | None = _deepspeed(
-        "deepspeed_inclusion_filter", "Machines and devices to use, such as host1@host2:0,2."
-    )
-    deepspeed_multinode_launcher: str | None = _deepspeed(
-        "deepspeed_multinode_launcher", "Who starts the processes on several machines.", choice(*DEEPSPEED_LAUNCHERS)
-    )
 
 
 def _parse_time(text: str) -> str:
@@ -386,8 +320,8 @@ class SupervisionSettings:
         "auto",
         flag="--launcher",
         key="launcher",
-        help="What starts the processes: local, torchrun, slurm, mpi, deepspeed, tpu, sagemaker, a launcher of another "
-        "package, or the one that fits.",
+        help="What starts the processes: local, torchrun, slurm, mpi, another one that is installed, or "
+        "the one that fits; `accel explain` shows which.",
         group=_SUPERVISION,
     )
     grace_period: float = setting(
@@ -510,9 +444,8 @@ CARRIED: Final = (
     TorchContextParallelConfig,
     DeepSpeedSequenceParallelConfig,
     FP8Settings,
-    TPUSettings,
 )
-"""Settings that the started processes read back from their environment; those of backends come in addition."""
+"""Settings that the started processes read back from their environment, besides those of launchers and backends."""
 
 LAUNCH_CLASSES: Final = (
     *CARRIED,
@@ -520,12 +453,11 @@ LAUNCH_CLASSES: Final = (
     MachineSettings,
     SupervisionSettings,
     TorchrunSettings,
-    DeepSpeedLaunchSettings,
     MPISettings,
     SageMakerSettings,
     SlurmSettings,
 )
-"""Every settings class of this package that `accel launch` knows."""
+"""Settings classes that `accel launch` always knows; those of launchers and backends come in addition."""
 
 ASKED: Final = (ProcessSettings, RunSettings, MachineSettings, SupervisionSettings, TorchrunSettings, TorchDynamoPlugin)
 """Those whose questions the wizard asks everybody; those of a backend are asked when it is chosen."""

@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
+from accel_cli.config.resolved import REPEATED, ResolvedSettings
+from accel_cli.launch.check import shown
+from accel_cli.launch.kinds import kind_of
+from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest
 from accel_cli.launch.local import Supervisor, one_process
-from accel_cli.launch.settings import TPUSettings
 from accel_state.errors import NotOffered, SettingError
+from accel_state.settings.run import XLASettings
+from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_class, settings_of
 
-__all__ = ("RUNNER_OF_TPU", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")
+__all__ = ("MANIFEST", "RUNNER_OF_TPU", "TPUSettings", "Tpu", "pod_argv", "tpu_argv", "tpu_variables")
+
+_TPU: Final = "TPU"
+
+
+@settings_class
+class TPUSettings:
+    """How a run on TPUs is started; see also `accel tpu-config`."""
+
+    main_training_function: str = setting(
+        "main",
+        flag="--main_training_function",
+        key="main_training_function",
+        help="Function of the script that every process of a TPU runs.",
+        group=_TPU,
+    )
+    downcast_bf16: bool = field_of(settings_of(XLASettings)["downcast_bf16"])
+    tpu_use_cluster: bool = setting(
+        False, type=BOOLEAN, flag="--tpu_cluster", key="tpu_use_cluster", help="Run on a TPU pod.", group=_TPU
+    )
+    tpu_use_sudo: bool = setting(
+        False, type=BOOLEAN, flag="--tpu_use_sudo", key="tpu_use_sudo", help="Run commands there as root.", group=_TPU
+    )
+    tpu_vm: tuple[str, ...] = setting(
+        (), type=REPEATED, flag="--vm", key="tpu_vm", help="A machine of the pod; may be repeated.", group=_TPU
+    )
+    tpu_env: tuple[str, ...] = setting(
+        (),
+        type=REPEATED,
+        flag="--env",
+        key="tpu_env",
+        help="A variable for the machines of the pod, as NAME=value; may be repeated.",
+        group=_TPU,
+    )
+    tpu_name: str | None = setting(None, key="tpu_name", help="Name of the TPU.")
+    tpu_zone: str | None = setting(None, key="tpu_zone", help="Zone of Google Cloud it is in.")
+    command_file: str | None = setting(None, key="command_file", help="File with commands for `accel tpu-config`.")
+    commands: tuple[str, ...] = setting((), type=REPEATED, key="commands", help="Commands for `accel tpu-config`.")
+
+
+def _by_tpu(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
+    found = kind_of(settings)
+    return shown(found[1]) if found is not None and "xla" in found[0].backends else None
+
+
+MANIFEST: Final = LauncherManifest(
+    "tpu",
+    "accel_cli.launch.tpu:Tpu",
+    "let torch_xla start the processes of a TPU, or of a pod",
+    "accel_cli.launch.tpu:TPUSettings",
+    _by_tpu,
+    priority=30,
+)
 
 RUNNER_OF_TPU: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tpu_runner.py")
 """The module that lets torch_xla start a script's function."""

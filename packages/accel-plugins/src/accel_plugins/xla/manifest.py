@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from accel_plugins.manifest import PROTOCOL, Ability, Manifest
 from accel_state.labels import DistributedType
 from accel_state.settings.installed import Requirement
+from accel_state.settings.schema import BOOLEAN, Setting
 
 if TYPE_CHECKING:
     from accel_state.current import Process
@@ -28,6 +29,8 @@ MANIFEST: Final = Manifest(
     label=DistributedType.XLA,
     present="accel_plugins.xla.manifest:present",
     requires=(Requirement("torch_xla", "torch-xla"),),
+    families=frozenset({_FAMILY}),
+    switch=Setting("tpu", BOOLEAN, False, flag="--tpu", help="Train on TPUs."),
     lacks=frozenset({Ability.JOIN, Ability.FP16, Ability.LOCAL_PASSES}),
     priority=40,
     tier=3,

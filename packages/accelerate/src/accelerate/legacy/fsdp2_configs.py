@@ -7,9 +7,10 @@ from argparse import Namespace
 from enum import Enum
 from typing import Any, Final
 
-from accel_cli.commands.to_fsdp2 import convert, target_of
+from accel_cli.commands.convert import current_key, target_of
 from accel_cli.config.file import read_tables
 from accel_cli.config.write import write_config
+from accel_plugins.fsdp.conversion import CONVERSION
 from accel_state.errors import SettingError
 
 __all__ = (
@@ -75,7 +76,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """A config for FSDP version 1 as one for version 2, in its place; one that needs no conversion as it is."""
     if not config.get("fsdp_config"):
         return config
-    converted = convert(config)
+    converted = CONVERSION.convert(config, current_key)
     if converted.values is None:
         _logger.warning("Config already specifies FSDP2, skipping conversion...")
     for note in converted.notes:
@@ -91,5 +92,5 @@ def to_fsdp2_command(args: Namespace) -> None:
         NotFound: there is no such file.
         AlreadyExists: the file to write is there, and may not be overwritten.
     """
-    target = target_of(args)
+    target = target_of(args, CONVERSION.result)
     write_config(target, convert_config_to_fsdp2(load_config(args.config_file)))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Final
-
-from accel_cli.command import spelled
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -13,7 +12,7 @@ __all__ = ("COMMAND", "MergeWeights")
 
 
 class MergeWeights:
-    """The command; see `accel_cli.command.Command`."""
+    """The command, as the entry-point group `accel.commands` offers it."""
 
     help = "put the shards of a model that FSDP saved together into one file"
 
@@ -22,12 +21,14 @@ class MergeWeights:
         parser.add_argument("checkpoint_directory", help="Folder of shards, such as checkpoint/pytorch_model_fsdp_0.")
         parser.add_argument("output_path", help="Folder to write model.safetensors to.")
         parser.add_argument(
-            *spelled("--unsafe_serialization"),
+            "--unsafe_serialization",
+            "--unsafe-serialization",
             action="store_true",
             help="Write pytorch_model.bin, a pickle, instead of safetensors.",
         )
         parser.add_argument(
-            *spelled("--remove_checkpoint_dir"),
+            "--remove_checkpoint_dir",
+            "--remove-checkpoint-dir",
             action="store_true",
             help="Remove the folder of shards once the file is written.",
         )
@@ -42,7 +43,7 @@ class MergeWeights:
             safe_serialization=not arguments.unsafe_serialization,
             remove_checkpoint_dir=arguments.remove_checkpoint_dir,
         )
-        print(f"Written to {written}.")
+        sys.stdout.write(f"Written to {written}.\n")
         return 0
 
 

@@ -1,26 +1,13 @@
-"""`accel to-fsdp2`: convert a config file from FSDP version 1 to version 2."""
+"""Converting a config file of a launch from FSDP version 1 to version 2; `accel to-fsdp2` reads and writes the file."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
-from accel_cli.command import spelled
-from accel_cli.config.file import is_known, with_prefix
-from accel_state.errors import AlreadyExists, NotFound, SettingError
+from accel_state.errors import SettingError
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-
-__all__ = (
-    "COMMAND",
-    "Conversion",
-    "ToFSDP2",
-    "convert",
-    "target_of",
-)
+__all__ = ("CONVERSION", "Conversion", "ToFSDP2", "convert")
 
 _TABLE: Final = "fsdp_config"
 _STRATEGY: Final = "fsdp_sharding_strategy"
@@ -56,8 +43,12 @@ class Conversion(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def convert(config: Mapping[str, Any]) -> Conversion:
+def convert(config: Mapping[str, Any], key_of: Callable[[str], str]) -> Conversion:
     """The same run with FSDP version 2.
+
+    Args:
+        config: the tables of the file.
+        key_of: a key of a table, such as "fsdp_config.offload_params", as files spell it today.
 
     Raises:
         SettingError: it is not for FSDP, or has a sharding strategy that does not exist.
@@ -69,7 +60,7 @@ def convert(config: Mapping[str, Any]) -> Conversion:
             f"It has no table {_TABLE!r}.",
             "Give a config file of a run with FSDP.",
         )
-    given = {_today(key): value for key, value in table.items()}
+    given = {key_of(f"{_TABLE}.{key}").partition(".")[2]: value for key, value in table.items()}
     if str(given.get(_VERSION, 1)) == "2":
         return Conversion(None)
     kept = {key: value for key, value in given.items() if key not in (_STRATEGY, *_GONE)}
@@ -79,12 +70,6 @@ def convert(config: Mapping[str, Any]) -> Conversion:
     if strategy is not None:
         kept[_RESHARD] = strategy if isinstance(strategy, bool) else _reshards(str(strategy), notes)
     return Conversion({**config, _TABLE: {**kept, _VERSION: 2}}, tuple(notes))
-
-
-def _today(key: str) -> str:
-    """A key with its prefix; one that nobody knows as it is."""
-    found = with_prefix(f"{_TABLE}.{key}")
-    return found.partition(".")[2] if is_known(found) else key
 
 
 def _reshards(strategy: str, notes: list[str]) -> bool:
@@ -107,54 +92,14 @@ def _reshards(strategy: str, notes: list[str]) -> bool:
 
 
 class ToFSDP2:
-    """The command; see `accel_cli.command.Command`."""
+    """The conversion, as the entry-point group `accel.conversions` offers it."""
 
     help = "convert a config file from FSDP version 1 to version 2"
+    result = "FSDP version 2"
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Which file, and where the converted one goes."""
-        parser.add_argument(*spelled("--config_file"), required=True, metavar="PATH", help="The file to convert.")
-        parser.add_argument("--overwrite", action="store_true", help="Write over a file that is there.")
-        parser.add_argument(
-            *spelled("--output_file"),
-            metavar="PATH",
-            help="The file to write; the same with --overwrite when not given.",
-        )
-
-    def run(self, arguments: Namespace) -> int:
-        """Write the converted file."""
-        from accel_cli.config.file import read_tables
-        from accel_cli.config.write import write_config
-
-        target = target_of(arguments)
-        converted = convert(read_tables(arguments.config_file))
-        if converted.values is None:
-            print(f"{arguments.config_file} is for FSDP version 2 already; nothing was written.")
-            return 0
-        for note in converted.notes:
-            print(f"accel to-fsdp2: {note}", file=sys.stderr)
-        write_config(target, converted.values)
-        print(f"Written to {target}.")
-        return 0
+    def convert(self, config: Mapping[str, Any], key_of: Callable[[str], str]) -> Conversion:
+        """As `convert`."""
+        return convert(config, key_of)
 
 
-def target_of(arguments: Namespace) -> str:
-    """The file to write.
-
-    Raises:
-        NotFound: the file to convert is not there.
-        AlreadyExists: writing would lose a file that nobody said may be lost.
-        SettingError: no file to write is named.
-    """
-    asked = f"Cannot convert {arguments.config_file} to FSDP version 2."
-    if not Path(arguments.config_file).exists():
-        raise NotFound(asked, "There is no such file.", "Check the path.")
-    target: str = arguments.output_file or arguments.config_file
-    if arguments.overwrite or (arguments.output_file and not Path(target).exists()):
-        return target
-    if arguments.output_file:
-        raise AlreadyExists(asked, f"{target} is there already.", "Give another --output_file, or --overwrite.")
-    raise SettingError(asked, "No file to write was named.", "Give --output_file, or --overwrite to replace it.")
-
-
-COMMAND: Final = ToFSDP2()
+CONVERSION: Final = ToFSDP2()
