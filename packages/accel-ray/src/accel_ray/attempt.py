@@ -85,7 +85,9 @@ class Attempt:
         group, placed = made
         kill = True
         try:
-            self._start_all(placed)
+            # A signal may have come while the actors started.
+            if not self._interrupted():
+                self._start_all(placed)
             while any(process.alive for process in self._processes):
                 self._follow()
             kill = any(process.progress is None or process.progress.code for process in self._processes)

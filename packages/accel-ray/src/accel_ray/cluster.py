@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -294,13 +294,17 @@ class Cluster:
         """End actors, and give back what was reserved."""
         from ray.util.placement_group import remove_placement_group
 
+        if self.head_is_lost:
+            # Both ask the head. The actors have ended their processes, and end with this one.
+            return
         for actor in actors:
             self._ray.kill(actor)
-        if not self.head_is_lost:
-            remove_placement_group(group)
+        remove_placement_group(group)
 
     def leave(self) -> None:
-        """Close the connection; without a head this is not waited for."""
-        closing = threading.Thread(target=self._ray.shutdown, daemon=True)
-        closing.start()
-        closing.join(_REACH if self.head_is_lost else None)
+        """Close the connection; without a head there is nobody to tell."""
+        if self.head_is_lost:
+            # It would wait for the head, and end this process after a minute.
+            atexit.unregister(self._ray.shutdown)
+        else:
+            self._ray.shutdown()
