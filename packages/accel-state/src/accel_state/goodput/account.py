@@ -260,7 +260,9 @@ def _close_last(lines: str, live: str) -> float:
         return 0.0
     if not any(line.get("began") == last.began and line["event"] in ("end", "left") for line in _tail(lines)):
         append_line(lines, last.line())
-    return max(last.step, last.before)
+    # The step that it was in has begun, and its time was charged.
+    begun = last.doing in (FIRST_STEP, STEP, RECOMPUTED)
+    return max(last.step + begun, last.before)
 
 
 def _tail(path: str) -> Iterator[dict[str, Any]]:

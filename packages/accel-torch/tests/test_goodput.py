@@ -1,0 +1,206 @@
+"""What an Accelerator charges to which category: scripts whose time is known, some of them killed and resumed.
+
+Each script says how long it meant to spend on what. Sleeps are long against what a loaded machine adds, and what a
+script measures by its own clock counts in place of what it meant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_state.errors import SettingError
+from accel_state.goodput.summary import GoodputSummary, read_goodput
+from accel_state.testing.preloaded import PreloadedPython
+from accel_state.testing.processes import Finished, run_command
+from accel_torch import Accelerator
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.timeout(300),
+]
+
+SCRIPT = """
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accel_torch import Accelerator
+
+FOLDER = Path(os.environ["ACCEL_PROJECT_DIR"])
+RANK = int(os.environ.get("RANK", "0"))
+START = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+truth = {}
+
+
+def spend(category, seconds, began=None):
+    began = time.perf_counter() if began is None else began
+    time.sleep(seconds)
+    truth[category] = truth.get(category, 0.0) + time.perf_counter() - began
+    (FOLDER / f"truth_{RANK}_{START}.json").write_text(json.dumps(truth))
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        {item}
+        return torch.full((2,), index / 24)
+
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
+other = torch.utils.data.DataLoader(torch.zeros(6, 2), batch_size=2)
+model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, other)
+checkpoint = FOLDER / "checkpoint"
+{before}
+for number, batch in enumerate(loader):
+    {in_step}
+    accelerator.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    {after_step}
+{after}
+accelerator.wait_for_everyone()
+"""
+
+PASS: dict[str, str] = dict.fromkeys(("item", "before", "in_step", "after_step", "after"), "pass")
+
+KILLED = "if START == 0 and number == {at} and RANK == {rank}: os.kill(os.getpid(), signal.SIGKILL)"
+
+SCRIPTS: dict[str, tuple[int, dict[str, str]]] = {
+    "slow start": (1, {"before": "spend('start-up', 2.0)"}),
+    "slow data": (1, {"item": "spend('waiting for data', 0.1)"}),
+    "slow first step": (1, {"in_step": "spend('first step', 2.0) if number == 0 else None"}),
+    "slow steps": (1, {"in_step": "spend('step', 0.25) if number else None"}),
+    "evaluation": (1, {"after": "for batch in other: spend('evaluation', 0.7)"}),
+    "slow checkpoint": (
+        1,
+        {
+            "before": "accelerator.register_save_state_pre_hook(lambda *_: time.sleep(1.0))",
+            "after_step": "began = time.perf_counter(); "
+            "(accelerator.save_state(str(checkpoint / str(number))), spend('checkpoint stall', 0, began)) "
+            "if number in (3, 7) else None",
+        },
+    ),
+    "a slow process": (2, {"in_step": "spend('step' if number else 'first step', 0.4) if RANK == 1 else None"}),
+    "recomputed work": (
+        1,
+        {
+            "in_step": "again = START and number <= 6; "
+            "spend(('recomputed work' if again else 'step') if number else 'first step', 0.3)",
+            "after_step": KILLED.format(at=6, rank=0),
+        },
+    ),
+    "killed in its data": (
+        1,
+        {
+            "item": "spend('waiting for data', 1.5) if START == 0 and index == 9 else None\n"
+            "        os.kill(os.getpid(), signal.SIGKILL) if START == 0 and index == 9 else None"
+        },
+    ),
+    "killed in a checkpoint": (
+        1,
+        {
+            "before": "accelerator.register_save_state_pre_hook(lambda *_: (spend('checkpoint stall', 1.5, began), "
+            "os.kill(os.getpid(), signal.SIGKILL)))",
+            "after_step": "began = time.perf_counter(); "
+            "accelerator.save_state(str(checkpoint)) if number == 3 and START == 0 else None",
+        },
+    ),
+}
+"""By name, the processes and the parts of a script."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> Iterator[None]:
+    with PreloadedPython(("accel_torch.accelerator",)):
+        yield
+
+
+def launched(folder: Path, processes: int, parts: dict[str, str]) -> Finished:
+    script = folder / "train.py"
+    text = SCRIPT
+    for name, part in {**PASS, **parts}.items():
+        text = text.replace(f"{{{name}}}", part)
+    script.write_text(text, encoding="utf-8")
+    options = ["--cpu", "--num_processes", str(processes), "--project_dir", str(folder / "run")]
+    options += ["--restart_policy", "auto", "--max_restarts", "3"]
+    command = [sys.executable, "-m", "accel_cli.main", "launch", *options, str(script)]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    return run_command(command, timeout=280, env=environment, cwd=folder)
+
+
+def truth_of(folder: Path, rank: int) -> dict[str, float]:
+    """What the starts of a process spent, by its own clock."""
+    total: dict[str, float] = {}
+    for path in folder.glob(f"truth_{rank}_*.json"):
+        for category, seconds in json.loads(path.read_text()).items():
+            total[category] = total.get(category, 0.0) + seconds
+    return total
+
+
+def allowed(seconds: float) -> float:
+    return max(0.05 * seconds, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_time_is_charged_to_what_it_was_spent_on(name: str, tmp_path: Path) -> None:
+    processes, parts = SCRIPTS[name]
+    finished = launched(tmp_path, processes, parts)
+    assert finished.returncode == 0, finished.stderr
+    summary = read_goodput(tmp_path / "run")
+    assert summary.unattributed <= 0.02 * summary.wall
+    for rank in range(processes):
+        spent = summary.ranks[rank].seconds
+        for category, seconds in truth_of(tmp_path / "run", rank).items():
+            # Start-up and the first step have more in them than the script's own sleep.
+            more = 60.0 if category in ("start-up", "first step") else 0.0
+            assert -allowed(seconds) <= spent[category] - seconds <= allowed(seconds) + more, (category, spent)
+    if processes == 2:
+        waited = summary.ranks[0].seconds["waiting for other processes"]
+        slow = sum(truth_of(tmp_path / "run", 1).values())
+        assert waited == pytest.approx(slow, abs=allowed(slow) + 0.2)
+    _adds_up(summary)
+
+
+def test_an_account_goes_on_over_a_restart(tmp_path: Path) -> None:
+    _, parts = SCRIPTS["recomputed work"]
+    finished = launched(tmp_path, 1, parts)
+    assert finished.returncode == 0, finished.stderr
+    summary = read_goodput(tmp_path / "run")
+    assert (summary.restarts, summary.running, summary.damaged) == (1, False, 0)
+    spent = summary.ranks[0].seconds
+    for category, seconds in truth_of(tmp_path / "run", 0).items():
+        # Every sleep is inside of what is charged, to the precision of the lines.
+        assert spent[category] >= seconds - 0.001, (category, spent)
+    assert spent["down"] > 0
+    _adds_up(summary)
+
+
+def _adds_up(summary: GoodputSummary) -> None:
+    for one in summary.ranks:
+        assert sum(one.seconds.values()) + one.unattributed == pytest.approx(summary.wall, abs=0.1)
+
+
+def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_PROJECT_DIR", raising=False)
+    with pytest.raises(SettingError, match="There is no folder for the account of its time"):
+        Accelerator(cpu=True, goodput=True)
+    with pytest.raises(SettingError, match="True or False"):
+        Accelerator(cpu=True, goodput="yes")  # type: ignore[arg-type]
+    assert not os.path.exists("goodput")
