@@ -272,7 +272,7 @@ def load_strictly(folder: str) -> str:
 def test_generators_that_were_not_saved_are_missed_unless_they_are_waived(
     one: Processes, two: Processes, tmp_path: Path
 ) -> None:
-    one.run(save_with, str(tmp_path / "a"), "single")
+    one.run(save_with, str(tmp_path / "a"), "single", 8)
     first, second = two.run(load_strictly, str(tmp_path / "a"))
     assert "allow_missing=('random_states',)" in second
     assert "Process 1 failed" in first

@@ -96,7 +96,7 @@ def test_show_of_a_folder_shows_its_newest_run_and_whether_it_finished(
 
 def test_output_without_matplotlib_is_an_error(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_matplotlib(monkeypatch)
-    with pytest.raises(Missing, match=r"accel-tracking\[plots\]"):
+    with pytest.raises(Missing, match='pip install "matplotlib"'):
         call("show", run_file, "--output", run_file.with_suffix(".svg"))
 
 

@@ -50,7 +50,7 @@ class AcceleratorSession(Session):
             # Settings of another backend are given by the argument of that one.
             manifests = [found.manifest for found in resolve.available() if found.manifest is not None]
             theirs = (one for one in manifests if resolve.config_among(one, [case.config]) is not None)
-            given = {next(theirs, case.manifest).parameter: case.config}
+            given = {next(theirs, case.manifest).parameter or "fsdp_plugin": case.config}
         self.accelerator = Accelerator(
             cpu=current.process().device.type == "cpu",
             mixed_precision=case.precision,
