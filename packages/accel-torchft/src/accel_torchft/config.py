@@ -65,7 +65,7 @@ class TorchFTConfig(KwargsHandler):
         quorum_timeout: seconds that the replicas may take to agree on who makes the next step.
         heartbeat_timeout: seconds without a sign of life after which the lighthouse takes a replica for dead.
         join_timeout: seconds that a step waits for a replica that lives and does not come.
-        bucket_mb: size in MiB of the pieces in which gradients travel.
+        bucket_mb: size in MiB of the buckets in which gradients travel.
         restarts: how often the launcher starts a killed replica again, over the whole run.
 
     Raises:
@@ -129,7 +129,7 @@ class TorchFTConfig(KwargsHandler):
     bucket_mb: int = _setting(
         25,
         type=int_at_least(1),
-        help="Size in MiB of the pieces in which gradients travel.",
+        help="Size in MiB of the buckets in which gradients travel.",
     )
     restarts: int = _setting(
         100,

@@ -1,4 +1,4 @@
-"""Gradients of a process in flat pieces, as they travel between replicas."""
+"""Gradients of a process in flat buckets, as they travel between replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ("Pieces", "local_part")
+__all__ = ("GradientBuckets", "local_part")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -16,34 +16,33 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Pieces:
-    """Gradients in flat pieces of about one size, each of one dtype on one device.
+class GradientBuckets:
+    """Gradients in flat buckets of about one size, each of one dtype on one device.
 
-    Which parameters had a gradient travels with the first piece: one that has none on this process counts as zero if it
-    has one on another, and still has none if nobody has.
+    Which parameters had a gradient travels with the first bucket: one that has none on this process counts as zero if
+    it has one on another, and still has none if nobody has.
 
     Args:
         parameters: what trains, in the same order on all processes.
-        piece_bytes: size of a piece.
+        bucket_bytes: size of a bucket.
 
     Attributes:
-        flat: the pieces.
+        flat: the buckets.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], piece_bytes: int) -> None:
+    def __init__(self, parameters: Iterable[Tensor], bucket_bytes: int) -> None:
         self._parameters = list(parameters)
         self.flat: list[Tensor] = []
         self._held: list[list[Tensor]] = []
-        self._places: list[list[Tensor]] = []
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters:
             part = local_part(parameter)
             alike.setdefault((part.dtype, part.device), []).append(parameter)
         flags = torch.tensor([float(parameter.grad is not None) for parameter in self._parameters])
         for (dtype, device), group in alike.items():
-            for piece in _cut(group, piece_bytes):
+            for bucket in _cut(group, bucket_bytes):
                 leading = [] if self.flat else [flags.to(device, dtype)]
-                self._add(piece, leading)
+                self._add(bucket, leading)
 
     def _add(self, parameters: Sequence[Tensor], leading: list[Tensor]) -> None:
         parts = [_gradient(parameter) for parameter in parameters]
@@ -51,7 +50,7 @@ class Pieces:
         self._held.append(list(parameters))
 
     def write_back(self) -> None:
-        """Give the parameters what the pieces hold now."""
+        """Give the parameters what the buckets hold now."""
         if not self.flat:
             return
         count = len(self._parameters)
@@ -73,17 +72,17 @@ def _gradient(parameter: Tensor) -> Tensor:
     return local_part(parameter.grad).detach()
 
 
-def _cut(parameters: Sequence[Tensor], piece_bytes: int) -> Iterable[list[Tensor]]:
-    """The parameters in their order, in groups whose gradients fill a piece."""
-    piece: list[Tensor] = []
+def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterable[list[Tensor]]:
+    """The parameters in their order, in groups whose gradients fill a bucket."""
+    bucket: list[Tensor] = []
     filled = 0
     for parameter in parameters:
         part = local_part(parameter)
         size = part.numel() * part.element_size()
-        if piece and filled + size > piece_bytes:
-            yield piece
-            piece, filled = [], 0
-        piece.append(parameter)
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
         filled += size
-    if piece:
-        yield piece
+    if bucket:
+        yield bucket

@@ -32,7 +32,7 @@ from accel_torchft.config import (
     TorchFTConfig,
 )
 
-__all__ = ("Members", "Quorum", "lighthouse_of")
+__all__ = ("Quorum", "QuorumMembers", "lighthouse_of")
 
 _RETRIES: Final = 100
 """So many steps that do not count may follow each other before the run gives up."""
@@ -44,7 +44,7 @@ _PAUSE: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Members:
+class QuorumMembers:
     """The replicas that make a step.
 
     Args:
@@ -134,7 +134,7 @@ class Quorum:
     def step(self, step: int) -> None:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
-    def begin(self) -> Members:
+    def begin(self) -> QuorumMembers:
         """Agree on the members of the next step; a replica that was away has the state of the others afterwards.
 
         Raises:
@@ -148,7 +148,7 @@ class Quorum:
             self._agree()
         self._patience = 0.0
         rank = self._manager.participating_rank()
-        return Members(self.step, max(self._manager.num_participants(), 1), 0 if rank is None else rank)
+        return QuorumMembers(self.step, max(self._manager.num_participants(), 1), 0 if rank is None else rank)
 
     def _agree(self) -> None:
         try:
@@ -170,7 +170,7 @@ class Quorum:
         for work in [self._manager.allreduce(tensor) for tensor in tensors]:
             work.wait()
         if self._manager.errored() is not None:
-            # Members that wait for this one in the same exchange would notice only after the timeout.
+            # QuorumMembers that wait for this one in the same exchange would notice only after the timeout.
             self._groups.abort()
 
     def commit(self) -> bool:

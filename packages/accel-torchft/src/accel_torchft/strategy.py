@@ -20,8 +20,8 @@ from accel_plugins.fsdp.fsdp2 import FSDP2Strategy
 from accel_state.errors import Conflict, NotOffered
 from accel_state.settings.environ import from_environment
 from accel_torchft.config import TorchFTConfig
-from accel_torchft.gradients import Pieces
-from accel_torchft.quorum import Members, Quorum, lighthouse_of
+from accel_torchft.gradients import GradientBuckets
+from accel_torchft.quorum import Quorum, QuorumMembers, lighthouse_of
 from accel_torchft.replica_state import ReplicaState
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Replicated(Strategy):
         super().__init__(context, config)
         self._state = ReplicaState(context)
         self._quorum: Quorum | None = None
-        self._members: Members | None = None
+        self._members: QuorumMembers | None = None
         self._averaged = False
         self._first_step = 0
         self._healed_schedules: list[Any] | None = None
@@ -81,7 +81,7 @@ class Replicated(Strategy):
             self.replicas.replica_groups * inside.count,
         )
 
-    def _begin(self) -> Members:
+    def _begin(self) -> QuorumMembers:
         """The members of the next step; asked again before that step was made, they are the same."""
         if self._quorum is None:
             self._quorum = Quorum(
@@ -111,9 +111,9 @@ class Replicated(Strategy):
         self._averaged = True
         if members.count > 1 and self._quorum is not None:
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            pieces = Pieces(trained, self.replicas.bucket_mb * _MIB)
-            self._quorum.average(pieces.flat)
-            pieces.write_back()
+            buckets = GradientBuckets(trained, self.replicas.bucket_mb * _MIB)
+            self._quorum.average(buckets.flat)
+            buckets.write_back()
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         if closure is not None:
