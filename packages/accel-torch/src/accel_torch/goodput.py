@@ -19,7 +19,7 @@ from accel_state.goodput.account import (
     DATA,
     EVALUATION,
     FIRST_STEP,
-    FOLDER,
+    GOODPUT_FOLDER,
     RECOMPUTED,
     SAVING,
     START_UP,
@@ -63,7 +63,7 @@ class GoodputRecorder(RunObserver):
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             rank = current.process().rank
             self._account = TimeAccount(
-                os.path.join(self._folder, FOLDER), rank, int(attempt) if attempt.isdecimal() else 0
+                os.path.join(self._folder, GOODPUT_FOLDER), rank, int(attempt) if attempt.isdecimal() else 0
             )
             self._stepped = register_optimizer_step_post_hook(self._after_step_without_loader)
             atexit.register(self._close)

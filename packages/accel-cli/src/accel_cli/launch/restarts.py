@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = (
     "FAILURES",
-    "Attempt",
     "Cause",
     "Decision",
     "Fingerprint",
     "RestartPolicy",
     "Restarts",
+    "RunningProcesses",
     "Signals",
     "find_cause",
     "record_failure",
@@ -431,7 +431,7 @@ def record_failure(
 # ---------------------------------------------------------------------- the launcher's side
 
 
-class Attempt(Protocol):
+class RunningProcesses(Protocol):
     """The processes of one attempt, as the launcher knows them."""
 
     @property
@@ -470,7 +470,7 @@ class Restarts:
         self._oom_killed = oom_killed
         self._pause = 0.0
 
-    def after(self, processes: Attempt, refused: AccelError | None = None) -> bool:
+    def after(self, processes: RunningProcesses, refused: AccelError | None = None) -> bool:
         """Whether the processes of an attempt that failed are started again.
 
         Args:

@@ -36,7 +36,7 @@ __all__ = (
     "DOWN",
     "EVALUATION",
     "FIRST_STEP",
-    "FOLDER",
+    "GOODPUT_FOLDER",
     "RECOMPUTED",
     "SAVING",
     "START_UP",
@@ -47,7 +47,7 @@ __all__ = (
     "append_line",
 )
 
-FOLDER: Final = "goodput"
+GOODPUT_FOLDER: Final = "goodput"
 """Folder of the accounts, inside that of the run."""
 
 CATEGORIES: Final = (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_state.errors import NotFound, SettingError
-from accel_state.goodput.account import CATEGORIES, DOWN, FOLDER, START_UP, STEP, LiveAccount, append_line
+from accel_state.goodput.account import CATEGORIES, DOWN, GOODPUT_FOLDER, START_UP, STEP, LiveAccount, append_line
 from accel_state.proc import state_of
 from accel_state.untrusted import dict_of, integer, number, parse_json, read_limited, record, text
 
@@ -59,7 +59,7 @@ class LauncherLines:
     """
 
     def __init__(self, project_dir: str, node: int = 0) -> None:
-        self._path = os.path.join(project_dir, FOLDER, f"launcher_{node}.jsonl")
+        self._path = os.path.join(project_dir, GOODPUT_FOLDER, f"launcher_{node}.jsonl")
 
     def launch(self, attempt: int) -> None:
         """The processes are about to be started."""
@@ -190,12 +190,12 @@ def _folder_of(run: Path) -> Path:
     asked = f"Cannot read where the time of the run {str(run)!r} went."
     if not run.is_dir():
         raise NotFound(asked, "There is no such folder.", "Give the project_dir of the run.")
-    for folder in (run / FOLDER, run):
+    for folder in (run / GOODPUT_FOLDER, run):
         if folder.is_dir() and any(_FILE.fullmatch(one.name) for one in folder.iterdir()):
             return folder
     raise NotFound(
         asked,
-        f"It has no account of any process in {str(run / FOLDER)!r}.",
+        f"It has no account of any process in {str(run / GOODPUT_FOLDER)!r}.",
         "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True).",
     )
 
