@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ("GradientBuckets", "local_part")
+__all__ = ("GradientBuckets", "local_shard")
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds; all of one that is not spread over processes."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -36,7 +36,7 @@ class GradientBuckets:
         self._held: list[list[Tensor]] = []
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters:
-            part = local_part(parameter)
+            part = local_shard(parameter)
             alike.setdefault((part.dtype, part.device), []).append(parameter)
         flags = torch.tensor([float(parameter.grad is not None) for parameter in self._parameters])
         for (dtype, device), group in alike.items():
@@ -56,20 +56,20 @@ class GradientBuckets:
         count = len(self._parameters)
         somewhere = dict(zip(map(id, self._parameters), (self.flat[0][:count] > 0).tolist(), strict=True))
         for number, (flat, parameters) in enumerate(zip(self.flat, self._held, strict=True)):
-            sizes = [local_part(parameter).numel() for parameter in parameters]
+            sizes = [local_shard(parameter).numel() for parameter in parameters]
             values = (flat[count:] if number == 0 else flat).split(sizes)  # type: ignore[no-untyped-call]
             for parameter, value in zip(parameters, values, strict=True):
                 if somewhere[id(parameter)]:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    gradient = local_part(parameter.grad)
+                    gradient = local_shard(parameter.grad)
                     gradient.copy_(value.view_as(gradient))
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
-        return torch.zeros_like(local_part(parameter))
-    return local_part(parameter.grad).detach()
+        return torch.zeros_like(local_shard(parameter))
+    return local_shard(parameter.grad).detach()
 
 
 def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterable[list[Tensor]]:
@@ -77,7 +77,7 @@ def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterable[list[Tenso
     bucket: list[Tensor] = []
     filled = 0
     for parameter in parameters:
-        part = local_part(parameter)
+        part = local_shard(parameter)
         size = part.numel() * part.element_size()
         if bucket and filled + size > bucket_bytes:
             yield bucket

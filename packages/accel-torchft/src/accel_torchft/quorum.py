@@ -170,7 +170,7 @@ class Quorum:
         for work in [self._manager.allreduce(tensor) for tensor in tensors]:
             work.wait()
         if self._manager.errored() is not None:
-            # QuorumMembers that wait for this one in the same exchange would notice only after the timeout.
+            # Members that wait for this one in the same exchange would notice only after the timeout.
             self._groups.abort()
 
     def commit(self) -> bool:

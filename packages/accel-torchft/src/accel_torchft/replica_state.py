@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_torchft.gradients import local_part
+from accel_torchft.gradients import local_shard
 
 __all__ = ("ReplicaState",)
 
@@ -64,7 +64,7 @@ class ReplicaState:
         """The state; its tensors are the living ones, except for buffers, which forward passes change."""
         return {
             "models": [_tensors_of(model) for model in self.models],
-            "optimizers": [_mapped(optimizer.state_dict(), local_part) for optimizer in self.optimizers],
+            "optimizers": [_mapped(optimizer.state_dict(), local_shard) for optimizer in self.optimizers],
             "schedulers": self.schedules(),
             "precision": self._context.precision.state_dict(),
         }
@@ -108,15 +108,15 @@ def _among(item: Any, items: list[Any]) -> bool:
 
 
 def _tensors_of(model: Module) -> dict[str, Tensor]:
-    parameters = {name: local_part(parameter).detach() for name, parameter in model.named_parameters()}
-    return parameters | {name: local_part(buffer).clone() for name, buffer in model.named_buffers()}
+    parameters = {name: local_shard(parameter).detach() for name, parameter in model.named_parameters()}
+    return parameters | {name: local_shard(buffer).clone() for name, buffer in model.named_buffers()}
 
 
 def _take(model: Module, tensors: Mapping[str, Tensor]) -> None:
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, tensor in own.items():
-            local_part(tensor).copy_(tensors[name])
+            local_shard(tensor).copy_(tensors[name])
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -145,7 +145,7 @@ def _spread(value: Any, parameter: Tensor) -> Any:
     if (
         not isinstance(parameter, DTensor)
         or not isinstance(value, Tensor)
-        or value.shape != local_part(parameter).shape
+        or value.shape != local_shard(parameter).shape
     ):
         return value
     return DTensor.from_local(

@@ -15,7 +15,7 @@ from accel_bigmodel.weight_files.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PA
 from accel_bigmodel.weight_files.names import index_name as index_name
 from accel_bigmodel.weight_files.names import is_safetensors as is_safetensors
 from accel_bigmodel.weight_files.names import shard_name as shard_name
-from accel_bigmodel.weight_files.names import shards_of as shards_of
+from accel_bigmodel.weight_files.names import shard_pattern as shard_pattern
 from accel_bigmodel.weight_files.names import weights_name as weights_name
 from accel_bigmodel.weight_files.reading import WeightFile as WeightFile
 from accel_bigmodel.weight_files.reading import WeightSource as WeightSource

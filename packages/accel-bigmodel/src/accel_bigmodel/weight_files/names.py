@@ -17,7 +17,7 @@ __all__ = (
     "index_name",
     "is_safetensors",
     "shard_name",
-    "shards_of",
+    "shard_pattern",
     "weights_name",
 )
 
@@ -43,7 +43,7 @@ def shard_name(name: str, number: int, count: int) -> str:
     return f"{stem}-{number:05d}-of-{count:05d}{dot}{suffix}"
 
 
-def shards_of(name: str) -> re.Pattern[str]:
+def shard_pattern(name: str) -> re.Pattern[str]:
     """Matches every shard file that belongs to a file name, whatever their count."""
     stem, dot, suffix = name.rpartition(".")
     return re.compile(rf"{re.escape(stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(dot + suffix)}")

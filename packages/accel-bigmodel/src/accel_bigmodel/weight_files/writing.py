@@ -26,7 +26,7 @@ from accel_bigmodel.weight_files.names import (
     index_name,
     is_safetensors,
     shard_name,
-    shards_of,
+    shard_pattern,
     weights_name,
 )
 from accel_state.errors import CheckpointError
@@ -260,7 +260,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _remove_stale(folder: Path, name: str, keep: Iterable[str]) -> None:
-    shard = shards_of(name)
+    shard = shard_pattern(name)
     stale = {file.name for file in folder.iterdir() if shard.fullmatch(file.name)} | {name, index_name(name)}
     for file in sorted(stale.difference(keep)):
         (folder / file).unlink(missing_ok=True)

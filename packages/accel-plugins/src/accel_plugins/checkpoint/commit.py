@@ -407,7 +407,7 @@ class CheckpointFinalizer:
         return json.dumps(told)
 
     def adopt(self, folder: Path, told: Sequence[str]) -> str:
-        """Take over what the processes told of files that look the same here; nothing is to be told to them.
+        """Take over what the processes told of files that look the same here; nothing needs to reach them.
 
         What no process has hashed, or what has changed since then, is hashed here.
         """
