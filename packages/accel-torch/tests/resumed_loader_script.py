@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accel_data import MixtureDataset, MixtureStream
+from accel_data import MixtureDataset
 from accel_torch import Accelerator, DataLoaderConfiguration, set_seed
 
 SAMPLES, BATCH = 42, 4
@@ -80,7 +80,6 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "stream": (lambda: DataLoader(Stream(), BATCH), {"dispatch_batches": False}),
     "stream_dispatched": (lambda: DataLoader(Stream(), BATCH), {"dispatch_batches": True}),
     "stream_stateful": (lambda: DataLoader(Stream(), BATCH), {"use_stateful_dataloader": True}),
-    "stream_mixture": (lambda: DataLoader(MixtureStream({"a": Stream(), "b": Stream(99)}), BATCH), {}),
 }
 """By name, what makes the loader, and fields of the `DataLoaderConfiguration`."""
 
