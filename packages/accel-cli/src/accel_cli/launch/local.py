@@ -102,6 +102,7 @@ class Supervisor:
         """Start the processes, and again as long as the restart policy says so."""
         account, oom_killed = _account_of(plan), oom_kills()
         restarts: Restarts | None = None
+        code = 0
         for attempt in itertools.count():
             processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
             code, refused = self._accounted(processes, inbox, account, attempt)

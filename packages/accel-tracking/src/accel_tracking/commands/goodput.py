@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ __all__ = ("COLORS", "bar", "draw_goodput", "goodput_json", "goodput_text", "sho
 
 _UNATTRIBUTED: Final = "unattributed"
 
-COLORS: Final = dict(
+COLORS: Final[Mapping[str, str]] = dict(
     zip(
         (*CATEGORIES, _UNATTRIBUTED),
         ("#8da0cb", "#b3cde3", "#fc8d62", "#2ca25f", "#66c2a5", "#e5c494", "#e78ac3", "#a6761d", "#d73027", "#cccccc"),
@@ -28,7 +28,7 @@ COLORS: Final = dict(
 )
 """Colour of each category in bars and pictures."""
 
-_MARKS: Final = dict(zip(COLORS, "s1d#ecrwx?", strict=True))
+_MARKS: Final[Mapping[str, str]] = dict(zip(COLORS, "s1d#ecrwx?", strict=True))
 """Letter of each category, for terminals without colour."""
 
 _WIDEST: Final = 100
