@@ -16,14 +16,14 @@ pytest.importorskip("torchft")
 from accel_cli.testing import LauncherSuite
 
 DIES_ONCE = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
 number = os.environ["REPLICA_GROUP_ID"]
 (folder / f"seen-{number}-{os.getpid()}").touch()
 if number == "1" and len(list(folder.glob("seen-1-*"))) <= int(sys.argv[2]):
     os.kill(os.getpid(), signal.SIGKILL)
-while len({path.name.split("-")[1] for path in folder.glob("seen-*")}) < 2:
-    pass
+while len(list(folder.glob("seen-1-*"))) <= int(sys.argv[2]):
+    time.sleep(0.1)
 """
 
 
@@ -47,16 +47,26 @@ def test_a_killed_replica_is_started_again(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("seen-1-*"))) == 2
 
 
+def test_a_replica_that_dies_when_another_has_finished_is_not_started_again(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, signal, sys, time
+if os.environ["REPLICA_GROUP_ID"] == "1":
+    time.sleep(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path(os.environ["ACCEL_TORCHFT_JOINED"]).touch()
+"""
+    code, output = launch(tmp_path, script)
+    assert code == 0, output
+
+
 def test_a_replica_that_dies_again_and_again_before_a_step_ends_the_run(tmp_path: Path) -> None:
-    waiting = DIES_ONCE + "\nimport time\ntime.sleep(600)\n"
-    code, output = launch(tmp_path, waiting, "100")
+    code, output = launch(tmp_path, DIES_ONCE, "100")
     assert code == 128 + signal.SIGKILL, output
     assert "3 times in a row before it made a step" in output
 
 
 def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
-    waiting = DIES_ONCE + "\nimport time\ntime.sleep(600)\n"
-    code, output = launch(tmp_path, waiting, "100", options=("--torchft_restarts=1",))
+    code, output = launch(tmp_path, DIES_ONCE, "100", options=("--torchft_restarts=1",))
     assert code == 128 + signal.SIGKILL, output
     assert "has used its 1 restarts" in output
 

@@ -247,7 +247,7 @@ class _Run:
     def _died(self) -> bool:
         """Whether a replica has to be started again."""
         going = self._signalled is None and self._code is None
-        return going and any(replica.popen.poll() != 0 for replica in self._replicas)
+        return going and any(replica.popen.poll() != 0 and not replica.told_to_end for replica in self._replicas)
 
     def _forward(self, inbox: Inbox) -> None:
         for number in inbox.wait(_TICK):
