@@ -10,14 +10,12 @@ import os
 import subprocess
 import sys
 import textwrap
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from accel_cli import launch
+from accel_cli.launch.backends import OfferedBackend, backends
 from accel_cli.launch.cluster_environment import PLACE_VARIABLES
-from accel_plugins.resolve import Found, available
-from accel_state.settings.extension import Extension
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -58,18 +56,20 @@ class Row(NamedTuple):
 def rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[Row]:
     """Every offered backend, in order of name; `answers` are those of `ask`."""
     answered = answers or {}
-    listed = [_row(found, answered.get(found.name, {})) for found in available()]
+    listed = [_row(found, answered.get(found.name, {})) for found in backends()]
     present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
     best = max((row.priority for row in present), default=None)
     return [row._replace(state="default") if row in present and row.priority == best else row for row in listed]
 
 
-def _row(found: Found, answer: Mapping[str, Any]) -> Row:
+def _row(found: OfferedBackend, answer: Mapping[str, Any]) -> Row:
     package, _, version = found.origin.rpartition(" ")
     if found.manifest is None:
-        return Row(found.name, package, version, state="unusable", obstacle=found.obstacle or "", failure=found.failure)
-    failure = _settings_failure(found) or answer.get("failed", "")
-    obstacle = found.obstacle or _last_line(failure)
+        return Row(found.name, package, version, state="unusable", obstacle=found.reason, failure=found.failure)
+    unmet = (requirement.obstacle() for requirement in found.manifest.requires)
+    needed = next((obstacle for obstacle in unmet if obstacle is not None), "")
+    failure = found.failure or answer.get("failed", "")
+    obstacle = needed or _last_line(failure)
     return Row(
         found.name,
         package,
@@ -78,20 +78,8 @@ def _row(found: Found, answer: Mapping[str, Any]) -> Row:
         found.manifest.priority,
         "unusable" if obstacle else "available" if answer else "unknown",
         obstacle,
-        "" if found.obstacle else failure,
+        "" if needed else failure,
     )
-
-
-def _settings_failure(found: Found) -> str:
-    """Traceback of what happens when the settings of a backend are loaded; empty when nothing goes wrong."""
-    target = found.manifest.config if found.manifest is not None else ""
-    if not target:
-        return ""
-    try:
-        Extension("", found.name, target, found.origin).load()
-    except Exception:
-        return traceback.format_exc()
-    return ""
 
 
 def ask(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:

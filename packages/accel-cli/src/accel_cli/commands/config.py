@@ -61,7 +61,7 @@ def _ask(path: str, arguments: Namespace) -> str:
     from accel_cli.launch.settings import ASKED
 
     del arguments
-    offered = {backend.extension.name: backend.settings for backend in backends() if backend.manifest is not None}
+    offered = {backend.name: backend.settings for backend in backends() if backend.manifest is not None}
     answers = reviewed(prompter(), ASKED, offered)
     write_config(path, answers)
     return f"Written to {path}."

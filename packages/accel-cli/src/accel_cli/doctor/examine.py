@@ -90,9 +90,8 @@ def _torch_and_devices(request: Request) -> Iterator[Finding]:
 def _backends(request: Request) -> Iterator[Finding]:
     broken = failures()
     for backend in broken:
-        extension = backend.extension
-        told = f"{extension.name} of {extension.origin} could not be loaded: {backend.error!r}"
-        yield Finding("backends", WORRY, told, f"Repair or remove {extension.origin.split()[0]}.")
+        told = f"{backend.name} of {backend.origin} could not be loaded: {backend.reason}"
+        yield Finding("backends", WORRY, told, f"Repair or remove {backend.origin.split()[0]}.")
     if not broken:
         yield Finding("backends", FINE, "all can be loaded")
 

@@ -6,10 +6,12 @@ launcher tells of it.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
+from accel_plugins.resolve import Found, available
 from accel_state.errors import Missing, PluginError, SettingError
 from accel_state.settings.extension import Extension, extensions
 from accel_state.settings.schema import closest, settings_of
@@ -34,22 +36,29 @@ class OfferedBackend(NamedTuple):
     """One entry point of the group, loaded as far as it could be.
 
     Args:
-        extension: where it is offered.
+        name: name of the entry point.
+        origin: name and version of the distribution.
         manifest: its declaration, or None.
         settings: its settings class when it has one with settings.
-        error: why something of it is missing.
+        failure: why something of it is missing, as a traceback or a sentence; empty when nothing is.
     """
 
-    extension: Extension
+    name: str
+    origin: str
     manifest: Any = None
     settings: type | None = None
-    error: Exception | None = None
+    failure: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The last line of its failure."""
+        return (self.failure.strip().splitlines() or [""])[-1]
 
 
 @lru_cache(maxsize=1)
 def backends() -> tuple[OfferedBackend, ...]:
-    """Every offered backend."""
-    return tuple(map(_load, extensions(GROUP)))
+    """Every offered backend, in order of name."""
+    return tuple(map(_with_settings, available()))
 
 
 def backend_settings() -> tuple[type, ...]:
@@ -69,7 +78,7 @@ def switches() -> dict[str, tuple[Any, ...]]:
 
 def failures() -> tuple[OfferedBackend, ...]:
     """Backends of which something could not be loaded."""
-    return tuple(backend for backend in backends() if backend.error is not None)
+    return tuple(backend for backend in backends() if backend.failure)
 
 
 def check_backend(name: str, origin: str) -> None:
@@ -109,11 +118,11 @@ def backend_for(label: str, origin: str, names: Collection[str] = ()) -> str | N
 
 def why_unusable(backend: OfferedBackend, origin: str) -> Exception | None:
     """The error for a backend that cannot start, or None."""
-    asked = f"Cannot start the backend {backend.extension.name!r} ({origin})."
+    asked = f"Cannot start the backend {backend.name!r} ({origin})."
     if backend.manifest is None:
-        package = backend.extension.origin
+        package = backend.origin
         remedy = f"Repair, update or remove {package.split()[0]}."
-        return PluginError(asked, f"That of {package} could not be loaded: {backend.error!r}.", remedy)
+        return PluginError(asked, f"That of {package} could not be loaded: {backend.reason}.", remedy)
     for requirement in backend.manifest.requires:
         obstacle = requirement.obstacle()
         if obstacle is not None:
@@ -127,18 +136,15 @@ def label_of(manifest: Any) -> str | None:
     return None if label is None else str(label.value)
 
 
-def _load(extension: Extension) -> OfferedBackend:
+def _with_settings(found: Found) -> OfferedBackend:
+    target = found.manifest.config if found.manifest is not None else ""
+    if not target:
+        return OfferedBackend(found.name, found.origin, found.manifest, failure=found.failure)
     try:
-        manifest = extension.load()
-    except Exception as error:
-        return OfferedBackend(extension, error=error)
-    if not manifest.config:
-        return OfferedBackend(extension, manifest)
-    try:
-        settings: Any = Extension(GROUP, extension.name, manifest.config, extension.origin).load()
-    except Exception as error:
-        return OfferedBackend(extension, manifest, error=error)
-    return OfferedBackend(extension, manifest, settings if _has_settings(settings) else None)
+        settings: Any = Extension(GROUP, found.name, target, found.origin).load()
+    except Exception:
+        return OfferedBackend(found.name, found.origin, found.manifest, failure=traceback.format_exc())
+    return OfferedBackend(found.name, found.origin, found.manifest, settings if _has_settings(settings) else None)
 
 
 def _has_settings(settings_class: type) -> bool:

@@ -239,14 +239,14 @@ def check_requirements(settings: ResolvedSettings) -> None:
     named, asked = settings["backend"], kind_of(settings)
     if named.value is not None:
         origin = named.origin
-        chosen = [backend for backend in backends() if backend.extension.name == named.value]
+        chosen = [backend for backend in backends() if backend.name == named.value]
     elif asked is not None and not asked[0].by_device:
         origin = asked[1].origin
         names = named_by(*asked)
         chosen = [
             backend
             for backend in backends()
-            if (backend.extension.name in names if names else label_of(backend.manifest) == asked[0].label)
+            if (backend.name in names if names else label_of(backend.manifest) == asked[0].label)
         ]
     else:
         return

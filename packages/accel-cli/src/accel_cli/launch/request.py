@@ -267,4 +267,4 @@ def notes(request: Request) -> Iterator[str]:
         where = f"{request.config.path}:{entry.line}" if request.config is not None else ""
         yield f"{entry.key}={entry.value} ({where}) has no effect: nothing that is installed reads it."
     for failure in failures():
-        yield f"the backend {failure.extension.name!r} ({failure.extension.origin}) is broken: {failure.error!r}."
+        yield f"the backend {failure.name!r} ({failure.origin}) is broken: {failure.reason}."
