@@ -51,7 +51,9 @@ class Cluster:
     def close(self) -> None:
         """End the nodes."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
+        self._process.stdout.close()
         try:
             self._process.wait(120)
         except subprocess.TimeoutExpired:
