@@ -74,6 +74,8 @@ def train(options: argparse.Namespace) -> float:
     model, optimizer, train_loader, test_loader, scheduler = accelerator.prepare(  # accel
         model, optimizer, train_loader, test_loader, scheduler
     )
+    # Each process has samples of its own, and drops elements of its own.
+    set_seed(options.seed, device_specific=True)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     accelerator.init_trackers("digits", config=vars(options))
