@@ -49,7 +49,8 @@ def main(folder: str, steps: str, pace: str, rank: str = "-1", at: str = "-1", c
     )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    accelerator.load_state(missing_ok=True)
+    # Another number of processes has other generators.
+    accelerator.load_state(missing_ok=True, allow_missing=("random_states",))
     with Path(folder, f"losses_{accelerator.process_index}").open("a", buffering=1) as log:
         while progress.step < int(steps):
             for inputs, targets in loader:

@@ -91,12 +91,11 @@ def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(doomed_cluster: Clu
     process = launch(doomed_cluster, tmp_path, str(STEPS), "0.5", options=options)
     wait_until(lambda: all(len(losses(tmp_path, rank)) >= 6 for rank in (0, 1)) or process.poll() is not None)
     doomed_cluster.tell("kill", "0")
-    before = len(losses(tmp_path, 1))
     code, told = ended(process)
     assert code == 0, told
     assert max(losses(tmp_path, 0)) == STEPS
-    # Process 1 was on the lost node, and there was no other after it.
-    assert len(losses(tmp_path, 1)) <= before + 2
+    # One process went on alone.
+    assert max(losses(tmp_path, 1)) < STEPS
 
 
 def test_a_run_whose_cluster_loses_its_head_ends(doomed_cluster: Cluster, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ __all__ = ("Cluster", "Layout", "Placed", "connected")
 
 _ASKED: Final = "Cannot launch on Ray."
 _TICK: Final = 0.2
+_ERROR: Final = 2
+"""Exit code of `accel` for its own errors."""
+
 _REACH: Final = 5.0
 """Seconds for which the head may take to accept a connection."""
 
@@ -304,7 +308,14 @@ class Cluster:
     def leave(self) -> None:
         """Close the connection; without a head there is nobody to tell."""
         if self.head_is_lost:
-            # It would wait for the head, and end this process after a minute.
-            atexit.unregister(self._ray.shutdown)
+            # Ray would wait for the head, and then crash this process instead of ending it.
+            atexit.register(_end_at_once)
         else:
             self._ray.shutdown()
+
+
+def _end_at_once() -> None:
+    """End this process as the error of the command does, before what Ray does at the end of a process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_ERROR)
