@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     def damage(folder: Path) -> None:
         path = folder / MANIFEST_NAME
         found = json.loads(path.read_text())
+        # A forger would write the hash that fits; without one, each change is judged by itself.
+        del found["xxh3_128"]
         change(found)
         path.write_text(json.dumps(found))
 
@@ -43,7 +46,8 @@ def lists(name: str, size: int = 0) -> Callable[[Path], None]:
 def replaced(old: str, new: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / MANIFEST_NAME
-        text = path.read_text()
+        text = re.sub(r',\n  "xxh3_128": "[0-9a-f]+"\n}', "\n}", path.read_text())
+        assert '\n  "xxh3_128"' not in text
         assert old in text
         path.write_text(text.replace(old, new))
 
@@ -125,3 +129,17 @@ def test_control_characters_of_names_are_escaped(saved: Path) -> None:
     lists("\x1b[2J\x1b[1;1Hgood")(saved / "checkpoint_1")
 
     assert verify(saved / "checkpoint_1").damage == ("\\x1b[2J\\x1b[1;1Hgood is missing.",)
+
+
+def test_any_changed_bit_of_a_manifest_is_noticed(saved: Path) -> None:
+    folder = saved / "checkpoint_1"
+    path = folder / MANIFEST_NAME
+    content = path.read_bytes()
+    unnoticed = []
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        if verify(folder).good:
+            unnoticed.append(content[max(0, place - 20) : place + 20])
+    assert unnoticed == []
+    path.write_bytes(content)
+    assert verify(folder).good

@@ -78,6 +78,9 @@ _SHAPE: Final = record(
     }
 )
 
+_OWN_HASH: Final = "xxh3_128"
+_KEYS: Final = frozenset({"files", "facts", "format", "versions", "written", _OWN_HASH})
+
 _LONGEST: Final = 1 << 24
 _SHORTEST: Final = 1 << 16
 """Bytes below which neighbouring tensors share a range."""
@@ -125,12 +128,14 @@ class CheckpointManifest:
     format: int = FORMAT
 
     def text(self) -> str:
-        """As JSON."""
+        """As JSON, with a hash of all the rest."""
         document = asdict(self)
         for entry in document["files"].values():
             if entry["ranges"] is None:
                 del entry["ranges"]
-        return json.dumps(document, indent=2, sort_keys=True, default=str) + "\n"
+        # What only has a text is one before the hash is taken, as it is when it is read.
+        document = json.loads(json.dumps(document, default=str))
+        return json.dumps({**document, _OWN_HASH: _own_hash(document)}, indent=2, sort_keys=True) + "\n"
 
     @property
     def size(self) -> int:
@@ -198,8 +203,17 @@ def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
         )
     if fault := _SHAPE(found):
         raise ValueError(f"It{fault}.")
+    if unknown := sorted(found.keys() - _KEYS):
+        raise ValueError(f"It has the unknown key {printable(f'{unknown[0]!r:.200}')}.")
+    # Manifests of earlier releases have no hash of their own.
+    if found.pop(_OWN_HASH, None) not in (None, _own_hash(found)):
+        raise ValueError("Its contents do not have its hash.")
     files = {name: _file_record(name, entry) for name, entry in found["files"].items()}
     return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
+
+
+def _own_hash(document: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(document, sort_keys=True).encode())
 
 
 def _file_record(name: str, entry: Mapping[str, Any]) -> FileRecord:
