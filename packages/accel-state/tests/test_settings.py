@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from accel_state.errors import AccelError, Conflict, Missing, SettingError
-from accel_state.settings.environ import Given, from_environment, publish, read_setting, resolve, to_environment
+from accel_state.settings.environ import (
+    Given,
+    _origins,
+    from_environment,
+    origins_text,
+    publish,
+    read_setting,
+    resolve,
+    to_environment,
+)
 from accel_state.settings.extension import extensions
 from accel_state.settings.installed import Requirement, importable
 from accel_state.settings.schema import (
@@ -160,3 +169,8 @@ def test_extensions_are_found_without_importing(tmp_path: Path, monkeypatch: pyt
     assert "some_backend" not in sys.modules
     with pytest.raises(ModuleNotFoundError):
         found.load()
+
+
+def test_origins_of_texts_that_no_encoding_has_are_kept() -> None:
+    origins = {("ACCEL_TEST_STEPS", "\ud800"): "--steps"}
+    assert _origins(origins_text(origins)) == origins

@@ -71,7 +71,7 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
     from urllib.parse import quote
 
     rows = ((variable, text, origin) for (variable, text), origin in sorted(origins.items()))
-    return ",".join(":".join(quote(part, safe="") for part in row) for row in rows)
+    return ",".join(":".join(quote(part, safe="", errors="surrogatepass") for part in row) for row in rows)
 
 
 @lru_cache(maxsize=4)
@@ -80,7 +80,7 @@ def _origins(text: str) -> Mapping[tuple[str, str], str]:
         return {}
     from urllib.parse import unquote
 
-    rows = (tuple(map(unquote, row.split(":"))) for row in text.split(","))
+    rows = (tuple(unquote(part, errors="surrogatepass") for part in row.split(":")) for row in text.split(","))
     return {(row[0], row[1]): row[2] for row in rows if len(row) == 3}
 
 
