@@ -197,7 +197,7 @@ def until_exit(kind: str, scope: Scope) -> Call:
     launched: dict[str, list[str]] = {
         "ours": [sys.executable, "-m", "accel_cli.main", "launch", "--cpu", "--num_processes", "2"],
         "peer": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
-        "fabric": [os.environ.get("BENCH_FABRIC", ""), "-m", "lightning.fabric.cli", "run", *FABRIC],
+        "fabric": [os.environ.get("BENCH_FABRIC", ""), "-m", "lightning.fabric.cli", *FABRIC],
     }
     command = launched["fabric" if kind == "fabric" else scope.kind]
 
