@@ -199,7 +199,7 @@ def _adds_up(summary: GoodputSummary) -> None:
 
 def test_an_account_needs_a_folder(fresh_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCEL_PROJECT_DIR", raising=False)
-    with pytest.raises(SettingError, match="There is no folder for the account of its time"):
+    with pytest.raises(SettingError, match="The account of its time needs a project folder"):
         Accelerator(cpu=True, goodput=True)
     with pytest.raises(SettingError, match="True or False"):
         Accelerator(cpu=True, goodput="yes")  # type: ignore[arg-type]

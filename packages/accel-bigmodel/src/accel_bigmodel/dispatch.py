@@ -82,7 +82,7 @@ def dispatch_model(
         The model, with the map in its attribute `hf_device_map`.
 
     Raises:
-        SettingError: the map does not fit the model, or names the disk and there is no folder; or a device has too
+        SettingError: the map does not fit the model, or names the disk without an offload folder; or a device has too
             little memory for the weights that the map brings there, which the error states in bytes with the nearest
             map that fits. Nothing was moved.
 

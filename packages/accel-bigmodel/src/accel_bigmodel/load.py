@@ -73,8 +73,8 @@ def load_checkpoint_in_model(
         CheckpointError: files are missing or damaged, or names do not agree with `strict=True`. A file that cannot be
             read to its end leaves the model written in part: using it raises until a load succeeds.
         ShapeMismatch: a weight has another shape than the model's; nothing was loaded.
-        SettingError: the device map does not fit the model, or names the disk and there is no folder; or a device has
-            too little memory for what the map puts there, which the error states in bytes with the nearest map that
+        SettingError: the device map does not fit the model, or names the disk without an offload folder; or a device
+            has too little memory for what the map puts there, which the error states in bytes with the nearest map that
             fits. Nothing was read.
     """
     if broadcast_from_rank0 or holds_sharded_weights(model):

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     Args:
         bundles: how many groups of processes the run has at most; None for one on every node that has room.
         fewest: the least number of groups that the run goes on with.
-        each: processes of a group; None for one for each GPU of a node, and one where there is no GPU.
+        each: processes of a group; None starts one for each GPU of a node, and one on a node without a GPU.
         spread: whether each group has a node of its own; otherwise they share as few nodes as possible.
         cpus: CPUs of a process.
         gpus: GPUs of a process; None for one where the cluster has some.

@@ -200,7 +200,7 @@ def recorder_of(options: Options) -> GoodputRecorder | None:
     """What keeps the account of this process where the run has one; every Accelerator shares it.
 
     Raises:
-        SettingError: an account is to be kept, and there is no folder for it.
+        SettingError: `goodput=True` was given without a project folder.
     """
     known = next((one for one in RUN_OBSERVERS if isinstance(one, GoodputRecorder)), None)
     if known is not None or not options.goodput:
@@ -209,7 +209,7 @@ def recorder_of(options: Options) -> GoodputRecorder | None:
     if folder is None:
         raise SettingError(
             "Cannot construct an Accelerator with goodput=True.",
-            "There is no folder for the account of its time.",
+            "The account of its time needs a project folder.",
             "Give project_dir too, or start the script with accel launch --project_dir.",
         )
     recorder = GoodputRecorder(os.fspath(folder))

@@ -42,7 +42,7 @@ def check_parity(
         What differs. `report.verdict` is "equal", "differs" or "not verified".
 
     Raises:
-        SettingError: `step` is not a function of a file, or there is no batch, or one has another size.
+        SettingError: `step` was not defined in a file, `batches` is empty, or a batch has another size.
 
     Example:
         >>> def train(accelerator, loader):
