@@ -16,7 +16,9 @@ pytestmark = [
         reason="needs deepspeed and transformers: nox -s engines-deepspeed",
     ),
     pytest.mark.timeout(600),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
+PRELOADED = ("deepspeed", "transformers", "accel_torch.accelerator")
 
 SCENES = "deepspeed_language_models.py"
 Play = Callable[..., Any]

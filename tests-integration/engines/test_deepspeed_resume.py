@@ -17,7 +17,9 @@ from accel_state.testing.processes import Finished, run_command
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
     pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
+PRELOADED = ("deepspeed", "accel_torch.accelerator")
 
 SCRIPT = Path(__file__).with_name("deepspeed_resume.py")
 CHECKED = Path(__file__).parents[2] / "packages/accel-torch/tests/resumed_script.py"

@@ -18,7 +18,9 @@ from accel_state.testing.processes import Finished, run_command
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
     pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
+PRELOADED = ("deepspeed", "accel_torch.accelerator")
 
 RUN = Path(__file__).parent / "deepspeed_run.py"
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}

@@ -16,7 +16,9 @@ from accel_state.testing.processes import run_command
 pytestmark = [
     pytest.mark.skipif(not importable("deepspeed"), reason="needs deepspeed: nox -s engines-deepspeed"),
     pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
+PRELOADED = ("deepspeed", "accel_torch.accelerator")
 
 SCENES = "deepspeed_scenes.py"
 NAMES = ["0.bias", "0.weight", "3.bias", "3.weight"]

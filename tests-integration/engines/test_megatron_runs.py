@@ -22,7 +22,9 @@ pytestmark = [
     # It warns of everything that it would rather have installed, and is built with what torch gives up.
     pytest.mark.filterwarnings("ignore:.*(Apex|Transformer Engine|full scope).*:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("preloaded_python"),
 ]
+PRELOADED = ("accel_torch.accelerator",)
 
 RUN = Path(__file__).parent / "megatron_run.py"
 # Weights are drawn whole and then cut, and the vocabulary is padded alike, so that every division begins with the same.

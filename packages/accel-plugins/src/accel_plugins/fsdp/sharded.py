@@ -23,6 +23,7 @@ from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.policies import blocks_to_shard, ignored_parameters
 from accel_plugins.manifest import Axis, Part
 from accel_plugins.mesh import submesh
+from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Transform
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
@@ -56,6 +57,7 @@ class ShardedStrategy(Strategy):
         current.publish_for_run({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": loads_alone})
         self._owners: weakref.WeakKeyDictionary[Optimizer, Module] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._ties: weakref.WeakKeyDictionary[Module, list[list[str]]] = weakref.WeakKeyDictionary()
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self._save_plans: dict[tuple[Part, int], SavePlans] = {}
         self._holding: dict[int, int] = {}
@@ -118,7 +120,10 @@ class ShardedStrategy(Strategy):
             for parameter in self._whole(model):
                 hook = self._averaging_hook(model)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        # Parameters that FSDP 1 has joined do not show any more which are one.
+        ties = [find_tied_parameters(model) for model in bundle.models]
         bundle.models[:] = [self.shard(model) for model in bundle.models]
+        self._ties.update(zip(bundle.models, ties, strict=True))
         self._sharded.update(bundle.models)
         self.follow(bundle, before)
         for optimizer in bundle.optimizers:
@@ -171,7 +176,7 @@ class ShardedStrategy(Strategy):
         if self._saving_group is None and not self._full:
             self._saving_group = torch.distributed.new_group(backend="gloo")
         if part is Part.MODEL:
-            return weights.model_state(item, full=self._full, to_host=self.whole_to_host)
+            return self._model_state(item, full=self._full)
         if part is Part.OPTIMIZER:
             inner = inner_optimizer(item)
             model = self._owners[inner]
@@ -196,7 +201,10 @@ class ShardedStrategy(Strategy):
             super().load(part, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
-        return weights.model_state(model, full=True, to_host=self.whole_to_host)
+        return self._model_state(model, full=True)
+
+    def _model_state(self, model: Module, *, full: bool) -> dict[str, Any]:
+        return weights.model_state(model, full=full, to_host=self.whole_to_host, ties=self._ties.get(model, ()))
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         loading.put(model, weights, strict=strict)

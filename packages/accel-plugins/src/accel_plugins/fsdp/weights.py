@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,23 @@ __all__ = (
 _STEMS = {Part.MODEL: FSDP_MODEL_NAME, Part.OPTIMIZER: OPTIMIZER_NAME}
 
 
-def model_state(model: Module, *, full: bool, to_host: bool = True) -> dict[str, Any]:
+def model_state(
+    model: Module, *, full: bool, to_host: bool = True, ties: Iterable[Sequence[str]] = ()
+) -> dict[str, Any]:
     """Weights by name: whole, on the first process and in host memory; or the shards of this process.
 
     Args:
         model: a sharded model.
         full: whether they are put together.
         to_host: False leaves whole weights where they are, on every process.
+        ties: groups of names of one parameter, which names one tensor of the whole weights, too.
     """
     options = StateDictOptions(full_state_dict=full, cpu_offload=full and to_host)
-    return dict(get_model_state_dict(model, options=options))
+    state = dict(get_model_state_dict(model, options=options))
+    for names in ties if full else ():
+        # torch gathers a parameter once for each of its names.
+        state.update({name: state[names[0]] for name in names if name in state})
+    return state
 
 
 def optimizer_state(model: Module, optimizer: Optimizer, *, full: bool, to_host: bool = True) -> dict[str, Any]:
