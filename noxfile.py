@@ -541,6 +541,12 @@ def gpu(session: nox.Session) -> None:
     run(session, "python", "tools/gpu/session.py", *session.posargs)
 
 
+@nox.session(default=False)
+def growth(session: nox.Session) -> None:
+    """Measure what one rank pays in worlds of 2 to 4,096 simulated ranks, and write docs/growth.md with its plot."""
+    run(session, "python", "tools/growth.py", *session.posargs)
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure against the original library, and write docs/benchmarks.md; `-- --compare OLD.json` compares."""

@@ -64,7 +64,7 @@ class Accumulation:
         """Enter the next micro-batch and decide whether its gradients are synchronised."""
         gradient = self.gradient
         self._first = gradient.sync_gradients
-        share = self._elastic_share()
+        share = self._elastic_share() if self._elastic else None
         if share is not None:
             share.accumulated = True
             gradient.sync_gradients = share.last
@@ -102,12 +102,12 @@ class Accumulation:
         return loss / self.gradient.num_steps
 
     def _elastic_share(self) -> MicroBatchShare | None:
-        """The part of the optimizer step that the newest batch is, where the members of the run may change.
+        """The part of the optimizer step that the newest batch is; for runs whose members may change.
 
         Raises:
             Conflict: the loader does not follow optimizer steps.
         """
-        loader: Any = self.gradient.active_dataloader if self._elastic else None
+        loader: Any = self.gradient.active_dataloader
         if loader is None:
             return None
         share: MicroBatchShare | None = getattr(loader, "share", None)
@@ -121,8 +121,8 @@ class Accumulation:
         return share
 
     def note_step(self) -> None:
-        """Note that the loop tried to step an optimizer."""
-        share = self._elastic_share() if self._elastic else None
+        """Note that the loop tried to step an optimizer, where the members of the run may change."""
+        share = self._elastic_share()
         if share is not None:
             share.stepped = True
 

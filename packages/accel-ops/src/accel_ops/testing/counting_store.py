@@ -86,6 +86,10 @@ class CountingStore:
         self.requests["multi_get"] += 1
         return self._wait(keys)
 
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.requests["wait"] += 1
+        self._wait(keys)
+
     def delete_key(self, key: str) -> None:
         self.requests["delete_key"] += 1
         self.memory.values.pop(key, None)

@@ -88,7 +88,7 @@ class HangMonitor:
         self._log = log
         self._rank = rank
         self._pid = os.getpid()
-        self._keys = [f"hang_report/status/{other}" for other in range(world_size)]
+        self._world_size = world_size
         self.always_reads = world_size <= ALWAYS_READ_UP_TO
         self._failures = 0
         self._try_again = 0.0
@@ -213,7 +213,7 @@ class HangMonitor:
     def _publish(self, status: RankStatus) -> bool:
         assert self._control is not None
         try:
-            self._control.set(self._keys[self._rank], status.to_json().encode(), _REQUEST_TIMEOUT)
+            self._control.set(_key(self._rank), status.to_json().encode(), _REQUEST_TIMEOUT)
         except StoreUnreachable:
             self._failed = time.monotonic()
             return False
@@ -222,14 +222,16 @@ class HangMonitor:
 
     def _read(self) -> None:
         assert self._control is not None
+        # Made here, since a rank of a large world reads nothing until something hangs.
+        keys = [_key(rank) for rank in range(self._world_size)]
         try:
-            found = self._control.get_many(self._keys, _REQUEST_TIMEOUT)
+            found = self._control.get_many(keys, _REQUEST_TIMEOUT)
         except StoreUnreachable:
             self._failed = time.monotonic()
             return
         now = time.monotonic()
         statuses, arrived = dict(self._statuses), dict(self._arrived)
-        for rank, key in enumerate(self._keys):
+        for rank, key in enumerate(keys):
             text = found.get(key)
             if text is None or text == self._texts.get(rank):
                 continue
@@ -240,6 +242,11 @@ class HangMonitor:
         # Others read these while this thread goes on, so it replaces them as a whole.
         self._arrived, self._statuses = arrived, statuses
         self._taken = now
+
+
+def _key(rank: int) -> str:
+    """Where a rank writes its status."""
+    return f"hang_report/status/{rank}"
 
 
 @functools.cache

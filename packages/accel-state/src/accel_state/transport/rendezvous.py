@@ -28,7 +28,7 @@ from accel_state.topology import Topology
 from accel_state.transport.base import LocalTransport, Transport
 from accel_state.transport.control import find_absent
 
-__all__ = ("init_transport", "process_group_backend", "topology_of_group")
+__all__ = ("check_ranks", "init_transport", "process_group_backend", "topology_of_group")
 
 _GRACE: Final = timedelta(seconds=2)
 """What torch is given beyond the timeout to report by itself."""
@@ -163,7 +163,7 @@ def _init_store(topology: Topology, init_method: str | None, timeout: timedelta)
         again = _rendezvous_counts[url, topology.attempt]
         _rendezvous_counts[url, topology.attempt] += 1
         named = dist.distributed_c10d.PrefixStore(f"attempt{topology.attempt}" + (f".{again}" if again else ""), store)
-        _in_time(lambda: _check_ranks(named, topology, url, timeout), timeout + _LAST_WORDS)
+        _in_time(lambda: check_ranks(named, topology, url, timeout), timeout + _LAST_WORDS)
     except AccelError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -304,11 +304,21 @@ def _cannot_meet(topology: Topology, url: str) -> str:
 # ---------------------------------------------------------------------- the check of ranks
 
 
-def _check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -> None:
+def check_ranks(store: Any, topology: Topology, url: str, timeout: timedelta) -> None:
     """Wait until every process of the run came, and check that no two have the same rank.
 
     Two processes with one rank would otherwise overwrite each other's connections, and all would wait. The keys stay:
     they tell a second process of a rank that comes late. Takes 4 requests a rank.
+
+    Args:
+        store: of the run, with a prefix for this attempt.
+        topology: the place of this process.
+        url: where they meet, for errors.
+        timeout: how long to wait for the others.
+
+    Raises:
+        CollectiveError: not every rank came in time.
+        SettingError: two processes have the same rank.
     """
     if topology.world_size == 1:
         return

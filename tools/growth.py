@@ -1,0 +1,344 @@
+"""Measure how the cost of one rank grows with the number of ranks, and write docs/growth.md with its plot.
+
+    python tools/growth.py              worlds of 2, 64, 1,024 and 4,096 ranks, an interpreter each
+    python tools/growth.py measure 64   one world, as JSON
+
+One process plays rank 1 of a world over torch's fake process group, which answers at once and sends nothing: what is
+left is the work of the rank itself. Requests to the store of the run are counted with a thread for each rank. A test
+asserts those counts; the times are for the plot, and the least of several turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from bench.results import machine
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FACTS: Final = ROOT / "docs" / "growth.json"
+PAGE: Final = ROOT / "docs" / "growth.md"
+PLOT: Final = ROOT / "docs" / "_static" / "growth.svg"
+WORLDS: Final = (2, 64, 1024, 4096)
+
+BLOCKS, WIDTH, ROWS, SAMPLES, BATCH = 40, 8, 4096, 1_000_000, 8
+WATCHED: Final = 4.0
+"""Seconds for which a hang monitor is watched."""
+
+UNEXPLAINED: Final = "nobody knows why yet."
+
+GROWS: Final = 1.5
+"""A cost above this many times that of the smallest world grows, and needs a reason."""
+
+
+class Quantity(NamedTuple):
+    """What is measured.
+
+    Args:
+        name: of the line in the plot and of the row.
+        unit: of its values.
+        reason: why it grows, where it does.
+    """
+
+    name: str
+    unit: str
+    reason: str = ""
+
+
+PIECES: Final = "torch cuts each parameter into a piece for each rank; what plain torch takes is in the row below."
+
+STARTS: Final = Quantity("start: state and Accelerator", "CPU ms")
+MEETS: Final = Quantity("start: requests to the store", "requests")
+PREPARES: Final = Quantity("prepare, DDP", "CPU ms")
+PREPARES_SHARDED: Final = Quantity("prepare, FSDP2", "CPU ms", PIECES)
+PREPARES_PLAIN: Final = Quantity("the same by fully_shard alone", "CPU ms", PIECES)
+STEPS: Final = Quantity("training step, FSDP2", "CPU ms", PIECES)
+STEPS_PLAIN: Final = Quantity("the same step by torch alone", "CPU ms", PIECES)
+SCHEDULES: Final = Quantity(
+    "scheduler step",
+    "CPU us",
+    "A schedule moves on by as many steps as there are ranks. The cosine of torch is a recurrence, which is computed "
+    "step by step to give the same bits; 4,096 single steps of torch take about ten times as long.",
+)
+INDICES: Final = Quantity("epoch of indices", "CPU ms")
+SAVES: Final = Quantity("save: requests to the store", "requests")
+SAVES_FIRST: Final = Quantity("save: requests of rank 0, for each rank", "requests")
+HANGS: Final = Quantity("hang report, a second", "CPU ms")
+REPORTS: Final = Quantity("hang report: requests a second", "requests")
+
+QUANTITIES: Final = (
+    *(STARTS, MEETS, PREPARES, PREPARES_SHARDED, PREPARES_PLAIN, STEPS, STEPS_PLAIN),
+    *(SCHEDULES, INDICES, SAVES, SAVES_FIRST, HANGS, REPORTS),
+)
+
+
+# ---------------------------------------------------------------- one world
+def measure(world: int) -> dict[str, float]:
+    """The costs of a rank in a world of so many, by the name of the quantity."""
+    with tempfile.TemporaryDirectory() as folder:
+        counted = requests_of_saves(world, Path(folder))
+    return {
+        **counted,
+        MEETS.name: requests_of_start(world),
+        **hang_report(world),
+        INDICES.name: 1e3 * least(epoch_of_indices(world)),
+        **in_fake_world(world),
+    }
+
+
+def least(work: Callable[[], object], turns: int = 7, after: Callable[[], object] = gc.collect) -> float:
+    """The least CPU time of some turns, in seconds; all that a machine does besides only adds."""
+    found = []
+    for _ in range(turns + 1):
+        begun = time.process_time()
+        work()
+        found.append(time.process_time() - begun)
+        after()
+    return min(found[1:])
+
+
+def in_fake_world(world: int) -> dict[str, float]:
+    """What rank 1 does by itself."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from accel_state.run_state import AcceleratorState
+    from accel_torch import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
+
+    class Block(nn.Module):
+        """A layer of which each rank of the largest world holds a row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, ROWS)
+
+        def forward(self, inputs: Any) -> Any:
+            return inputs + self.layer(inputs).view(-1, ROWS // WIDTH, WIDTH).mean(1)
+
+    def parts() -> tuple[Any, Any, Any]:
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10**9)
+
+    def started(**given: Any) -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Accelerator(cpu=True, **given)
+
+    def preparing(accelerator: Any) -> float:
+        return least(lambda: accelerator.prepare(*parts()), after=accelerator.free_memory) - least(parts)
+
+    def sharded_by_torch() -> tuple[Any, Any, Any]:
+        model, optimizer, scheduler = parts()
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), optimizer, scheduler
+
+    starting = least(started)
+    replicated = preparing(started())
+    accelerator = started(
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        )
+    )
+    sharded = preparing(accelerator)
+    model, optimizer, scheduler = accelerator.prepare(*parts())
+    inputs = torch.ones(1, WIDTH)
+
+    def step() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    mesh = init_device_mesh("cpu", (world,))
+    plain = sharded_by_torch()
+
+    def plain_step() -> None:
+        plain[0](inputs).sum().backward()
+        plain[1].step()
+        plain[1].zero_grad()
+
+    return {
+        STARTS.name: 1e3 * starting,
+        PREPARES.name: 1e3 * replicated,
+        PREPARES_SHARDED.name: 1e3 * sharded,
+        PREPARES_PLAIN.name: 1e3 * (least(sharded_by_torch) - least(parts)),
+        STEPS.name: 1e3 * least(step),
+        STEPS_PLAIN.name: 1e3 * least(plain_step),
+        SCHEDULES.name: 1e6 * least(scheduler.step, 50),
+    }
+
+
+def epoch_of_indices(world: int) -> Callable[[], object]:
+    """The batches of rank 1 in one epoch of a shuffled data set."""
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    from accel_data import BatchSamplerShard
+
+    shard = BatchSamplerShard(BatchSampler(RandomSampler(range(SAMPLES)), BATCH, False), world, 1)
+    return lambda: sum(1 for _ in shard)
+
+
+# ---------------------------------------------------------------- requests to the store of the run
+def requests_of_start(world: int) -> float:
+    """The most requests of a rank that meets the others."""
+    from accel_ops.testing.counting_store import on_all_ranks, simulated_ranks
+    from accel_state.transport.rendezvous import check_ranks
+
+    ranks = simulated_ranks(world)
+    patient = timedelta(minutes=10)
+    raise_first(on_all_ranks(ranks, lambda rank: check_ranks(rank.transport.store(), rank.topology, "", patient)))
+    return max(rank.count for rank in ranks)
+
+
+def requests_of_saves(world: int, folder: Path) -> dict[str, float]:
+    """The requests of a save, with eight ranks on each node."""
+    from accel_ops import agreement
+    from accel_ops.testing.counting_store import on_all_ranks, simulated_ranks
+    from accel_plugins.checkpoint.commit import CheckpointFinalizer, staging
+
+    # Thousands of threads on a few cores answer late.
+    agreement._ANSWER = agreement._FAREWELL = 600.0
+    ranks = simulated_ranks(world, ranks_per_node=min(world, 8))
+
+    def save(rank: Any) -> None:
+        finalizer = CheckpointFinalizer(fsync=False)
+        with staging(folder / "a", rank, fsync=False, deadline=600.0, finalizer=finalizer) as place:
+            if rank.topology.is_local_main:
+                (place / f"shard_{rank.rank}").write_text("weights", encoding="utf-8")
+
+    raise_first(on_all_ranks(ranks, save))
+    return {SAVES.name: max(rank.count for rank in ranks[1:]), SAVES_FIRST.name: ranks[0].count / world}
+
+
+def raise_first(outcomes: Sequence[object]) -> None:
+    """Raise what a rank raised."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def hang_report(world: int) -> dict[str, float]:
+    """What the hang monitor of a rank takes while nothing hangs."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    from accel_state.hang_report.call_log import CallLog
+    from accel_state.hang_report.monitor import HangMonitor
+    from accel_state.transport.control import ControlStore
+
+    made: list[str] = []
+
+    class Counting(ControlStore):
+        def set(self, key: str, value: bytes, timeout: float) -> None:
+            made.append(key)
+            super().set(key, value, timeout)
+
+        def get_many(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+            made.extend(keys)
+            return super().get_many(keys, timeout)
+
+    monitor = HangMonitor(CallLog(), Counting(HashStore(), 1, secret="of the run"), 1, world)
+    try:
+        time.sleep(1.0)
+        made.clear()
+        begun, used = time.monotonic(), time.process_time()
+        time.sleep(WATCHED)
+        used, passed = time.process_time() - used, time.monotonic() - begun
+        return {HANGS.name: 1e3 * used / passed, REPORTS.name: len(made) / passed}
+    finally:
+        monitor.stop()
+
+
+# ---------------------------------------------------------------- the page
+HEAD: Final = """# Growth
+
+Written by `nox -s growth`. What one rank pays as the number of ranks grows: flat, falling, or with a reason below the
+table. Ranks are simulated: one process plays rank 1 of a world over torch's fake process group, which answers at once
+and sends nothing, and requests to the store of the run are counted with a thread for each rank, eight on each node.
+The model has 40 layers of 4,096 rows; an epoch has a million shuffled samples. Times are the least of several turns.
+
+![Cost of one rank against the number of ranks, both axes logarithmic](_static/growth.svg)
+"""
+
+
+def document(facts: dict[str, Any]) -> str:
+    """The page of what was measured."""
+    head = " | ".join(f"{world:,}" for world in facts["worlds"])
+    lines = [HEAD, f"Measured on: {facts['machine']}.", "", f"| one rank pays | unit | {head} | growth |"]
+    lines.append("|---" * (len(facts["worlds"]) + 3) + "|")
+    reasons = []
+    for quantity in QUANTITIES:
+        values = facts["values"][quantity.name]
+        growth = values[-1] / values[0]
+        cells = " | ".join(f"{value:.3g}" for value in values)
+        lines.append(f"| {quantity.name} | {quantity.unit} | {cells} | {growth:.2g} |")
+        if growth > GROWS:
+            reasons.append(f"- **{quantity.name}**: {quantity.reason or UNEXPLAINED}")
+    return "\n".join([*lines, "", "## What grows, and why", "", *(reasons or ["Nothing."]), ""])
+
+
+def draw(facts: dict[str, Any], path: Path) -> None:
+    """The plot: each cost as a multiple of that in the smallest world."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, quantity in enumerate(QUANTITIES):
+        values = facts["values"][quantity.name]
+        style = ("-o", "--s", ":^")[number // 10 % 3]
+        axes.loglog(facts["worlds"], [value / values[0] for value in values], style, markersize=4, label=quantity.name)
+    axes.loglog(facts["worlds"], [world / facts["worlds"][0] for world in facts["worlds"]], "k:", label="linear growth")
+    axes.set_xticks(facts["worlds"], [f"{world:,}" for world in facts["worlds"]])
+    axes.set_ylim(0.2, 100)
+    axes.set(xlabel="ranks", ylabel=f"cost of one rank, {facts['worlds'][0]} ranks = 1")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small", ncols=2)
+    # Without a date, and with the same ids each time: the picture changes with what it shows alone.
+    figure.savefig(path, metadata={"Date": None})
+
+
+def in_interpreters(worlds: Iterable[int]) -> dict[str, list[float]]:
+    """The costs by quantity, each world in an interpreter of its own."""
+    found: dict[str, list[float]] = {}
+    for world in worlds:
+        command = [sys.executable, __file__, "measure", str(world)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"The world of {world} ranks could not be measured.\n{done.stderr[-4000:]}")
+        for name, value in json.loads(done.stdout.splitlines()[-1]).items():
+            found.setdefault(name, []).append(float(f"{value:.4g}"))
+        print(f"{world:,} ranks", flush=True)
+    return found
+
+
+def main(given: Sequence[str]) -> int:
+    """Measure one world, or all and write the page."""
+    if given:
+        print(json.dumps(measure(int(given[1]))))
+        return 0
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "growth"
+    facts = {"machine": machine(), "worlds": list(WORLDS), "values": in_interpreters(WORLDS)}
+    FACTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(document(facts), encoding="utf-8")
+    draw(facts, PLOT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
