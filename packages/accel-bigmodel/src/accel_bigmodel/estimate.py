@@ -19,7 +19,7 @@ from accel_state.errors import SettingError
 from accel_state.labels import CustomDtype
 from accel_state.settings.installed import Requirement
 
-__all__ = ("Estimate", "build_model", "estimate_memory", "table_of")
+__all__ = ("Estimate", "build_model", "estimate_memory", "load_callable", "table_of")
 
 _DTYPES: Mapping[str, Any] = {"int8": CustomDtype.FP8, "int4": CustomDtype.INT4}
 _TRAINED = ("float32", "float16", "bfloat16")
@@ -94,7 +94,7 @@ def build_model(
     """
     failure = f"Cannot estimate the memory of {model_name!r}."
     make = (
-        _callable(failure, model_name)
+        load_callable(failure, model_name)
         if ":" in model_name and not model_name.startswith("hf-hub:")
         else _from_library(failure, model_name, library_name, trust_remote_code)
     )
@@ -121,7 +121,16 @@ def _empty(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
             return make(**arguments)
 
 
-def _callable(failure: str, model_name: str) -> Callable[..., Any]:
+def load_callable(failure: str, model_name: str) -> Callable[..., Any]:
+    """What "package.module:name" or "file.py:name" names.
+
+    Args:
+        failure: what could not be done, for the error.
+        model_name: the text.
+
+    Raises:
+        SettingError: it cannot be imported, or is not callable.
+    """
     place, _, name = model_name.rpartition(":")
     try:
         found: Any = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)

@@ -14,7 +14,7 @@ from typing import Final
 from accel_state.settings.installed import importable
 from accel_state.untrusted import printable
 
-__all__ = ("coloured", "columns", "render", "width")
+__all__ = ("coloured", "columns", "in_colour", "render", "width")
 
 _LEFT: Final = 30
 _NARROWEST: Final = 50
@@ -82,6 +82,19 @@ def coloured(text: str) -> str:
     code = _CODES.get(_colour(text))
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     return f"\x1b[{code}m{text}\x1b[0m" if code is not None and wanted else text
+
+
+def in_colour(text: str, colour: str) -> str:
+    """A text in a colour such as "#4269d0", where rich is installed and a terminal has colours; otherwise as it is."""
+    if not (text and sys.stdout.isatty() and importable("rich")):
+        return text
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    with console.capture() as captured:
+        console.print(Text(text, style=colour), end="", soft_wrap=True)
+    return captured.get()
 
 
 def _colour(text: str) -> str:

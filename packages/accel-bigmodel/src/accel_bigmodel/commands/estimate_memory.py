@@ -1,11 +1,20 @@
-"""`accel estimate-memory MODEL`: what a model takes in several dtypes, without loading it."""
+"""`accel estimate-memory MODEL`: what a model takes in several dtypes, without loading it.
+
+`--training` is for a package above: it offers an object with `add_arguments(parser)` and `run(arguments, options)` in
+the group `accel.memory`.
+"""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from typing import Any, Final
+
+from accel_state.settings.extension import extensions
 
 __all__ = ("COMMAND", "EstimateMemory")
 
+_TRAINING: Final = "accel.memory"
+"""The entry-point group of what estimates training."""
 _DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
@@ -18,7 +27,8 @@ class EstimateMemory:
         """Declare the command's arguments."""
         parser.add_argument(
             "model_name",
-            help="package.module:Class, file.py:Class, a folder with a config.json, or a name that the library knows",
+            help="package.module:Class, file.py:Class, a folder with a config.json, or a name that the library knows; "
+            "with --training a function that returns model, loss function and batch, or a folder with a config.json",
         )
         parser.add_argument(
             "--library_name", "--library-name", choices=("timm", "transformers"), help="where a name is from"
@@ -34,12 +44,19 @@ class EstimateMemory:
         parser.add_argument(
             "--trust_remote_code", "--trust-remote-code", action="store_true", help="run code that comes with the model"
         )
+        parser.add_argument(
+            "--training",
+            action="store_true",
+            help="estimate one training step on several processes, by plan (needs accel-torch)",
+        )
+        for extension in extensions(_TRAINING):
+            extension.load().add_arguments(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Build the model without weights and print the table.
 
         Raises:
-            SettingError: `--arguments` is not a JSON object, or the model cannot be built.
+            SettingError: `--arguments` is not a JSON object, the model cannot be built, or nothing estimates training.
         """
         import json
 
@@ -56,9 +73,24 @@ class EstimateMemory:
                 "It is not a JSON object.",
                 """Write '{"width": 8}'.""",
             )
+        if arguments.training:
+            return _estimate_training(arguments, options)
         model = build_model(arguments.model_name, arguments.library_name, arguments.trust_remote_code, **options)
         print(table_of(estimate_memory(model, arguments.dtypes)))  # noqa: T201 - what the command is for
         return 0
+
+
+def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
+    from accel_state.errors import SettingError
+
+    for extension in extensions(_TRAINING):
+        code: int = extension.load().run(arguments, options)
+        return code
+    raise SettingError(
+        f"Cannot estimate the memory of training {arguments.model_name!r}.",
+        "The strategies of training are in another package, which is not installed.",
+        "Install it: pip install accel-torch.",
+    )
 
 
 COMMAND = EstimateMemory()

@@ -1,0 +1,95 @@
+"""`accel estimate-memory --training`: the memory of each rank under each plan, before anything is launched."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import SettingError
+
+if TYPE_CHECKING:
+    from accel_torch.training_memory.trial import TrainingPlan
+
+__all__ = ("ESTIMATE", "TrainingMemory")
+
+
+class TrainingMemory:
+    """What `--training` adds to the command; the entry point `accel.memory`."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the options that apply with --training."""
+        group = parser.add_argument_group("with --training")
+        group.add_argument("--processes", type=int, default=1, help="processes of the plans (default: 1)")
+        group.add_argument("--memory", type=_size, metavar="SIZE", help="memory of a device, such as 80GiB")
+        group.add_argument("--global-batch", type=int, help="samples of one step of all processes")
+        group.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no", help="mixed precision")
+        group.add_argument("--optimizer", default="AdamW", help="class of torch.optim (default: AdamW)")
+        group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device (default: cuda)")
+        group.add_argument("--batch-size", type=int, default=8, help="samples of a batch, for a config (default: 8)")
+        group.add_argument(
+            "--sequence-length", type=int, default=512, help="tokens of a sample, for a config (default: 512)"
+        )
+        group.add_argument("--json", action="store_true", help="print one line of JSON")
+        group.add_argument("--picture", metavar="FILE.svg", help="write the bars as a picture")
+
+    def run(self, arguments: Namespace, options: Mapping[str, Any]) -> int:
+        """Estimate the plans and print them; the exit code is 1 where none fits.
+
+        Args:
+            arguments: the arguments of the command.
+            options: those of the function that makes the model.
+
+        Raises:
+            SettingError: the model cannot be built or needs the values of tensors, or a number is below 1.
+        """
+        from accel_torch.training_memory.plans import compare_plans
+        from accel_torch.training_memory.report import as_json, as_text, draw_svg
+        from accel_torch.training_memory.sources import case_of
+
+        numbers = (arguments.processes, arguments.batch_size, arguments.sequence_length, arguments.global_batch or 1)
+        if min(numbers) < 1:
+            raise SettingError(
+                "Cannot estimate a step with numbers below 1.",
+                "Processes, batches and sequences have at least one member.",
+                "Give numbers from 1.",
+            )
+        case = case_of(
+            arguments.model_name, options, arguments.optimizer, arguments.batch_size, arguments.sequence_length
+        )
+        facts, estimates = compare_plans(
+            case,
+            arguments.processes,
+            arguments.memory,
+            arguments.global_batch,
+            arguments.precision,
+            arguments.device,
+            _show if sys.stderr.isatty() and not arguments.json else None,
+        )
+        if arguments.picture:
+            try:
+                draw_svg(arguments.picture, estimates, arguments.memory)
+            except OSError as error:
+                raise SettingError(
+                    f"Cannot write the picture {arguments.picture}.", f"The system refused: {error}.", "Name another."
+                ) from None
+        write = as_json if arguments.json else as_text
+        print(write(facts, estimates, arguments.memory))  # noqa: T201 - what the command is for
+        return 0 if any(one.fits for one in estimates) else 1
+
+
+def _show(plan: TrainingPlan) -> None:
+    print(f"{plan.name}, micro-batch {plan.micro_batch}", file=sys.stderr)  # noqa: T201 - progress of the command
+
+
+def _size(text: str) -> int:
+    from accel_bigmodel.sizes import convert_file_size_to_int
+
+    try:
+        return convert_file_size_to_int(text)
+    except SettingError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+ESTIMATE = TrainingMemory()

@@ -1,0 +1,199 @@
+"""How many bytes of tensors are alive, by what they are for, after each operation of torch.
+
+Nothing is allocated: the tensors are fake ones of `torch._subclasses.FakeTensorMode`, which have shapes and storages
+and no values.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ("Kind", "LiveBytes")
+
+
+class Kind(str, Enum):
+    """What a tensor is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer states"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered parameters"
+    COMMUNICATION = "communication buffers"
+
+
+_COLLECTIVES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_FSDP: Final = "fsdp"
+
+
+class _Storage:
+    """One storage that is alive."""
+
+    __slots__ = ("bytes", "kind", "reference")
+
+    reference: weakref.ref[torch.UntypedStorage]
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.bytes = kind, 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, and keeps the largest count.
+
+    A storage counts once however many tensors view it. Sharding frees gathered parameters by making their storages
+    empty, which is not an operation: their sizes are read again at each operation.
+
+    Args:
+        on_host: kinds that the host keeps; they do not count for the peak of the device.
+        granularity: bytes that the allocator rounds up to.
+
+    Example:
+        >>> with FakeTensorMode(), LiveBytes() as live:  # doctest: +SKIP
+        ...     torch.zeros(4)
+        >>> live.peak  # doctest: +SKIP
+        16
+    """
+
+    def __init__(
+        self,
+        on_host: Iterable[Kind] = (),
+        granularity: int = 1,
+    ) -> None:
+        super().__init__()
+        self.now: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        """Bytes alive, by kind."""
+        self.peak = 0
+        """The largest number of bytes of the device that were alive together."""
+        self.at_peak: Mapping[Kind, int] = dict(self.now)
+        """Bytes alive when the device held the most, by kind."""
+        self.host_peak = 0
+        """The largest number of bytes that the host held."""
+        self.default = Kind.ACTIVATIONS
+        """The kind of what is allocated next."""
+        self.after_collective: Callable[[], None] | None = None
+        """Called after each collective."""
+        self.moved = 0
+        """Bytes that collectives were given."""
+        self._on_host = frozenset(on_host)
+        self._granularity = granularity
+        self._storages: dict[int, _Storage] = {}
+        self._resizable: dict[int, _Storage] = {}
+
+    def track(self, tensor: Tensor, kind: Kind) -> None:
+        """Count a tensor as one of a kind from now on."""
+        self._add(tensor, kind)
+        self._compare()
+
+    def reset_peak(self) -> None:
+        """Forget the largest count."""
+        self.peak = self.host_peak = 0
+        self._compare()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.after_collective = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The operation on the local tensors comes here by itself.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        self._read_again()
+        made = function(*args, **(kwargs or {}))
+        name = function.name() if hasattr(function, "name") else str(function)
+        space = name.partition("::")[0]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        if space in _COLLECTIVES:
+            self._collective(name, given, results)
+        elif space == _FSDP:
+            self._sharding(name, given, results)
+        else:
+            for tensor in (*given, *results):
+                self._add(tensor)
+        self._compare()
+        return made
+
+    def _collective(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        for tensor in (*given, *results):
+            held = self._add(tensor)
+            if held is not None and held.kind is Kind.ACTIVATIONS and not name.startswith("_c10d"):
+                self._put(held, Kind.COMMUNICATION)
+        if not name.endswith("wait_tensor"):
+            self.moved += sum(tensor.nbytes for tensor in given)
+        if self.after_collective is not None:
+            self.after_collective()
+
+    def _sharding(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        """An operation that FSDP copies with: parameters into buffers, and buffers into whole parameters."""
+        whole = name.startswith("fsdp::split_with_sizes_copy")
+        for position, tensor in enumerate((*given, *results)):
+            held = self._add(tensor)
+            if held is None:
+                continue
+            if held.kind is Kind.ACTIVATIONS:
+                self._put(held, Kind.GATHERED if whole and position else Kind.COMMUNICATION)
+            if held.kind in (Kind.GATHERED, Kind.COMMUNICATION):
+                self._resizable[id(held)] = held
+
+    def _add(self, tensor: Tensor, kind: Kind | None = None) -> _Storage | None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.device.type == "meta":
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        held = self._storages.get(key)
+        if held is None or held.reference() is None:
+            held = _Storage(kind or self.default)
+            held.reference = weakref.ref(storage, functools.partial(self._free, key, held))
+            self._storages[key] = held
+        elif kind is not None and held.kind is not kind:
+            self._put(held, kind)
+        self._resize(held, storage.nbytes())
+        return held
+
+    def _put(self, held: _Storage, kind: Kind) -> None:
+        self.now[held.kind] -= held.bytes
+        held.kind = kind
+        self.now[kind] += held.bytes
+
+    def _resize(self, held: _Storage, size: int) -> None:
+        size = -(-size // self._granularity) * self._granularity
+        if size != held.bytes:
+            self.now[held.kind] += size - held.bytes
+            held.bytes = size
+
+    def _free(self, key: int, held: _Storage, _: object) -> None:
+        self._resize(held, 0)
+        self._resizable.pop(id(held), None)
+        if self._storages.get(key) is held:
+            del self._storages[key]
+
+    def _read_again(self) -> None:
+        for held in list(self._resizable.values()):
+            storage = held.reference()
+            if storage is not None:
+                self._resize(held, storage.nbytes())
+                if not held.bytes:
+                    # It is an argument of an operation again before it is used again.
+                    self._resizable.pop(id(held), None)
+
+    def _compare(self) -> None:
+        host = sum(self.now[kind] for kind in self._on_host)
+        device = sum(self.now.values()) - host
+        self.host_peak = max(self.host_peak, host)
+        if device >= self.peak:
+            self.peak, self.at_peak = device, dict(self.now)

@@ -1,0 +1,225 @@
+"""The plans of a number of processes: which fit into the memory of a device, what they cost, and how to launch them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from accel_ops.tree import find_batch_size
+from accel_state.errors import SettingError
+from accel_torch.training_memory.trial import (
+    RankMemory,
+    TrainingCase,
+    TrainingPlan,
+    block_names,
+    count_operations,
+    measure,
+)
+
+__all__ = (
+    "ModelFacts",
+    "PlanEstimate",
+    "compare_plans",
+    "config_values",
+    "launch_command",
+    "needs_in_script",
+    "read_facts",
+)
+
+_OPERATIONS: Final = 200e12
+_BETWEEN: Final = 100e9
+_HOST: Final = 25e9
+"""What the cost assumes a second: operations of a device, bytes between devices, bytes between host and device."""
+_RECOMPUTED: Final = 4 / 3
+"""Backward takes twice the time of forward, and recomputing runs forward once more."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the plans of a model depend on.
+
+    Args:
+        batch: samples of the example batch.
+        blocks: names of the classes of the blocks that it repeats.
+        divides_tensors: whether it has a plan of tensor parallelism.
+        operations: floating-point operations of forward and backward for one sample.
+    """
+
+    batch: int
+    blocks: tuple[str, ...]
+    divides_tensors: bool
+    operations: float
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """A plan with its memory and cost.
+
+    Args:
+        plan: the plan.
+        memory: what its first rank holds, which no other rank exceeds.
+        seconds: a simple cost of one step: operations / 200e12 (4/3 of them with recomputation), plus bytes given
+            to collectives / 100e9, plus bytes between host and device / 25e9.
+        limit: bytes of a device; None where there is no limit.
+    """
+
+    plan: TrainingPlan
+    memory: RankMemory
+    seconds: float
+    limit: int | None = None
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the device lacks; 0 where the plan fits."""
+        return 0 if self.limit is None else max(self.memory.peak - self.limit, 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for the peak."""
+        return not self.missing
+
+
+def read_facts(case: TrainingCase) -> ModelFacts:
+    """Build the model once under fake tensors, and count the operations of one step.
+
+    Raises:
+        SettingError: the model needs the values of tensors.
+    """
+    model, batch, operations = count_operations(case)
+    samples = find_batch_size(batch)
+    plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    return ModelFacts(samples, tuple(block_names(model)), bool(plan), operations / samples)
+
+
+def compare_plans(
+    case: TrainingCase,
+    processes: int,
+    memory: int | None = None,
+    global_batch: int | None = None,
+    mixed_precision: str = "no",
+    device: str = "cuda",
+    progress: Callable[[TrainingPlan], None] | None = None,
+) -> tuple[ModelFacts, list[PlanEstimate]]:
+    """Estimate every plan for a number of processes: those that fit by their cost, then the others by what is missing.
+
+    The micro-batch of a plan is the largest half, quarter, ... of what a process has of the global batch that fits;
+    accumulation keeps the global batch.
+
+    Args:
+        case: what is trained.
+        processes: how many.
+        memory: bytes of a device; the whole share of a process is one micro-batch when None.
+        global_batch: samples of one step of all processes; one example batch for each process when None.
+        mixed_precision: "no", "bf16" or "fp16".
+        device: "cpu", or another one.
+        progress: called before each trial.
+
+    Raises:
+        SettingError: the model needs the values of tensors, or the global batch cannot be divided.
+    """
+    facts = read_facts(case)
+    samples = global_batch or facts.batch * processes
+    found = []
+    for plan in _plans(facts, processes, mixed_precision, device):
+        if samples % plan.data_processes:
+            continue
+        share = samples // plan.data_processes
+        for micro_batch in _halves(share):
+            sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
+            if progress is not None:
+                progress(sized)
+            estimate = PlanEstimate(sized, measured := measure(case, sized), _seconds(facts, sized, measured), memory)
+            if estimate.fits or micro_batch == 1:
+                break
+        found.append(estimate)
+    if not found:
+        raise SettingError(
+            f"Cannot divide a global batch of {samples} samples over {processes} processes.",
+            "Each process needs the same number of samples.",
+            f"Give a --global-batch that {processes} divides.",
+        )
+    return facts, sorted(found, key=lambda one: (one.missing, one.seconds))
+
+
+def _plans(facts: ModelFacts, processes: int, mixed_precision: str, device: str) -> Iterator[TrainingPlan]:
+    whole = TrainingPlan(processes, "single", mixed_precision=mixed_precision, device=device)
+    recomputes = (False, True) if facts.blocks else (False,)
+    for recompute in recomputes:
+        plan = replace(whole, recompute=recompute)
+        if processes == 1:
+            yield plan
+            continue
+        yield replace(plan, backend="ddp")
+        for offload in (False, True):
+            yield replace(plan, backend="fsdp2", offload=offload)
+        if facts.divides_tensors:
+            yield replace(plan, tp=processes)
+            for tp in (size for size in (2, 4, 8) if size < processes and processes % size == 0):
+                yield replace(plan, backend="fsdp2", tp=tp)
+
+
+def _halves(share: int) -> Iterator[int]:
+    """A number, and its halves as long as they divide it; then 1."""
+    size = share
+    while True:
+        yield size
+        if size == 1:
+            return
+        size = size // 2 if size % 2 == 0 else 1
+
+
+def _seconds(facts: ModelFacts, plan: TrainingPlan, memory: RankMemory) -> float:
+    computed = (
+        facts.operations * plan.micro_batch * plan.accumulation / plan.tp * (_RECOMPUTED if plan.recompute else 1)
+    )
+    return computed / _OPERATIONS + memory.moved / _BETWEEN + memory.copied / _HOST
+
+
+def config_values(plan: TrainingPlan, blocks: tuple[str, ...]) -> dict[str, Any]:
+    """The values of a config file for a plan, by dotted key."""
+    multi = "MULTI_CPU" if plan.device == "cpu" else "MULTI_GPU"
+    kind = "FSDP" if plan.backend == "fsdp2" else multi if plan.processes > 1 else "NO"
+    values: dict[str, Any] = {
+        "distributed_type": kind,
+        "num_processes": plan.processes,
+        "mixed_precision": plan.mixed_precision,
+        "gradient_accumulation_steps": plan.accumulation,
+    }
+    if plan.device == "cpu":
+        values["use_cpu"] = True
+    if plan.backend == "fsdp2":
+        values["fsdp_config.fsdp_version"] = 2
+        values["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP"
+        values["fsdp_config.fsdp_offload_params"] = plan.offload
+        values["fsdp_config.fsdp_activation_checkpointing"] = plan.recompute
+        if blocks:
+            values["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
+    if plan.tp > 1:
+        values["parallelism_config.parallelism_config_tp_size"] = plan.tp
+        values["parallelism_config.parallelism_config_dp_shard_size"] = plan.data_processes
+    return values
+
+
+def launch_command(plan: TrainingPlan, blocks: tuple[str, ...], script: str = "train.py") -> str:
+    """The command that launches a script under a plan."""
+    words = ["accel", "launch"]
+    for key, value in config_values(plan, blocks).items():
+        name = key.rpartition(".")[2]
+        if name == "distributed_type":
+            words += ["--use_fsdp"] if value == "FSDP" else ["--multi_gpu"] if value == "MULTI_GPU" else []
+        elif name == "use_cpu":
+            words.append("--cpu")
+        else:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    if plan.tp > 1:
+        words.append("--use_parallelism_config")
+    return shlex.join([*words, script])
+
+
+def needs_in_script(plan: TrainingPlan) -> str:
+    """What the script itself must say for a plan; empty where the launch says everything."""
+    if plan.recompute and plan.backend != "fsdp2":
+        return "Accelerator(transforms=[accel_plugins.transforms.activation_checkpoint.ActivationCheckpoint()])"
+    return ""

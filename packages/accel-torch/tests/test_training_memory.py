@@ -1,0 +1,240 @@
+"""Estimates of training against the allocator of real runs, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import memory_models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from accel_bigmodel.commands.estimate_memory import COMMAND
+from accel_state.errors import SettingError
+from accel_state.testing.plugin import Processes
+from accel_torch.training_memory.plans import compare_plans, launch_command
+from accel_torch.training_memory.trial import (
+    RankMemory,
+    TrainingCase,
+    TrainingPlan,
+    fsdp_settings,
+    is_estimating,
+    measure,
+)
+
+PRELOADED = ("accel_plugins.fsdp.fsdp2", "torch.distributed.tensor.parallel")
+MODELS = str(Path(memory_models.__file__))
+PLANS = {
+    "single": TrainingPlan(device="cpu"),
+    "ddp": TrainingPlan(2, "ddp", device="cpu"),
+    "fsdp2": TrainingPlan(2, "fsdp2", device="cpu"),
+    "tp": TrainingPlan(2, tp=2, device="cpu"),
+}
+
+
+def allocated(kind: str, name: str) -> int:
+    """The most bytes that torch's allocator held in two steps of a real run, by the profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        model, loss_function, batch = memory_models.MODELS[kind]()
+        trained = divided(model, name)
+        del model
+        optimizer = torch.optim.AdamW(trained.parameters())
+        with record_function("the steps"):
+            for _ in range(2):
+                loss_function(trained, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    results: Any = recorded.profiler
+    events = results.kineto_results.events()
+    steps = next(event for event in events if event.name() == "the steps")
+    start, end = steps.start_ns(), steps.start_ns() + steps.duration_ns()
+    now = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        if start <= event.start_ns() <= end:
+            peak = max(peak, now)
+    return peak
+
+
+def divided(model: nn.Module, name: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from accel_plugins.fsdp.fsdp2 import divide
+    from accel_plugins.transforms.tensor_parallel import TensorParallel
+
+    context: Any = None
+    if name == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if name == "fsdp2":
+        divide(model, fsdp_settings(model, PLANS[name]), init_device_mesh("cpu", (2,)), False)
+    if name == "tp":
+        return TensorParallel(mesh=init_device_mesh("cpu", (2,))).apply(model, context)
+    return model
+
+
+CASES = [
+    pytest.param(kind, name, marks=() if (kind, name) in {("gpt", "fsdp2"), ("mlp", "tp")} else pytest.mark.slow)
+    for kind in memory_models.MODELS
+    for name in PLANS
+    # They have no plan of tensor parallelism.
+    if (kind, name) not in {("cnn", "tp"), ("resnet", "tp")}
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_the_peak_is_within_5_percent_of_the_allocator(two: Processes, kind: str, name: str) -> None:
+    real = max(two.run(allocated, kind, name)) if name != "single" else allocated(kind, name)
+    estimate = measure(TrainingCase(memory_models.MODELS[kind]), PLANS[name])
+    assert estimate.peak == pytest.approx(real, rel=0.05)
+    assert sum(estimate.parts.values()) == estimate.peak
+
+
+def test_a_plan_of_sharding_holds_a_share_of_each_state() -> None:
+    case = TrainingCase(memory_models.gpt)
+    whole, shared = (measure(case, PLANS[name]) for name in ("ddp", "fsdp2"))
+    for part in ("parameters", "optimizer states"):
+        assert shared.parts[part] == pytest.approx(whole.parts[part] / 2, rel=0.01)
+    assert whole.parts["communication buffers"] == whole.parts["parameters"]
+    assert whole.parts["gathered parameters"] == 0
+    assert shared.parts["gathered parameters"] > 0
+    assert whole.staging == whole.parts["parameters"] + whole.parts["optimizer states"]
+
+
+def test_offload_leaves_the_states_on_the_host() -> None:
+    plan = TrainingPlan(2, "fsdp2", offload=True, device="cpu")
+    kept = measure(TrainingCase(memory_models.gpt), PLANS["fsdp2"])
+    offloaded = measure(TrainingCase(memory_models.gpt), plan)
+    states = kept.parts["parameters"] + kept.parts["optimizer states"]
+    assert offloaded.host >= states
+    assert offloaded.peak <= kept.peak - states
+    assert offloaded.copied > 0
+
+
+def test_recomputing_saves_activations() -> None:
+    case = TrainingCase(memory_models.bert)
+    kept, recomputed = (measure(case, TrainingPlan(recompute=recompute, device="cpu")) for recompute in (False, True))
+    assert recomputed.parts["activations"] < 0.7 * kept.parts["activations"]
+
+
+def wide(layers: int = 40, width: int = 25_000) -> memory_models.Made:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    return model, lambda model, batch: model(batch).sum(), torch.randn(4, width)
+
+
+def test_a_model_of_100_gb_on_the_meta_device_is_estimated_without_memory() -> None:
+    before = torch.random.get_rng_state()
+    found = measure(TrainingCase(wide), TrainingPlan(8, "fsdp2"))
+    assert found.parts["parameters"] == 40 * 25_000**2 * 4 // 8
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Counting(nn.Module):
+    """Its forward needs the number of positive values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        rows = 2 if is_estimating() and x.shape[1] == 4 and self.fixed else int((x > 0).sum())
+        return x[:rows]
+
+    fixed = False
+
+
+def counting(fixed: bool = False) -> memory_models.Made:
+    model = Counting()
+    model.fixed = fixed
+    return model, lambda model, batch: model(batch).sum(), torch.randn(8, 4)
+
+
+def test_an_operation_that_needs_values_is_named_with_its_line() -> None:
+    with pytest.raises(SettingError) as caught:
+        measure(TrainingCase(counting), PLANS["single"])
+    line = next(
+        number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "int((x > 0).sum())" in text
+    )
+    assert "_local_scalar_dense" in caught.value.obstacle
+    assert f"{Path(__file__).name}, line {line}: " in caught.value.obstacle
+    assert "is_estimating" in caught.value.remedy
+
+
+def test_a_model_with_shapes_for_estimates_is_estimated() -> None:
+    found = measure(TrainingCase(lambda: counting(fixed=True)), PLANS["single"])
+    assert isinstance(found, RankMemory)
+    assert not is_estimating()
+
+
+def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
+    case = TrainingCase(memory_models.bert)
+    roomy = measure(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=16)).peak
+    tight = measure(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=4)).peak
+    limit = (roomy + tight) // 2
+    facts, estimates = compare_plans(case, 2, limit, global_batch=32, device="cpu")
+    assert facts.blocks == ("Block",)
+    for one in estimates:
+        assert one.plan.micro_batch * one.plan.accumulation * one.plan.data_processes == 32
+    ddp = next(one for one in estimates if one.plan.name == "ddp")
+    assert ddp.fits
+    assert ddp.plan.accumulation > 1
+    fitting = [one.seconds for one in estimates if one.fits]
+    assert fitting == sorted(fitting)
+
+
+def test_a_global_batch_that_processes_cannot_divide_is_refused() -> None:
+    with pytest.raises(SettingError, match="Cannot divide a global batch of 3 samples over 2 processes"):
+        compare_plans(TrainingCase(memory_models.cnn), 2, global_batch=3)
+
+
+def test_the_launch_command_says_the_plan() -> None:
+    plan = TrainingPlan(4, "fsdp2", offload=True, recompute=True, accumulation=2, mixed_precision="bf16")
+    words = launch_command(plan, ("Block",)).split()
+    assert words[:3] == ["accel", "launch", "--use_fsdp"]
+    pairs = dict(zip(words, words[1:], strict=False))
+    assert pairs["--num_processes"] == "4"
+    assert pairs["--fsdp_offload_params"] == pairs["--fsdp_activation_checkpointing"] == "true"
+    assert pairs["--fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    assert pairs["--gradient_accumulation_steps"] == "2"
+
+
+def command(*arguments: object) -> int:
+    parser = ArgumentParser()
+    COMMAND.add_arguments(parser)
+    return COMMAND.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_the_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plans.svg"
+    common = ("--training", "--device", "cpu", "--memory", "1GiB")
+    assert command(f"{MODELS}:cnn", *common, "--processes", 2, "--json", "--picture", picture) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["name"] for one in found["plans"]} == {"ddp", "fsdp2", "fsdp2 + offload"}
+    assert all(one["fits"] and one["peak"] and one["launch"].startswith("accel launch") for one in found["plans"])
+    assert picture.read_text().startswith("<svg")
+
+
+def test_the_command_names_the_nearest_plan_where_none_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(f"{MODELS}:mlp", "--training", "--device", "cpu", "--memory", "1MiB") == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"No plan fits into 1.0 MB. The nearest is .+: .+ are missing on each device.", shown)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("train.py", "A script is not run"),
+        ("nowhere", "There is no such file or folder"),
+        ("torch.nn:Identity", "returned a Identity of another form"),
+    ],
+)
+def test_a_source_that_is_not_usable_is_refused(source: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        command(source, "--training")
