@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from argparse import ArgumentParser
@@ -198,7 +199,7 @@ def test_the_launch_command_says_the_plan() -> None:
     plan = TrainingPlan(4, "fsdp2", offload=True, recompute=True, accumulation=2, mixed_precision="bf16")
     words = launch_command(plan, ("Block",)).split()
     assert words[:3] == ["accel", "launch", "--use_fsdp"]
-    pairs = dict(zip(words, words[1:], strict=False))
+    pairs = dict(itertools.pairwise(words))
     assert pairs["--num_processes"] == "4"
     assert pairs["--fsdp_offload_params"] == pairs["--fsdp_activation_checkpointing"] == "true"
     assert pairs["--fsdp_transformer_layer_cls_to_wrap"] == "Block"

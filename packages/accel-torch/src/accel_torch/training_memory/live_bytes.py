@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,11 +56,13 @@ class LiveBytes(TorchDispatchMode):
     empty, which is not an operation: their sizes are read again at each operation.
 
     Args:
+        mode: the mode whose fake tensors count.
         on_host: kinds that the host keeps; they do not count for the peak of the device.
         granularity: bytes that the allocator rounds up to.
+        workspace: bytes that an operation holds besides its results until it returns, by name, arguments and results.
 
     Example:
-        >>> with FakeTensorMode(), LiveBytes() as live:  # doctest: +SKIP
+        >>> with mode, LiveBytes(mode) as live:  # doctest: +SKIP
         ...     torch.zeros(4)
         >>> live.peak  # doctest: +SKIP
         16
@@ -67,8 +70,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(
         self,
+        mode: FakeTensorMode,
         on_host: Iterable[Kind] = (),
         granularity: int = 1,
+        workspace: Callable[[str, list[Tensor], list[Tensor]], int] | None = None,
     ) -> None:
         super().__init__()
         self.now: dict[Kind, int] = dict.fromkeys(Kind, 0)
@@ -84,9 +89,9 @@ class LiveBytes(TorchDispatchMode):
         self.after_collective: Callable[[], None] | None = None
         """Called after each collective."""
         self.moved = 0
-        """Bytes that collectives were given."""
+        """Bytes that collectives read and wrote."""
         self._on_host = frozenset(on_host)
-        self._granularity = granularity
+        self._mode, self._granularity, self._workspace = mode, granularity, workspace
         self._storages: dict[int, _Storage] = {}
         self._resizable: dict[int, _Storage] = {}
 
@@ -123,6 +128,11 @@ class LiveBytes(TorchDispatchMode):
         else:
             for tensor in (*given, *results):
                 self._add(tensor)
+            extra = self._workspace(name, given, results) if self._workspace is not None else 0
+            if extra:
+                self.now[Kind.ACTIVATIONS] += extra
+                self._compare()
+                self.now[Kind.ACTIVATIONS] -= extra
         self._compare()
         return made
 
@@ -132,7 +142,9 @@ class LiveBytes(TorchDispatchMode):
             if held is not None and held.kind is Kind.ACTIVATIONS and not name.startswith("_c10d"):
                 self._put(held, Kind.COMMUNICATION)
         if not name.endswith("wait_tensor"):
-            self.moved += sum(tensor.nbytes for tensor in given)
+            # An all-reduce reads and writes its tensors; the tensors that others write are among their arguments.
+            passes = 2 if "all_reduce" in name or "allreduce" in name else 1
+            self.moved += passes * sum(tensor.nbytes for tensor in given)
         if self.after_collective is not None:
             self.after_collective()
 
@@ -151,7 +163,8 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, tensor: Tensor, kind: Kind | None = None) -> _Storage | None:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or (isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._mode):
+            # DTensor infers shapes with fake tensors of its own.
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -60,8 +60,8 @@ class PlanEstimate:
     Args:
         plan: the plan.
         memory: what its first rank holds, which no other rank exceeds.
-        seconds: a simple cost of one step: operations / 200e12 (4/3 of them with recomputation), plus bytes given
-            to collectives / 100e9, plus bytes between host and device / 25e9.
+        seconds: a simple cost of one step: operations / 200e12 (4/3 of them with recomputation), plus bytes of
+            collectives / 100e9, plus bytes between host and device / 25e9.
         limit: bytes of a device; None where there is no limit.
     """
 
@@ -198,6 +198,7 @@ def config_values(plan: TrainingPlan, blocks: tuple[str, ...]) -> dict[str, Any]
             values["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
     if plan.tp > 1:
         values["parallelism_config.parallelism_config_tp_size"] = plan.tp
+    if plan.tp > 1 and plan.data_processes > 1:
         values["parallelism_config.parallelism_config_dp_shard_size"] = plan.data_processes
     return values
 

@@ -127,7 +127,7 @@ class RankMemory:
         parts: bytes at the peak, by what they are for; the host's among them with offload.
         host: bytes that its host holds at most, checkpoint staging not counted.
         staging: bytes of the host that an asynchronous checkpoint copies the state into.
-        moved: bytes that it gives to collectives in one step.
+        moved: bytes that collectives read and write in one step.
         copied: bytes that travel between host and device in one step.
     """
 
@@ -150,7 +150,7 @@ def measure(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankMemory
     offloaded = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER) if plan.offload else ()
     on_cpu = plan.device == "cpu"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    live = LiveBytes(offloaded, 1 if on_cpu else _BLOCK)
+    live = LiveBytes(mode, offloaded, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None)
     before, _estimating = _estimating, True
     try:
         with _fake_group(plan.processes, rank), _naming_values():
@@ -236,7 +236,7 @@ class _Trial:
         return RankMemory(rank, live.peak, parts, live.host_peak, held + states, moved, copied)
 
     def _step(self) -> int:
-        """One optimizer step, and the bytes that it gives to collectives.
+        """One optimizer step, and the bytes that its collectives read and write.
 
         All micro-batches but the last one hold the same, so that two of them are enough.
         """
@@ -283,7 +283,7 @@ class _Trial:
             module.set_requires_gradient_sync(syncs)
         yield
         if syncs:
-            self._live.moved += sum(bucket.nbytes for bucket in self._buckets)
+            self._live.moved += 2 * sum(bucket.nbytes for bucket in self._buckets)
 
     def _sized(self, batch: Any) -> Any:
         """The batch with the samples of a micro-batch."""
@@ -331,6 +331,17 @@ def fsdp_settings(model: Module, plan: TrainingPlan) -> FullyShardedDataParallel
 def block_names(model: Module) -> list[str]:
     """Names of the classes of the blocks that a model repeats."""
     return list(dict.fromkeys(type(block).__name__ for block in repeated_blocks(model)))
+
+
+def _workspace_on_cpu(name: str, given: list[Tensor], results: list[Tensor]) -> int:
+    """Copies in another layout that a convolution of oneDNN makes, as the allocator shows them."""
+    if name == "aten::convolution":
+        inputs, weight, *_ = given
+        return max(inputs.nbytes + weight.nbytes, results[0].nbytes)
+    if name == "aten::convolution_backward":
+        gradient, inputs, *_ = given
+        return gradient.nbytes + inputs.nbytes
+    return 0
 
 
 def _in_memory(model: Module) -> Module:
