@@ -49,7 +49,7 @@ class _Storage:
         self.kind, self.bytes = kind, 0
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that are alive, and keeps the largest count.
 
     A storage counts once however many tensors view it. Sharding frees gathered parameters by making their storages
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         granularity: int = 1,
         workspace: Callable[[str, list[Tensor], list[Tensor]], int] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """Bytes alive, by kind."""
         self.peak = 0
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self.after_collective = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,11 +128,12 @@ class LiveBytes(TorchDispatchMode):
         else:
             for tensor in (*given, *results):
                 self._add(tensor)
-            extra = self._workspace(name, given, results) if self._workspace is not None else 0
-            if extra:
-                self.now[Kind.ACTIVATIONS] += extra
-                self._compare()
-                self.now[Kind.ACTIVATIONS] -= extra
+        extra = self._workspace(name, given, results) if self._workspace is not None else 0
+        if extra:
+            kind = Kind.COMMUNICATION if space in _COLLECTIVES else Kind.ACTIVATIONS
+            self.now[kind] += extra
+            self._compare()
+            self.now[kind] -= extra
         self._compare()
         return made
 

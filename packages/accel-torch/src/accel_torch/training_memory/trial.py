@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accel_ops.tree import find_batch_size, recursively_apply
@@ -180,7 +180,7 @@ def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
             model = _in_memory(model)
             batch = recursively_apply(mode.from_tensor, batch)
             with counter:
-                loss_function(model, batch).backward()
+                loss_function(model, batch).backward()  # type: ignore[no-untyped-call]
     finally:
         _estimating = before
     return model, batch, float(counter.get_total_flops())
@@ -213,19 +213,19 @@ class _Trial:
                     group["foreach"] = True
 
     def run(self, rank: int) -> RankMemory:
-        """Two steps; the numbers are those of both, and what moves is that of the second."""
+        """Two steps; the numbers are those of the second, which holds the most."""
         live = self._live
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             live.track(tensor.detach(), Kind.PARAMETERS)
         recursively_apply(lambda leaf: live.track(leaf, Kind.ACTIVATIONS), self._batch)
         live.default = Kind.ACTIVATIONS
         live.after_collective = self._mark_gradients
-        live.reset_peak()
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._mark_gradient)
-        moved = 0
-        for _ in range(2):
-            moved = self._step()
+            parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
+        # It makes the optimizer's states; and DTensor infers shapes with whole tensors, once for each operation.
+        self._step()
+        live.reset_peak()
+        moved = self._step()
         held = sum(one.nbytes for one in map(_local, (*self._module.parameters(), *self._module.buffers())))
         states = sum(one.nbytes for one in map(_local, self._states()))
         copied = 0
@@ -247,7 +247,7 @@ class _Trial:
             with self._syncing(syncs):
                 with self._autocast():
                     loss = self._loss(self._module, self._batch)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             del loss
             first, last = last, live.moved - begun
         self._mark_gradients()
@@ -334,7 +334,9 @@ def block_names(model: Module) -> list[str]:
 
 
 def _workspace_on_cpu(name: str, given: list[Tensor], results: list[Tensor]) -> int:
-    """Copies in another layout that a convolution of oneDNN makes, as the allocator shows them."""
+    """Copies that the allocator shows: in another layout for convolutions of oneDNN, of its input for gloo."""
+    if name == "c10d::_reduce_scatter_base_":
+        return max(tensor.nbytes for tensor in given)
     if name == "aten::convolution":
         inputs, weight, *_ = given
         return max(inputs.nbytes + weight.nbytes, results[0].nbytes)
@@ -346,8 +348,17 @@ def _workspace_on_cpu(name: str, given: list[Tensor], results: list[Tensor]) -> 
 
 def _in_memory(model: Module) -> Module:
     """A model whose tensors are fake ones with storage, whatever device they were made on."""
-    if any(one.device.type == "meta" for one in (*model.parameters(), *model.buffers())):
-        return model.to_empty(device="cpu")
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device.type == "cpu":
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    trained = isinstance(tensor, Parameter)
+                    made[tensor] = Parameter(empty, tensor.requires_grad) if trained else empty
+                held[name] = made[tensor]  # type: ignore[assignment]
     return model
 
 
