@@ -13,6 +13,7 @@ from accel_state.labels import ComputeEnvironment, DistributedType
 from accel_state.settings.schema import settings_of
 
 __all__ = (
+    "config_text",
     "modernised",
     "nested",
     "usual_config",
@@ -47,21 +48,23 @@ def write_config(path: str, values: Mapping[str, Any]) -> None:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
-            file.write(_text(path, nested(values)))
+            file.write(config_text(values, path))
         os.replace(partial, path)
     except OSError as error:
         asked = f"Cannot write the config file {path}."
         raise SettingError(asked, f"The system refused: {error}.", "Give another --config_file.") from None
 
 
-def _text(path: str, root: Mapping[str, Any]) -> str:
+def config_text(values: Mapping[str, Any], path: str = "") -> str:
+    """The text of a config file with values by dotted key: YAML, or JSON when the file's name says so."""
+    root = nested(values)
     if path.endswith(".json"):
         import json
 
         return json.dumps(root, indent=2, sort_keys=True) + "\n"
     import yaml
 
-    return str(yaml.safe_dump(dict(root), sort_keys=True, allow_unicode=True))
+    return str(yaml.safe_dump(root, sort_keys=True, allow_unicode=True))
 
 
 def usual_config(best: Mapping[str, Any], mixed_precision: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_bigmodel.sizes import convert_bytes
-from accel_cli.config.write import nested
+from accel_cli.config.write import config_text, nested
 from accel_cli.terminal import columns, in_colour
 from accel_torch.training_memory.live_bytes import Kind
 from accel_torch.training_memory.plans import (
@@ -54,7 +54,7 @@ def as_text(facts: ModelFacts, estimates: Sequence[PlanEstimate], limit: int | N
     fitting = [one for one in estimates if one.fits]
     for number, one in enumerate(fitting, 1):
         lines += ["", f"{number}. {one.plan.name}", f"   {launch_command(one.plan, facts.blocks)}"]
-        lines += [f"   {line}" for line in yaml_of(one, facts).splitlines()]
+        lines += [f"   {line}" for line in config_text(config_values(one.plan, facts.blocks)).splitlines()]
         if needs_in_script(one.plan):
             lines.append(f"   In the script: {needs_in_script(one.plan)}")
     if not fitting and estimates:
@@ -89,13 +89,6 @@ def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
 def _on_device(estimate: PlanEstimate, kind: Kind) -> int:
     on_host = estimate.plan.offload and kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
     return 0 if on_host else estimate.memory.parts[kind.value]
-
-
-def yaml_of(estimate: PlanEstimate, facts: ModelFacts) -> str:
-    """The config file of a plan."""
-    import yaml
-
-    return str(yaml.safe_dump(nested(config_values(estimate.plan, facts.blocks)), sort_keys=True))
 
 
 def as_json(facts: ModelFacts, estimates: Sequence[PlanEstimate], limit: int | None) -> str:

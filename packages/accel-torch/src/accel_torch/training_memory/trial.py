@@ -334,8 +334,8 @@ def block_names(model: Module) -> list[str]:
 
 
 def _workspace_on_cpu(name: str, given: list[Tensor], results: list[Tensor]) -> int:
-    """Copies that the allocator shows: in another layout for convolutions of oneDNN, of its input for gloo."""
-    if name == "c10d::_reduce_scatter_base_":
+    """Copies that the allocator shows: in another layout for convolutions of oneDNN, of the whole tensor for gloo."""
+    if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
         return max(tensor.nbytes for tensor in given)
     if name == "aten::convolution":
         inputs, weight, *_ = given
