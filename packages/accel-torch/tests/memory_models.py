@@ -140,7 +140,7 @@ class Translation(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.encoder = nn.ModuleList(Block(False, FeedForward, nn.LayerNorm) for _ in range(DEPTH))
         self.decoder = nn.ModuleList(CrossBlock() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.tp_plan = {f"{stack}.*.feed_forward.up": "colwise" for stack in ("encoder", "decoder")}
         self.tp_plan |= {f"{stack}.*.feed_forward.down": "rowwise" for stack in ("encoder", "decoder")}
 
