@@ -26,7 +26,7 @@ from accel_torch.training_memory.trial import (
     TrainingPlan,
     fsdp_settings,
     is_estimating,
-    measure,
+    measure_plan,
 )
 
 PRELOADED = ("accel_plugins.fsdp.fsdp2", "torch.distributed.tensor.parallel")
@@ -107,14 +107,14 @@ CASES = [
 def test_the_peak_is_within_5_percent_of_the_allocator(two: Processes, kind: str, name: str) -> None:
     # The threads of gloo hold tensors a while after a collective: what a plan needs is the least of several runs.
     real = min(min(two.run(allocated, kind, name)) for _ in range(3)) if name != "single" else allocated(kind, name)
-    estimate = measure(TrainingCase(memory_models.MODELS[kind]), PLANS[name])
+    estimate = measure_plan(TrainingCase(memory_models.MODELS[kind]), PLANS[name])
     assert estimate.peak == pytest.approx(real, rel=0.05)
     assert sum(estimate.parts.values()) == estimate.peak
 
 
 def test_a_plan_of_sharding_holds_a_share_of_each_state() -> None:
     case = TrainingCase(memory_models.gpt)
-    whole, shared = (measure(case, PLANS[name]) for name in ("ddp", "fsdp2"))
+    whole, shared = (measure_plan(case, PLANS[name]) for name in ("ddp", "fsdp2"))
     for part in ("parameters", "optimizer states"):
         assert shared.parts[part] == pytest.approx(whole.parts[part] / 2, rel=0.01)
     assert whole.parts["communication buffers"] == whole.parts["parameters"]
@@ -125,8 +125,8 @@ def test_a_plan_of_sharding_holds_a_share_of_each_state() -> None:
 
 def test_offload_leaves_the_states_on_the_host() -> None:
     plan = TrainingPlan(2, "fsdp2", offload=True, device="cpu")
-    kept = measure(TrainingCase(memory_models.gpt), PLANS["fsdp2"])
-    offloaded = measure(TrainingCase(memory_models.gpt), plan)
+    kept = measure_plan(TrainingCase(memory_models.gpt), PLANS["fsdp2"])
+    offloaded = measure_plan(TrainingCase(memory_models.gpt), plan)
     states = kept.parts["parameters"] + kept.parts["optimizer states"]
     assert offloaded.host >= states
     assert offloaded.peak <= kept.peak - states
@@ -135,7 +135,9 @@ def test_offload_leaves_the_states_on_the_host() -> None:
 
 def test_recomputing_saves_activations() -> None:
     case = TrainingCase(memory_models.bert)
-    kept, recomputed = (measure(case, TrainingPlan(recompute=recompute, device="cpu")) for recompute in (False, True))
+    kept, recomputed = (
+        measure_plan(case, TrainingPlan(recompute=recompute, device="cpu")) for recompute in (False, True)
+    )
     assert recomputed.parts["activations"] < 0.7 * kept.parts["activations"]
 
 
@@ -147,7 +149,7 @@ def wide(layers: int = 40, width: int = 25_000) -> Any:
 
 def test_a_model_of_100_gb_on_the_meta_device_is_estimated_without_memory() -> None:
     before = torch.random.get_rng_state()
-    found = measure(TrainingCase(wide), TrainingPlan(8, "fsdp2", device="cpu"))
+    found = measure_plan(TrainingCase(wide), TrainingPlan(8, "fsdp2", device="cpu"))
     assert found.parts["parameters"] == 40 * 25_000**2 * 4 // 8
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -175,7 +177,7 @@ def counting(fixed: bool = False) -> Any:
 
 def test_an_operation_that_needs_values_is_named_with_its_line() -> None:
     with pytest.raises(SettingError) as caught:
-        measure(TrainingCase(counting), PLANS["single"])
+        measure_plan(TrainingCase(counting), PLANS["single"])
     line = next(
         number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "int((x > 0).sum())" in text
     )
@@ -185,15 +187,15 @@ def test_an_operation_that_needs_values_is_named_with_its_line() -> None:
 
 
 def test_a_model_with_shapes_for_estimates_is_estimated() -> None:
-    found = measure(TrainingCase(lambda: counting(fixed=True)), PLANS["single"])
+    found = measure_plan(TrainingCase(lambda: counting(fixed=True)), PLANS["single"])
     assert isinstance(found, RankMemory)
     assert not is_estimating()
 
 
 def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
     case = TrainingCase(memory_models.bert)
-    roomy = measure(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=16)).peak
-    tight = measure(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=4)).peak
+    roomy = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=16)).peak
+    tight = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=4)).peak
     limit = (roomy + tight) // 2
     facts, estimates = compare_plans(case, 2, limit, global_batch=32, device="cpu")
     assert facts.blocks == ("Block",)

@@ -46,7 +46,7 @@ class TrainingMemory:
         """
         from accel_torch.training_memory.plans import compare_plans
         from accel_torch.training_memory.report import as_json, as_text, draw_svg
-        from accel_torch.training_memory.sources import case_of
+        from accel_torch.training_memory.sources import training_case
 
         numbers = (arguments.processes, arguments.batch_size, arguments.sequence_length, arguments.global_batch or 1)
         if min(numbers) < 1:
@@ -55,7 +55,7 @@ class TrainingMemory:
                 "Processes, batches and sequences have at least one member.",
                 "Give numbers from 1.",
             )
-        case = case_of(
+        case = training_case(
             arguments.model_name, options, arguments.optimizer, arguments.batch_size, arguments.sequence_length
         )
         facts, estimates = compare_plans(

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ("Kind", "LiveBytes")
+__all__ = ("LiveBytes", "MemoryKind")
 
 
-class Kind(str, Enum):
+class MemoryKind(str, Enum):
     """What a tensor is for."""
 
     PARAMETERS = "parameters"
@@ -45,7 +45,7 @@ class _Storage:
 
     reference: weakref.ref[torch.UntypedStorage]
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: MemoryKind) -> None:
         self.kind, self.bytes = kind, 0
 
 
@@ -71,20 +71,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         mode: FakeTensorMode,
-        on_host: Iterable[Kind] = (),
+        on_host: Iterable[MemoryKind] = (),
         granularity: int = 1,
         workspace: Callable[[str, list[Tensor], list[Tensor]], int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.now: dict[MemoryKind, int] = dict.fromkeys(MemoryKind, 0)
         """Bytes alive, by kind."""
         self.peak = 0
         """The largest number of bytes of the device that were alive together."""
-        self.at_peak: Mapping[Kind, int] = dict(self.now)
+        self.at_peak: Mapping[MemoryKind, int] = dict(self.now)
         """Bytes alive when the device held the most, by kind."""
         self.host_peak = 0
         """The largest number of bytes that the host held."""
-        self.default = Kind.ACTIVATIONS
+        self.default = MemoryKind.ACTIVATIONS
         """The kind of what is allocated next."""
         self.after_collective: Callable[[], None] | None = None
         """Called after each collective."""
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _Storage] = {}
         self._resizable: dict[int, _Storage] = {}
 
-    def track(self, tensor: Tensor, kind: Kind) -> None:
+    def track(self, tensor: Tensor, kind: MemoryKind) -> None:
         """Count a tensor as one of a kind from now on."""
         self._add(tensor, kind)
         self._compare()
@@ -130,7 +130,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(tensor)
         extra = self._workspace(name, given, results) if self._workspace is not None else 0
         if extra:
-            kind = Kind.COMMUNICATION if space in _COLLECTIVES else Kind.ACTIVATIONS
+            kind = MemoryKind.COMMUNICATION if space in _COLLECTIVES else MemoryKind.ACTIVATIONS
             self.now[kind] += extra
             self._compare()
             self.now[kind] -= extra
@@ -140,8 +140,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _collective(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
         for tensor in (*given, *results):
             held = self._add(tensor)
-            if held is not None and held.kind is Kind.ACTIVATIONS and not name.startswith("_c10d"):
-                self._put(held, Kind.COMMUNICATION)
+            if held is not None and held.kind is MemoryKind.ACTIVATIONS and not name.startswith("_c10d"):
+                self._put(held, MemoryKind.COMMUNICATION)
         if not name.endswith("wait_tensor"):
             # An all-reduce reads and writes its tensors; the tensors that others write are among their arguments.
             passes = 2 if "all_reduce" in name or "allreduce" in name else 1
@@ -156,12 +156,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held = self._add(tensor)
             if held is None:
                 continue
-            if held.kind is Kind.ACTIVATIONS:
-                self._put(held, Kind.GATHERED if whole and position else Kind.COMMUNICATION)
-            if held.kind in (Kind.GATHERED, Kind.COMMUNICATION):
+            if held.kind is MemoryKind.ACTIVATIONS:
+                self._put(held, MemoryKind.GATHERED if whole and position else MemoryKind.COMMUNICATION)
+            if held.kind in (MemoryKind.GATHERED, MemoryKind.COMMUNICATION):
                 self._resizable[id(held)] = held
 
-    def _add(self, tensor: Tensor, kind: Kind | None = None) -> _Storage | None:
+    def _add(self, tensor: Tensor, kind: MemoryKind | None = None) -> _Storage | None:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if tensor.device.type == "meta" or (isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._mode):
@@ -179,7 +179,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize(held, storage.nbytes())
         return held
 
-    def _put(self, held: _Storage, kind: Kind) -> None:
+    def _put(self, held: _Storage, kind: MemoryKind) -> None:
         self.now[held.kind] -= held.bytes
         held.kind = kind
         self.now[kind] += held.bytes

@@ -15,7 +15,7 @@ from accel_torch.training_memory.trial import (
     TrainingPlan,
     block_names,
     count_operations,
-    measure,
+    measure_plan,
 )
 
 __all__ = (
@@ -130,7 +130,9 @@ def compare_plans(
             sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
             if progress is not None:
                 progress(sized)
-            estimate = PlanEstimate(sized, measured := measure(case, sized), _seconds(facts, sized, measured), memory)
+            estimate = PlanEstimate(
+                sized, measured := measure_plan(case, sized), _seconds(facts, sized, measured), memory
+            )
             if estimate.fits or micro_batch == 1:
                 break
         found.append(estimate)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from accel_bigmodel.sizes import convert_bytes
 from accel_cli.config.write import config_text, nested
 from accel_cli.terminal import columns, in_colour
-from accel_torch.training_memory.live_bytes import Kind
+from accel_torch.training_memory.live_bytes import MemoryKind
 from accel_torch.training_memory.plans import (
     ModelFacts,
     PlanEstimate,
@@ -23,12 +23,12 @@ from accel_torch.training_memory.plans import (
 __all__ = ("as_json", "as_text", "draw_svg")
 
 _COLOURS: Final = {
-    Kind.PARAMETERS: ("#", "#4269d0"),
-    Kind.GRADIENTS: ("+", "#efb118"),
-    Kind.OPTIMIZER: ("o", "#ff725c"),
-    Kind.ACTIVATIONS: ("=", "#6cc5b0"),
-    Kind.GATHERED: ("g", "#a463f2"),
-    Kind.COMMUNICATION: ("~", "#9c6b4e"),
+    MemoryKind.PARAMETERS: ("#", "#4269d0"),
+    MemoryKind.GRADIENTS: ("+", "#efb118"),
+    MemoryKind.OPTIMIZER: ("o", "#ff725c"),
+    MemoryKind.ACTIVATIONS: ("=", "#6cc5b0"),
+    MemoryKind.GATHERED: ("g", "#a463f2"),
+    MemoryKind.COMMUNICATION: ("~", "#9c6b4e"),
 }
 """The letter and the colour of each kind."""
 _WIDTH: Final = 50
@@ -73,7 +73,7 @@ def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
     width = max((len(one.plan.name) for one in estimates), default=0)
     bars = []
     for one in estimates:
-        cells = [(kind, round(_WIDTH * _on_device(one, kind) / most)) for kind in Kind]
+        cells = [(kind, round(_WIDTH * _on_device(one, kind) / most)) for kind in MemoryKind]
         bars.append((one.plan.name, cells))
     mark = round(_WIDTH * limit / most) if limit else None
     lines = []
@@ -86,8 +86,8 @@ def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
     return [*lines, f"{legend}{', | memory of a device' if limit else ''}"]
 
 
-def _on_device(estimate: PlanEstimate, kind: Kind) -> int:
-    on_host = estimate.plan.offload and kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
+def _on_device(estimate: PlanEstimate, kind: MemoryKind) -> int:
+    on_host = estimate.plan.offload and kind in (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
     return 0 if on_host else estimate.memory.parts[kind.value]
 
 
@@ -141,7 +141,7 @@ def draw_svg(path: str, estimates: Sequence[PlanEstimate], limit: int | None) ->
     for number, one in enumerate(estimates):
         top, start = 8 + number * row, float(left)
         parts.append(f'<text x="{left - 8}" y="{top + 15}" text-anchor="end">{escape(one.plan.name)}</text>')
-        for kind in Kind:
+        for kind in MemoryKind:
             size = _on_device(one, kind)
             length = width * size / most
             parts.append(
@@ -154,7 +154,7 @@ def draw_svg(path: str, estimates: Sequence[PlanEstimate], limit: int | None) ->
     if limit:
         at = left + width * limit / most
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{end}" stroke="black" stroke-dasharray="4"/>')
-    for number, kind in enumerate(Kind):
+    for number, kind in enumerate(MemoryKind):
         x, y = left + (number % 3) * 210, end + 10 + (number // 3) * 20
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOURS[kind][1]}"/>')
         parts.append(f'<text x="{x + 18}" y="{y + 11}">{kind.value}</text>')

@@ -16,12 +16,12 @@ from accel_state.errors import SettingError
 from accel_state.settings.installed import Requirement
 from accel_torch.training_memory.trial import TrainingCase
 
-__all__ = ("case_of",)
+__all__ = ("training_case",)
 
 _HOW: Final = "Return (model, loss_function, batch), where loss_function(model, batch) returns a scalar."
 
 
-def case_of(
+def training_case(
     source: str, arguments: Mapping[str, Any], optimizer: str, batch_size: int, sequence_length: int
 ) -> TrainingCase:
     """What a text names: "module:function" or "file.py:function", or a folder or file with a config of transformers.

@@ -30,7 +30,7 @@ from accel_plugins.fsdp.fsdp2 import divide
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.errors import SettingError
-from accel_torch.training_memory.live_bytes import Kind, LiveBytes
+from accel_torch.training_memory.live_bytes import LiveBytes, MemoryKind
 
 __all__ = (
     "RankMemory",
@@ -40,7 +40,7 @@ __all__ = (
     "count_operations",
     "fsdp_settings",
     "is_estimating",
-    "measure",
+    "measure_plan",
 )
 
 _PRECISIONS: Final = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -140,14 +140,14 @@ class RankMemory:
     copied: int = 0
 
 
-def measure(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankMemory:
+def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankMemory:
     """Run two steps of a plan as one rank and return its memory; the first step makes the optimizer's states.
 
     Raises:
         SettingError: the model needs the values of tensors, or the plan does not apply to it.
     """
     global _estimating
-    offloaded = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER) if plan.offload else ()
+    offloaded = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER) if plan.offload else ()
     on_cpu = plan.device == "cpu"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveBytes(mode, offloaded, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None)
@@ -216,9 +216,9 @@ class _Trial:
         """Two steps; the numbers are those of the second, which holds the most."""
         live = self._live
         for tensor in (*self._module.parameters(), *self._module.buffers()):
-            live.track(tensor.detach(), Kind.PARAMETERS)
-        recursively_apply(lambda leaf: live.track(leaf, Kind.ACTIVATIONS), self._batch)
-        live.default = Kind.ACTIVATIONS
+            live.track(tensor.detach(), MemoryKind.PARAMETERS)
+        recursively_apply(lambda leaf: live.track(leaf, MemoryKind.ACTIVATIONS), self._batch)
+        live.default = MemoryKind.ACTIVATIONS
         live.after_collective = self._mark_gradients
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
@@ -252,12 +252,12 @@ class _Trial:
             first, last = last, live.moved - begun
         self._mark_gradients()
         if self._plan.offload:
-            live.default = Kind.OPTIMIZER
+            live.default = MemoryKind.OPTIMIZER
         self._optimizer.step()
         for state in self._states():
-            live.track(state, Kind.OPTIMIZER)
+            live.track(state, MemoryKind.OPTIMIZER)
         self._optimizer.zero_grad()
-        live.default = Kind.ACTIVATIONS
+        live.default = MemoryKind.ACTIVATIONS
         return first * (self._plan.accumulation - 1) + last
 
     def _states(self) -> Iterator[Tensor]:
@@ -266,7 +266,7 @@ class _Trial:
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._live.track(parameter.grad, Kind.GRADIENTS)
+            self._live.track(parameter.grad, MemoryKind.GRADIENTS)
 
     def _mark_gradients(self) -> None:
         for parameter in self._parameters:
@@ -299,7 +299,7 @@ class _Trial:
 
     def _prepared(self, model: Module) -> Module:
         plan, live = self._plan, self._live
-        live.default = Kind.COMMUNICATION
+        live.default = MemoryKind.COMMUNICATION
         # Neither transform reads the context where it is given a mesh.
         context: Any = None
         if plan.tp > 1:
