@@ -104,6 +104,7 @@ def commands_in(block: Block) -> Iterator[list[str]]:
 def _commands(line: str) -> Iterator[list[str]]:
     """Divides a line at pipes and the like, and drops what stands before the name of a command of ours."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.wordchars += ":"
     words: list[str] = []
     for token in [*lexer, ";"]:
         if set(token) <= set("();<>|&"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -55,6 +56,8 @@ def allocated(kind: str, name: str) -> int:
     """The most bytes that torch's allocator held in two steps of a real run, by the profiler."""
     if name != "single":
         PartialState(cpu=True)
+    # What the run before left would be freed, and counted, in this one.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         model, loss_function, batch = memory_models.MODELS[kind]()
         trained = divided(model, name)
