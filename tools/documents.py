@@ -96,7 +96,8 @@ def commands_in(block: Block) -> Iterator[list[str]]:
     if block.language not in SHELLS:
         return
     for line in block.code.replace("\\\n", " ").splitlines():
-        if block.language in ("", "console") and not line.startswith(("$ ", *OURS)):
+        # Lines of a console without a prompt are what a command printed.
+        if not line.startswith({"": ("$ ", *OURS), "console": "$ "}.get(block.language, "")):
             continue
         yield from _commands(line.removeprefix("$ "))
 
@@ -104,6 +105,7 @@ def commands_in(block: Block) -> Iterator[list[str]]:
 def _commands(line: str) -> Iterator[list[str]]:
     """Divides a line at pipes and the like, and drops what stands before the name of a command of ours."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    # "model.py:example" is one word.
     lexer.wordchars += ":"
     words: list[str] = []
     for token in [*lexer, ";"]:

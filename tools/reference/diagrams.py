@@ -19,7 +19,7 @@ DIAGRAMS = ROOT / "docs" / "reference" / "diagrams"
 _LAYERS = {
     # package: row, first and last column
     "accelerate": (0, 0, 3),
-    "accel_torch": (1, 0, 2),
+    "accel_torch": (1, 0, 3),
     "accel_ray": (1, 4, 4),
     "accel_torchft": (1, 5, 5),
     "accel_cli": (2, 3, 5),

@@ -20,13 +20,13 @@ from accel_bigmodel.commands.estimate_memory import COMMAND
 from accel_state import PartialState
 from accel_state.errors import SettingError
 from accel_state.testing.plugin import Processes
+from accel_torch.training_memory import is_estimating
 from accel_torch.training_memory.plans import compare_plans, launch_command
 from accel_torch.training_memory.trial import (
     RankMemory,
     TrainingCase,
     TrainingPlan,
     fsdp_settings,
-    is_estimating,
     measure_plan,
 )
 
@@ -196,14 +196,14 @@ def test_a_model_with_shapes_for_estimates_is_estimated() -> None:
 
 
 def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
-    case = TrainingCase(memory_models.bert)
-    roomy = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=16)).peak
-    tight = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=4)).peak
-    limit = (roomy + tight) // 2
-    facts, estimates = compare_plans(case, 2, limit, global_batch=32, device="cpu")
-    assert facts.blocks == ("Block",)
+    case = TrainingCase(memory_models.mlp)
+    roomy = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=512)).peak
+    tight = measure_plan(case, TrainingPlan(2, "ddp", device="cpu", micro_batch=256)).peak
+    found = compare_plans(case, 2, (roomy + tight) // 2, global_batch=1024, device="cpu")
+    estimates = found.estimates
+    assert found.facts.blocks == ("FeedForward",)
     for one in estimates:
-        assert one.plan.micro_batch * one.plan.accumulation * one.plan.data_processes == 32
+        assert one.plan.micro_batch * one.plan.accumulation * one.plan.data_processes == 1024
     ddp = next(one for one in estimates if one.plan.name == "ddp")
     assert ddp.fits
     assert ddp.plan.accumulation > 1
@@ -212,8 +212,32 @@ def test_micro_batches_and_accumulation_keep_the_global_batch() -> None:
 
 
 def test_a_global_batch_that_processes_cannot_divide_is_refused() -> None:
-    with pytest.raises(SettingError, match="Cannot divide a global batch of 3 samples over 2 processes"):
+    with pytest.raises(SettingError, match="2 slices of 3 samples are not of one size"):
         compare_plans(TrainingCase(memory_models.cnn), 2, global_batch=3)
+
+
+def narrow() -> Any:
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    # The three heads of 2 are not divisible by 2 processes.
+    model[0].register_forward_hook(lambda _, inputs, output: output.unflatten(-1, (-1, 2)).unflatten(-2, (-1, 3)))
+    model[1].register_forward_hook(lambda _, inputs, output: output.flatten(-3))
+    model.tp_plan = {"0": "colwise", "2": "rowwise"}  # type: ignore[assignment]
+    return model, lambda model, batch: model(batch).sum(), torch.randn(8, 8)
+
+
+def test_a_plan_that_does_not_suit_the_model_is_named_with_the_reason() -> None:
+    found = compare_plans(TrainingCase(narrow), 2, device="cpu")
+    assert {one.plan.name for one in found.estimates} == {"ddp", "fsdp2", "fsdp2 + offload"}
+    ((plan, reason),) = found.refused
+    assert plan.name == "tp=2"
+    assert "unflatten" in reason
+
+
+def test_sharding_and_division_of_tensors_share_each_state() -> None:
+    both = measure_plan(TrainingCase(memory_models.gpt), TrainingPlan(4, "fsdp2", tp=2, device="cpu"))
+    sharded = measure_plan(TrainingCase(memory_models.gpt), PLANS["fsdp2"])
+    # Embeddings, norms and the head are not divided.
+    assert both.parts["parameters"] == pytest.approx(sharded.parts["parameters"] / 2, rel=0.2)
 
 
 def test_the_launch_command_says_the_plan() -> None:

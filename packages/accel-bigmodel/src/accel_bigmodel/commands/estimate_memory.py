@@ -88,8 +88,8 @@ def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
         return code
     raise SettingError(
         f"Cannot estimate the memory of training {arguments.model_name!r}.",
-        "The strategies of training are in another package, which is not installed.",
-        "Install it: pip install accel-torch.",
+        "The package accel-torch, which trains, is not installed.",
+        "Install accel-torch.",
     )
 
 

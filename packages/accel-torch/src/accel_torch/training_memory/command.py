@@ -58,7 +58,7 @@ class TrainingMemory:
         case = training_case(
             arguments.model_name, options, arguments.optimizer, arguments.batch_size, arguments.sequence_length
         )
-        facts, estimates = compare_plans(
+        found = compare_plans(
             case,
             arguments.processes,
             arguments.memory,
@@ -69,14 +69,14 @@ class TrainingMemory:
         )
         if arguments.picture:
             try:
-                draw_svg(arguments.picture, estimates, arguments.memory)
+                draw_svg(arguments.picture, found)
             except OSError as error:
                 raise SettingError(
                     f"Cannot write the picture {arguments.picture}.", f"The system refused: {error}.", "Name another."
                 ) from None
         write = as_json if arguments.json else as_text
-        print(write(facts, estimates, arguments.memory))  # noqa: T201 - what the command is for
-        return 0 if any(one.fits for one in estimates) else 1
+        print(write(found))  # noqa: T201 - what the command is for
+        return 0 if any(one.fits for one in found.estimates) else 1
 
 
 def _show(plan: TrainingPlan) -> None:

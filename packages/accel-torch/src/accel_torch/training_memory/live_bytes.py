@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -116,10 +116,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         self._read_again()
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if given and not any(isinstance(leaf, FakeTensor) for leaf in given):
+            # The ranks of a mesh, for example: code that divides models reads their values.
+            with unset_fake_temporarily():
+                return function(*args, **(kwargs or {}))
         made = function(*args, **(kwargs or {}))
         name = function.name() if hasattr(function, "name") else str(function)
         space = name.partition("::")[0]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         if space in _COLLECTIVES:
             self._collective(name, given, results)

@@ -20,6 +20,7 @@ from accel_torch.training_memory.trial import (
 
 __all__ = (
     "ModelFacts",
+    "PlanComparison",
     "PlanEstimate",
     "compare_plans",
     "config_values",
@@ -81,6 +82,23 @@ class PlanEstimate:
         return not self.missing
 
 
+@dataclass(frozen=True)
+class PlanComparison:
+    """Every plan for a number of processes.
+
+    Args:
+        facts: what the plans of the model depend on.
+        estimates: plans that fit by their cost, then the others by what is missing.
+        refused: plans that do not apply to the model or to the global batch, and why.
+        limit: bytes of a device; None where there is no limit.
+    """
+
+    facts: ModelFacts
+    estimates: list[PlanEstimate]
+    refused: list[tuple[TrainingPlan, str]]
+    limit: int | None = None
+
+
 def read_facts(case: TrainingCase) -> ModelFacts:
     """Build the model once under fake tensors, and count the operations of one step.
 
@@ -101,8 +119,8 @@ def compare_plans(
     mixed_precision: str = "no",
     device: str = "cuda",
     progress: Callable[[TrainingPlan], None] | None = None,
-) -> tuple[ModelFacts, list[PlanEstimate]]:
-    """Estimate every plan for a number of processes: those that fit by their cost, then the others by what is missing.
+) -> PlanComparison:
+    """Estimate every plan for a number of processes.
 
     The micro-batch of a plan is the largest half, quarter, ... of what a process has of the global batch that fits;
     accumulation keeps the global batch.
@@ -117,32 +135,47 @@ def compare_plans(
         progress: called before each trial.
 
     Raises:
-        SettingError: the model needs the values of tensors, or the global batch cannot be divided.
+        SettingError: the model needs the values of tensors, or no plan applies.
     """
     facts = read_facts(case)
     samples = global_batch or facts.batch * processes
-    found = []
+    estimates, refused = [], []
     for plan in _plans(facts, processes, mixed_precision, device):
         if samples % plan.data_processes:
+            refused.append((plan, f"{plan.data_processes} slices of {samples} samples are not of one size"))
             continue
-        share = samples // plan.data_processes
-        for micro_batch in _halves(share):
-            sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
-            if progress is not None:
-                progress(sized)
-            estimate = PlanEstimate(
-                sized, measured := measure_plan(case, sized), _seconds(facts, sized, measured), memory
-            )
-            if estimate.fits or micro_batch == 1:
-                break
-        found.append(estimate)
-    if not found:
+        try:
+            estimates.append(_largest_that_fits(case, facts, plan, samples // plan.data_processes, memory, progress))
+        except Exception as error:
+            refused.append((plan, str(error).partition("\n")[0]))
+    if not estimates:
         raise SettingError(
-            f"Cannot divide a global batch of {samples} samples over {processes} processes.",
-            "Each process needs the same number of samples.",
-            f"Give a --global-batch that {processes} divides.",
+            f"Cannot train on {processes} processes with a global batch of {samples} samples.",
+            "; ".join(f"{plan.name}: {reason}" for plan, reason in refused),
+            "Give another number of processes, or a --global-batch that it divides.",
         )
-    return facts, sorted(found, key=lambda one: (one.missing, one.seconds))
+    estimates.sort(key=lambda one: (one.missing, one.seconds))
+    return PlanComparison(facts, estimates, refused, memory)
+
+
+def _largest_that_fits(
+    case: TrainingCase,
+    facts: ModelFacts,
+    plan: TrainingPlan,
+    share: int,
+    limit: int | None,
+    progress: Callable[[TrainingPlan], None] | None,
+) -> PlanEstimate:
+    """The estimate of a plan with the largest micro-batch that fits, or with the smallest where none does."""
+    for micro_batch in _halves(share):
+        sized = replace(plan, micro_batch=micro_batch, accumulation=share // micro_batch)
+        if progress is not None:
+            progress(sized)
+        memory = measure_plan(case, sized)
+        estimate = PlanEstimate(sized, memory, _seconds(facts, sized, memory), limit)
+        if estimate.fits:
+            break
+    return estimate
 
 
 def _plans(facts: ModelFacts, processes: int, mixed_precision: str, device: str) -> Iterator[TrainingPlan]:

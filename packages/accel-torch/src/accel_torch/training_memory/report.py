@@ -14,6 +14,7 @@ from accel_cli.terminal import columns, in_colour
 from accel_torch.training_memory.live_bytes import MemoryKind
 from accel_torch.training_memory.plans import (
     ModelFacts,
+    PlanComparison,
     PlanEstimate,
     config_values,
     launch_command,
@@ -34,8 +35,9 @@ _COLOURS: Final = {
 _WIDTH: Final = 50
 
 
-def as_text(facts: ModelFacts, estimates: Sequence[PlanEstimate], limit: int | None) -> str:
+def as_text(found: PlanComparison) -> str:
     """The plans as a table, a bar for each, and how to launch those that fit."""
+    facts, estimates, limit = found.facts, found.estimates, found.limit
     head = ["plan", "micro-batch", "accumulation", "peak of a rank", "host", "cost of a step", "fits"]
     rows = [
         [
@@ -51,13 +53,14 @@ def as_text(facts: ModelFacts, estimates: Sequence[PlanEstimate], limit: int | N
     ]
     lines = [*columns(head, rows, status="fits"), "", *_bars(estimates, limit), ""]
     lines.append("host: what offload keeps there, and the copy that an asynchronous checkpoint makes.")
+    lines += [f"{plan.name} does not apply: {reason}" for plan, reason in found.refused]
     fitting = [one for one in estimates if one.fits]
     for number, one in enumerate(fitting, 1):
         lines += ["", f"{number}. {one.plan.name}", f"   {launch_command(one.plan, facts.blocks)}"]
         lines += [f"   {line}" for line in config_text(config_values(one.plan, facts.blocks)).splitlines()]
         if needs_in_script(one.plan):
             lines.append(f"   In the script: {needs_in_script(one.plan)}")
-    if not fitting and estimates:
+    if not fitting:
         nearest = estimates[0]
         lines += [
             "",
@@ -70,18 +73,15 @@ def as_text(facts: ModelFacts, estimates: Sequence[PlanEstimate], limit: int | N
 def _bars(estimates: Sequence[PlanEstimate], limit: int | None) -> list[str]:
     """One bar for each plan; coloured where the terminal has colours, with a letter for each kind elsewhere."""
     most = max([one.memory.peak for one in estimates] + [limit or 0, 1])
-    width = max((len(one.plan.name) for one in estimates), default=0)
-    bars = []
-    for one in estimates:
-        cells = [(kind, round(_WIDTH * _on_device(one, kind) / most)) for kind in MemoryKind]
-        bars.append((one.plan.name, cells))
+    width = max(len(one.plan.name) for one in estimates)
     mark = round(_WIDTH * limit / most) if limit else None
     lines = []
-    for name, cells in bars:
-        used = sum(count for _, count in cells)
+    for one in estimates:
+        cells = {kind: round(_WIDTH * _on_device(one, kind) / most) for kind in MemoryKind}
+        bar = "".join(in_colour(_COLOURS[kind][0] * count, _COLOURS[kind][1]) for kind, count in cells.items())
+        used = sum(cells.values())
         end = " " * (mark - used) + "|" if mark is not None and mark >= used else ""
-        bar = "".join(in_colour(_COLOURS[kind][0] * count, _COLOURS[kind][1]) for kind, count in cells)
-        lines.append(f"{name:<{width}}  {bar}{end}")
+        lines.append(f"{one.plan.name:<{width}}  {bar}{end}")
     legend = ", ".join(f"{in_colour(letter, colour)} {kind.value}" for kind, (letter, colour) in _COLOURS.items())
     return [*lines, f"{legend}{', | memory of a device' if limit else ''}"]
 
@@ -91,13 +91,14 @@ def _on_device(estimate: PlanEstimate, kind: MemoryKind) -> int:
     return 0 if on_host else estimate.memory.parts[kind.value]
 
 
-def as_json(facts: ModelFacts, estimates: Sequence[PlanEstimate], limit: int | None) -> str:
+def as_json(found: PlanComparison) -> str:
     """Everything in one line of JSON; sizes are bytes."""
     return json.dumps(
         {
-            "memory": limit,
-            "operations_per_sample": facts.operations,
-            "plans": [_row(facts, one) for one in estimates],
+            "memory": found.limit,
+            "operations_per_sample": found.facts.operations,
+            "plans": [_row(found.facts, one) for one in found.estimates],
+            "refused": {plan.name: reason for plan, reason in found.refused},
         }
     )
 
@@ -124,13 +125,14 @@ def _row(facts: ModelFacts, one: PlanEstimate) -> dict[str, Any]:
     }
 
 
-def draw_svg(path: str, estimates: Sequence[PlanEstimate], limit: int | None) -> None:
+def draw_svg(path: str, found: PlanComparison) -> None:
     """Write the bars as a picture (SVG), with the memory of a device as a line.
 
     Raises:
         OSError: the file cannot be written.
     """
     left, width, row = 240, 640, 28
+    estimates, limit = found.estimates, found.limit
     most = max([one.memory.peak for one in estimates] + [limit or 0, 1])
     height = row * (len(estimates) + 2) + 16
     parts = [

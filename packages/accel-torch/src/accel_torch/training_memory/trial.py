@@ -30,6 +30,7 @@ from accel_plugins.fsdp.fsdp2 import divide
 from accel_plugins.transforms.activation_checkpoint import ActivationCheckpoint
 from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.errors import SettingError
+from accel_torch.training_memory import estimating
 from accel_torch.training_memory.live_bytes import LiveBytes, MemoryKind
 
 __all__ = (
@@ -39,7 +40,6 @@ __all__ = (
     "block_names",
     "count_operations",
     "fsdp_settings",
-    "is_estimating",
     "measure_plan",
 )
 
@@ -49,17 +49,6 @@ _BLOCK: Final = 512
 
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
-
-_estimating = False
-
-
-def is_estimating() -> bool:
-    """Whether the code runs in an estimate, where tensors have shapes and no values.
-
-    Example:
-        >>> rows = capacity if is_estimating() else int(mask.sum())  # doctest: +SKIP
-    """
-    return _estimating
 
 
 @dataclass(frozen=True)
@@ -146,21 +135,16 @@ def measure_plan(case: TrainingCase, plan: TrainingPlan, rank: int = 0) -> RankM
     Raises:
         SettingError: the model needs the values of tensors, or the plan does not apply to it.
     """
-    global _estimating
     offloaded = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER) if plan.offload else ()
     on_cpu = plan.device == "cpu"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveBytes(mode, offloaded, 1 if on_cpu else _BLOCK, _workspace_on_cpu if on_cpu else None)
-    before, _estimating = _estimating, True
-    try:
-        with _fake_group(plan.processes, rank), _naming_values():
-            # A mesh reads the values of its ranks.
-            mesh = init_device_mesh("cpu", (plan.data_processes, plan.tp), mesh_dim_names=("dp_shard", "tp"))
-            along_data, along_tensors = mesh["dp_shard"], mesh["tp"]
-            with mode, live, torch.random.fork_rng(devices=[]):
-                return _Trial(case, plan, mode, live, along_data, along_tensors).run(rank)
-    finally:
-        _estimating = before
+    with estimating(), _fake_group(plan.processes, rank), _naming_values():
+        # A mesh reads the values of its ranks.
+        mesh = init_device_mesh("cpu", (plan.data_processes, plan.tp), mesh_dim_names=("dp_shard", "tp"))
+        along_data, along_tensors = mesh["dp_shard"], mesh["tp"]
+        with mode, live, torch.random.fork_rng(devices=[]):
+            return _Trial(case, plan, mode, live, along_data, along_tensors).run(rank)
 
 
 def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
@@ -171,18 +155,14 @@ def count_operations(case: TrainingCase) -> tuple[Module, Any, float]:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    global _estimating
-    before, _estimating = _estimating, True
     counter = FlopCounterMode(display=False)
-    try:
-        with _naming_values(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.random.fork_rng(devices=[]):
-            model, loss_function, batch = case.build()
-            model = _in_memory(model)
-            batch = recursively_apply(mode.from_tensor, batch)
-            with counter:
-                loss_function(model, batch).backward()  # type: ignore[no-untyped-call]
-    finally:
-        _estimating = before
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with estimating(), _naming_values(), mode, torch.random.fork_rng(devices=[]):
+        model, loss_function, batch = case.build()
+        model = _in_memory(model)
+        batch = recursively_apply(mode.from_tensor, batch)
+        with counter:
+            loss_function(model, batch).backward()  # type: ignore[no-untyped-call]
     return model, batch, float(counter.get_total_flops())
 
 
@@ -379,7 +359,7 @@ def _naming_values() -> Iterator[None]:
         raise SettingError(
             "Cannot estimate the memory of a model that needs the values of tensors.",
             f"{error.func} makes a number or a shape of values, in {where}",
-            "Give the shape where accel_torch.training_memory.trial.is_estimating() is true: a fixed capacity instead "
+            "Give the shape where accel_torch.training_memory.is_estimating() is true: a fixed capacity instead "
             "of a count, and the branch that needs the most memory.",
         ) from error
 
