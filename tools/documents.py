@@ -97,7 +97,9 @@ def commands_in(block: Block) -> Iterator[list[str]]:
         return
     for line in block.code.replace("\\\n", " ").splitlines():
         # Lines of a console without a prompt are what a command printed.
-        if not line.startswith({"": ("$ ", *OURS), "console": "$ "}.get(block.language, "")):
+        if block.language == "console" and not line.startswith("$ "):
+            continue
+        if not block.language and not line.startswith(("$ ", *OURS)):
             continue
         yield from _commands(line.removeprefix("$ "))
 
