@@ -112,6 +112,21 @@ def test_a_step_has_the_same_samples_when_it_is_repeated_with_fewer_members(cpu_
     assert given_out[3][0] == 1
 
 
+def test_steps_of_two_epochs_may_be_made_again(cpu_state: None) -> None:
+    world = World([(1, 0)], batches=1)
+    loader = elastic(6, 2, world.begin_step)
+    assert [step for step, *_ in read(loader, world)] == [0, 1, 2]
+    given_out = []
+    for step, samples, _ in read(loader, world):
+        given_out.append((step, samples))
+        if len(given_out) == 2:
+            world.number = 0
+    first, second = order(6), order(6, 1)
+    again = [(step, first[2 * step : 2 * step + 2]) for step in (1, 2)]
+    assert given_out[:2] == [(3, second[:2]), (4, second[2:4])]
+    assert given_out[2:] == [*again, (3, second[:2]), (4, second[2:4]), (5, second[4:])]
+
+
 def test_factors_make_the_mean_over_the_members_that_of_the_step() -> None:
     plan = StepPlan(length=11, batch_size=2, batches=4)
     for count in range(1, 7):

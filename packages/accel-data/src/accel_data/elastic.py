@@ -211,7 +211,7 @@ class ElasticLoader(DataLoaderShard):
             at, who = members.number % len(plan), (members.count, members.index)
             if now != drawn:
                 order, drawn = self._order(now), now
-            if planned != (members.number, who):
+            if planned != (now, members.number, who):
                 batches = self._read(_StepIndices(order, plan, at, who))
             share, total = plan.share(at, *who), plan.samples(at)
             self.progress.begin(at, at * plan.step_size, None, plan.length, -1)
@@ -227,7 +227,7 @@ class ElasticLoader(DataLoaderShard):
                     self.progress.end_of_dataloader = at + 1 == len(plan)
                 given += 1
                 yield batch
-            planned, before, members = (members.number + 1, who), members.number, begin_step()
+            planned, before, members = (now, members.number + 1, who), members.number, begin_step()
             if members.number == before and latest is not None and not latest.stepped:
                 raise self._error(
                     f"cannot go on after optimizer step {before}.",
