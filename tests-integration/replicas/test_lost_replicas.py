@@ -41,9 +41,10 @@ spec.loader.exec_module(train_replica)
 class Replicas:
     """A launched run of replicas, and what they have noted."""
 
-    def __init__(self, folder: Path, backend: str, count: int, processes: int = 1) -> None:
+    def __init__(self, folder: Path, backend: str, count: int, processes: int = 1, *options: str) -> None:
         self.folder, self.count, self.processes = folder, count, processes
-        words = ["--cpu", f"--backend={backend}", f"--replica_groups={count}", f"--num_processes={processes}"]
+        words = [*options]
+        words += ["--cpu", f"--backend={backend}", f"--replica_groups={count}", f"--num_processes={processes}"]
         words += [f"--torchft_heartbeat_timeout={HEARTBEAT}", str(SCRIPT), str(folder), str(SAMPLES), str(PAUSE)]
         self.output = folder / "output"
         with open(self.output, "w") as file:
@@ -86,11 +87,13 @@ class Replicas:
         deadline = time.monotonic() + PATIENCE
         after: list[float] = []
         while len(after) < len(others):
+            assert self.launch.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
             steps = ([row["time"] for row in self.newest(other) if "step" in row] for other in others)
             after = [found for times in steps if (found := min((at for at in times if at > killed), default=0.0))]
             time.sleep(0.05)
         while self.newest(replica)[0]["ready"] == pid:
+            assert self.launch.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, (before, self.output.read_text())
             time.sleep(0.1)
         return max(after) - killed
@@ -102,9 +105,15 @@ class Replicas:
         (self.folder / "epochs.new").rename(self.folder / "epochs")
         assert self.launch.wait(timeout=PATIENCE) == 0, self.output.read_text()
 
+    @property
+    def steps_an_epoch(self) -> int:
+        """Optimizer steps of the run in one epoch."""
+        return -(-SAMPLES // (train_replica.BATCH * self.count * self.processes))
+
     def steps(self) -> list[tuple[int, list[int], float]]:
         """(epoch, ids, sum of the losses) of each step that counted."""
-        members = {row["step"]: row["members"] for _, rows in self.rows() for row in rows if "step" in row}
+        made = [row for _, rows in self.rows() for row in rows if "step" in row]
+        members = {row["step"]: row["members"] for row in sorted(made, key=lambda row: row["time"])}
         attempts: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
         for name, rows in self.rows():
             for row in rows:
@@ -117,11 +126,11 @@ class Replicas:
             # The newest attempts: one of a replica that was lost in an earlier one may be among them.
             rows = sorted(attempts[number].values(), key=lambda row: row["time"])[-members[number] :]
             ids = [sample for row in rows for sample in row["ids"]]
-            steps.append((rows[-1]["epoch"], ids, sum(row["loss"] for row in rows)))
+            steps.append((number // self.steps_an_epoch, ids, sum(row["loss"] for row in rows)))
         return steps
 
-    def check(self) -> None:
-        """Equal weights, every sample once an epoch, and the losses and weights of one process with these steps."""
+    def check_samples(self) -> list[tuple[int, list[int], float]]:
+        """Equal weights, and every sample once an epoch; returns the steps."""
         ends = {rows[-1]["end"] for _, rows in self.rows() if "end" in rows[-1]}
         assert len(ends) == 1, ends
         steps = self.steps()
@@ -130,6 +139,11 @@ class Replicas:
             seen[epoch] += ids
         for epoch, ids in seen.items():
             assert sorted(ids) == list(range(SAMPLES)), f"epoch {epoch}"
+        return steps
+
+    def check(self) -> None:
+        """What `check_samples` says, and the losses and weights of one process with these steps."""
+        steps = self.check_samples()
         model, optimizer = train_replica.model_and_optimizer()
         _, inputs, targets = train_replica.data(SAMPLES).tensors
         for number, (_, ids, total) in enumerate(steps):
@@ -178,3 +192,23 @@ def test_killed_replicas_return_and_no_sample_is_lost(
     with capsys.disabled():
         longest, median = max(delays), sorted(delays)[len(delays) // 2]
         print(f"\n{backend} x {count}: next step after {median:.2f} s (longest {longest:.2f}), heartbeat {HEARTBEAT} s")
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes"),
+    [("torchft-local-sgd", 1), ("torchft-diloco", 1), ("torchft-fsdp2-local-sgd", 2), ("torchft-fsdp2-diloco", 2)],
+)
+def test_replicas_that_train_apart_return_too_and_their_rounds_are_made_again(
+    started: Any, backend: str, processes: int
+) -> None:
+    chosen = random.Random(5)
+    replicas = started(backend, 2, processes, "--torchft_sync_every=10")
+    replicas.wait_for_everyone()
+    for _ in range(2):
+        time.sleep(chosen.random() * 2)
+        replicas.kill(chosen.randrange(2))
+        replicas.wait_for_everyone()
+    replicas.finish()
+    replicas.check_samples()
+    attempts = [(name, row["attempt"]) for name, rows in replicas.rows() for row in rows if "attempt" in row]
+    assert len(set(attempts)) < len(attempts), "no round was made again"

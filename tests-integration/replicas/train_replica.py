@@ -83,9 +83,10 @@ def main(folder: Path, samples: int, pause: float) -> None:
                     optimizer.zero_grad()
                 time.sleep(pause)
         unwrapped = accelerator.unwrap_model(model)
-        weights = torch.cat(
-            [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in unwrapped.parameters()]
-        )
+        with accelerator.global_weights(model):
+            weights = torch.cat(
+                [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in unwrapped.parameters()]
+            )
         note(end=hashlib.sha256(weights.numpy().tobytes()).hexdigest())
     torch.save(weights, folder / f"weights-{name}.pt")
     accelerator.end_training()

@@ -18,7 +18,7 @@ collect_ignore_glob = [] if importable("accel_torchft") else ["test_*.py"]
 @pytest.fixture(scope="session")
 def lighthouse() -> Iterator[str]:
     """The address of a lighthouse that waits for nobody."""
-    argv = [sys.executable, "-m", "accel_torchft.lighthouse", "2.0", "0.1", "1"]
+    argv = [sys.executable, "-m", "accel_torchft.lighthouse", "0.5", "0.1", "1"]
     environment = {**os.environ, "ACCEL_TORCHFT_HOST": "127.0.0.1", "RUST_LOG": "error"}
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

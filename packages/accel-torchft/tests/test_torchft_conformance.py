@@ -20,6 +20,8 @@ def replicas_of_the_run(lighthouse: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHFT_LIGHTHOUSE", lighthouse)
         patch.setenv("ACCEL_TORCHFT_HOST", "127.0.0.1")
+        # The suites save after seven steps: in the middle of a round.
+        patch.setenv("ACCEL_TORCHFT_SYNC_EVERY", "4")
         yield
 
 
@@ -47,4 +49,34 @@ class TestSingleThroughTheAccelerator(OneReplica, AcceleratorSuite):
 
 class TestFSDP2(OneReplica, BackendSuite):
     target = "accel_torchft.manifest:TORCHFT_FSDP2"
+    config = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+class TestLocalSGD(OneReplica, BackendSuite):
+    target = "accel_torchft.manifest:TORCHFT_LOCAL_SGD"
+    processes = 1
+
+
+class TestLocalSGDThroughTheAccelerator(OneReplica, AcceleratorSuite):
+    target = "accel_torchft.manifest:TORCHFT_LOCAL_SGD"
+    processes = 1
+
+
+class TestDiLoCo(OneReplica, BackendSuite):
+    target = "accel_torchft.manifest:TORCHFT_DILOCO"
+    processes = 1
+
+
+class TestDiLoCoThroughTheAccelerator(OneReplica, AcceleratorSuite):
+    target = "accel_torchft.manifest:TORCHFT_DILOCO"
+    processes = 1
+
+
+class TestFSDP2LocalSGD(OneReplica, BackendSuite):
+    target = "accel_torchft.manifest:TORCHFT_FSDP2_LOCAL_SGD"
+    config = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+class TestFSDP2DiLoCo(OneReplica, BackendSuite):
+    target = "accel_torchft.manifest:TORCHFT_FSDP2_DILOCO"
     config = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NoReturn
 
 from accel_state.errors import Conflict, SettingError
 from accel_state.kwargs import KwargsHandler
-from accel_state.settings.schema import FLOAT, INTEGER, int_at_least, listing, setting
+from accel_state.settings.schema import FLOAT, INTEGER, choice, int_at_least, listing, setting
 
 __all__ = (
     "HOST_VARIABLE",
@@ -41,6 +41,8 @@ LIGHTHOUSE_VARIABLE: Final = "TORCHFT_LIGHTHOUSE"
 REPLICA_VARIABLE: Final = "REPLICA_GROUP_ID"
 """Number of the replica that a process belongs to."""
 
+_BACKEND_NAMES: Final = {"ddp": "torchft", "local_sgd": "torchft-local-sgd", "diloco": "torchft-diloco"}
+
 _setting = partial(
     setting,
     variable="ACCEL_TORCHFT_{NAME}",
@@ -66,10 +68,16 @@ class TorchFTConfig(KwargsHandler):
         heartbeat_timeout: seconds without a sign of life after which the lighthouse takes a replica for dead.
         join_timeout: seconds that a step waits for a replica that lives and does not come.
         bucket_mb: size in MiB of the buckets in which gradients travel.
+        mode: how the replicas train together: "ddp", "local_sgd" or "diloco". It chooses the backend where these
+            settings are given as an object; otherwise the name of the backend says it.
+        sync_every: optimizer steps that each replica makes alone between two exchanges, with "local_sgd" and "diloco".
+            The four times above are those of one step: a round of local steps may take so many times as long.
+        outer_lr: learning rate of DiLoCo's outer optimizer, SGD over the mean of what the replicas changed.
+        outer_momentum: its Nesterov momentum.
         restarts: how often the launcher starts a killed replica again, over the whole run.
 
     Raises:
-        SettingError: a time is not positive.
+        SettingError: a time or the outer learning rate is not positive, or the momentum is not in [0, 1).
         Conflict: there are fewer replicas than `min_replicas`.
 
     Example:
@@ -131,6 +139,22 @@ class TorchFTConfig(KwargsHandler):
         type=int_at_least(1),
         help="Size in MiB of the buckets in which gradients travel.",
     )
+    mode: str = setting("ddp", type=choice(*_BACKEND_NAMES))
+    sync_every: int = _setting(
+        100,
+        type=int_at_least(1),
+        help="Steps that each replica makes alone between two exchanges (LocalSGD, DiLoCo).",
+    )
+    outer_lr: float = _setting(
+        0.7,
+        type=FLOAT,
+        help="Learning rate of the outer optimizer (DiLoCo).",
+    )
+    outer_momentum: float = _setting(
+        0.9,
+        type=FLOAT,
+        help="Nesterov momentum of the outer optimizer (DiLoCo).",
+    )
     restarts: int = _setting(
         100,
         type=int_at_least(0),
@@ -140,14 +164,24 @@ class TorchFTConfig(KwargsHandler):
     def __post_init__(self) -> None:
         for name in ("timeout", "quorum_timeout", "heartbeat_timeout", "join_timeout"):
             if not getattr(self, name) > 0:
-                raise SettingError(
-                    f"Cannot use TorchFTConfig({name}={getattr(self, name)!r}).",
-                    "It is a time in seconds.",
-                    "Give a number above 0.",
-                )
+                self._refuse(name, "It is a time in seconds.", "Give a number above 0.")
+        if not self.outer_lr > 0:
+            self._refuse("outer_lr", "It is a learning rate.", "Give a number above 0, such as 0.7.")
+        if not 0 <= self.outer_momentum < 1:
+            self._refuse("outer_momentum", "It is a momentum.", "Give a number from 0 to below 1, such as 0.9.")
+        if self.mode not in _BACKEND_NAMES:
+            self._refuse("mode", f"There are {', '.join(_BACKEND_NAMES)}.", "Give one of these.")
         if self.min_replicas > self.replica_groups:
             raise Conflict(
                 f"Cannot use min_replicas={self.min_replicas} and replica_groups={self.replica_groups} together.",
                 "The run never has as many replicas as it needs.",
                 "Start more replicas, or need fewer.",
             )
+
+    def _refuse(self, name: str, obstacle: str, remedy: str) -> NoReturn:
+        raise SettingError(f"Cannot use TorchFTConfig({name}={getattr(self, name)!r}).", obstacle, remedy)
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend that these settings are for, with one process a replica."""
+        return _BACKEND_NAMES[self.mode]

@@ -25,6 +25,7 @@ from accel_cli.launch.local import ENDING, Inbox, Relay
 from accel_cli.launch.report import ending, shell_code
 from accel_cli.launch.runner import PARENT_VARIABLE
 from accel_cli.launch.settings import SupervisionSettings
+from accel_plugins.manifest import Ability
 from accel_state.errors import LaunchError
 from accel_state.exit_codes import RESUME
 from accel_state.network import loopback_variables
@@ -37,6 +38,7 @@ from accel_torchft.config import (
     RESTARTED_VARIABLE,
     TorchFTConfig,
 )
+from accel_torchft.manifest import BACKENDS
 
 __all__ = ("ReplicaGroups",)
 
@@ -53,6 +55,7 @@ class _Details(NamedTuple):
 
     replicas: TorchFTConfig
     prefixed: bool
+    join_timeout: float
 
 
 class ReplicaGroups:
@@ -71,6 +74,9 @@ class ReplicaGroups:
         options = [word for word in request.options if word.partition("=")[0] not in left_out]
         script = request.script
         argv = (request.machine.python, RUNNER, "module", "accel_cli.main", "launch", "--launcher=local", *options)
+        backend = BACKENDS.get(settings["backend"].value or "")
+        local_steps = backend is not None and Ability.SYNCHRONOUS in backend.lacks
+        join_timeout = replicas.join_timeout * (replicas.sync_every if local_steps else 1)
         own: dict[str, str] = {}
         if replicas.lighthouse is None:
             # All replicas are on this machine.
@@ -86,7 +92,7 @@ class ReplicaGroups:
             grace_period=supervision.grace_period,
             prefix_output=supervision.prefix_output,
             quiet=request.quiet,
-            details=_Details(replicas, supervision.prefix_output or replicas.replica_groups > 1),
+            details=_Details(replicas, supervision.prefix_output or replicas.replica_groups > 1, join_timeout),
         )
 
     def run(self, plan: LaunchPlan) -> int:
@@ -159,7 +165,7 @@ class _Run:
     def __init__(self, plan: LaunchPlan, environment: Mapping[str, str], folder: str) -> None:
         self._plan, self._environment, self._folder = plan, dict(environment), folder
         details: _Details = plan.details
-        self._config, self._prefixed = details
+        self._config, self._prefixed, self._join_timeout = details
         self._lighthouse: subprocess.Popen[str] | None = None
         self._replicas: list[_Replica] = []
         self._restarts = 0
@@ -191,7 +197,7 @@ class _Run:
     def _start_lighthouse(self, inbox: Inbox) -> str:
         config = self._config
         argv = [sys.executable, "-m", "accel_torchft.lighthouse"]
-        argv += [str(config.heartbeat_timeout), str(config.join_timeout), str(config.min_replicas)]
+        argv += [str(config.heartbeat_timeout), str(self._join_timeout), str(config.min_replicas)]
         environment = {**self._environment, "RUST_LOG": self._environment.get("RUST_LOG", "error")}
         self._lighthouse = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
         lines: list[str] = []

@@ -9,20 +9,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.launch.launcher import LauncherManifest
-from accel_torchft.manifest import NEEDED
+from accel_torchft.manifest import BACKENDS, NEEDED
 
 if TYPE_CHECKING:
     from accel_cli.config.resolved import ResolvedSettings
 
 __all__ = ("LAUNCHER", "called_for")
 
-_NAMES: Final = frozenset({"torchft", "torchft-fsdp2"})
-
 
 def called_for(settings: ResolvedSettings, environ: Mapping[str, str]) -> str | None:
     """The backend, where it is one of these."""
     backend = settings["backend"]
-    return f"backend={backend.value} ({backend.origin})" if backend.value in _NAMES else None
+    return f"backend={backend.value} ({backend.origin})" if backend.value in BACKENDS else None
 
 
 LAUNCHER: Final = LauncherManifest(

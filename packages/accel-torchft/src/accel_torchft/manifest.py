@@ -1,4 +1,8 @@
-"""What the backends declare about themselves; read without torch and without torchft."""
+"""What the backends declare about themselves; read without torch and without torchft.
+
+There is one backend for each way in which replicas train together (`torchft`, `-local-sgd`, `-diloco`), with one
+process a replica or, with `-fsdp2`, a group that divides the model.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +11,91 @@ from typing import Final
 from accel_plugins.manifest import Ability, Axis, Manifest, Part, Traits
 from accel_state.settings.installed import Requirement
 
-__all__ = ("NEEDED", "TORCHFT", "TORCHFT_FSDP2")
+__all__ = (
+    "BACKENDS",
+    "NEEDED",
+    "TORCHFT",
+    "TORCHFT_DILOCO",
+    "TORCHFT_FSDP2",
+    "TORCHFT_FSDP2_DILOCO",
+    "TORCHFT_FSDP2_LOCAL_SGD",
+    "TORCHFT_LOCAL_SGD",
+)
 
 # The nightly releases are another distribution, `torchft-nightly`, whose versions are dates.
 NEEDED: Final = Requirement("torchft", versions=">=0.2")
 """The engine."""
 
-_CONFIG: Final = "accel_torchft.config:TorchFTConfig"
+# A step is committed once for all optimizers of a process.
+_LACKS: Final = frozenset({Ability.JOIN, Ability.AVERAGE, Ability.SEVERAL_MODELS})
+_LOCAL: Final = frozenset({Ability.SYNCHRONOUS})
 
-TORCHFT: Final = Manifest(
-    name="torchft",
-    strategy="accel_torchft.strategy:TorchFTStrategy",
-    config=_CONFIG,
-    requires=(NEEDED,),
-    # A step is committed once for all optimizers of a process.
-    lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.SEVERAL_MODELS}),
-    traits=Traits(elastic=True, can_checkpoint_partial_grads=False),
-    tier=1,
-    protocol=2,
-)
-"""Every replica is one process with the whole model."""
 
-TORCHFT_FSDP2: Final = Manifest(
-    name="torchft-fsdp2",
-    strategy="accel_torchft.strategy:TorchFTFSDP2Strategy",
-    config="accel_plugins.fsdp.config:FullyShardedDataParallelPlugin",
-    requires=(NEEDED,),
-    together=frozenset({Part.MODEL}),
-    axes=frozenset({Axis.SHARD}),
-    lacks=frozenset({Ability.JOIN, Ability.AVERAGE, Ability.LOCAL_PASSES, Ability.SEVERAL_MODELS}),
-    traits=Traits(
-        collective_save=True,
-        can_checkpoint_partial_grads=False,
-        per_parameter_sharding=True,
-        elastic=True,
-    ),
-    settings={"fsdp_version": 2},
-    tier=1,
-    protocol=2,
+def _whole(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
+    """A backend whose replicas are one process each, with the whole model."""
+    return Manifest(
+        name=name,
+        strategy=strategy,
+        config="accel_torchft.config:TorchFTConfig",
+        requires=(NEEDED,),
+        lacks=_LACKS | lacks,
+        traits=Traits(elastic=True, can_checkpoint_partial_grads=False),
+        tier=1,
+        protocol=2,
+    )
+
+
+def _divided(name: str, strategy: str, lacks: frozenset[Ability]) -> Manifest:
+    """A backend whose replicas are groups of processes that divide the model by FSDP 2."""
+    return Manifest(
+        name=name,
+        strategy=strategy,
+        config="accel_plugins.fsdp.config:FullyShardedDataParallelPlugin",
+        requires=(NEEDED,),
+        together=frozenset({Part.MODEL}),
+        axes=frozenset({Axis.SHARD}),
+        lacks=_LACKS | lacks | {Ability.LOCAL_PASSES},
+        traits=Traits(
+            collective_save=True,
+            can_checkpoint_partial_grads=False,
+            per_parameter_sharding=True,
+            elastic=True,
+        ),
+        settings={"fsdp_version": 2},
+        tier=1,
+        protocol=2,
+    )
+
+
+TORCHFT: Final = _whole("torchft", "accel_torchft.strategy:TorchFTStrategy", frozenset())
+"""Replicas average their gradients in every step."""
+
+TORCHFT_FSDP2: Final = _divided("torchft-fsdp2", "accel_torchft.strategy:TorchFTFSDP2Strategy", frozenset())
+"""Replicas of several processes average their gradients in every step."""
+
+TORCHFT_LOCAL_SGD: Final = _whole("torchft-local-sgd", "accel_torchft.local_steps:LocalSGDStrategy", _LOCAL)
+"""Replicas average their weights every few steps."""
+
+TORCHFT_FSDP2_LOCAL_SGD: Final = _divided(
+    "torchft-fsdp2-local-sgd", "accel_torchft.local_steps:LocalSGDFSDP2Strategy", _LOCAL
 )
-"""Every replica is a group of processes that divide the model by FSDP 2."""
+"""Replicas of several processes average their weights every few steps."""
+
+TORCHFT_DILOCO: Final = _whole("torchft-diloco", "accel_torchft.local_steps:DiLoCoStrategy", _LOCAL)
+"""Every few steps an outer optimizer makes a step with the mean of what the replicas changed."""
+
+TORCHFT_FSDP2_DILOCO: Final = _divided("torchft-fsdp2-diloco", "accel_torchft.local_steps:DiLoCoFSDP2Strategy", _LOCAL)
+"""Replicas of several processes, with an outer optimizer."""
+
+BACKENDS: Final = {
+    manifest.name: manifest
+    for manifest in (
+        TORCHFT,
+        TORCHFT_FSDP2,
+        TORCHFT_LOCAL_SGD,
+        TORCHFT_FSDP2_LOCAL_SGD,
+        TORCHFT_DILOCO,
+        TORCHFT_FSDP2_DILOCO,
+    )
+}
+"""All backends of this package by name."""

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
@@ -58,6 +59,35 @@ class QuorumMembers:
     index: int
 
 
+class _ReplicaManager(Manager):  # type: ignore[misc] # torchft is not everywhere that types are checked
+    """torchft's manager, with a quorum that is agreed on before samples are drawn, and errors that say what to do.
+
+    The classes of torchft for local steps ask for a quorum when they exchange weights. Here they get the one that was
+    agreed on when the round of local steps began.
+    """
+
+    def start_quorum(self, *arguments: Any, **options: Any) -> None:
+        """Nothing; see `agree`."""
+
+    def agree(self) -> None:
+        """Agree on the members of the next step, and take the state of another one where this replica is behind."""
+        super().start_quorum()
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Whether the step counts; see `Quorum.commit`."""
+        if self.errored() is not None:
+            # Members that wait for this one in the same exchange would notice only after the timeout.
+            self._pg.abort()
+        try:
+            return bool(super().should_commit(timeout))
+        except (RuntimeError, TimeoutError) as error:
+            raise CollectiveError(
+                f"Cannot end step {self.current_step()} of the run.",
+                str(error).strip(),
+                "See in the output of the other replicas what ends them.",
+            ) from error
+
+
 class Quorum:
     """The replicas of a run, seen from one process.
 
@@ -67,6 +97,7 @@ class Quorum:
         state_dict: returns what a replica that joins has to get.
         load_state_dict: takes it.
         step: steps that the run has made before this process began, such as those of a checkpoint.
+        length: optimizer steps from one agreement to the next; the times of `config` are those of one.
     """
 
     def __init__(
@@ -76,20 +107,22 @@ class Quorum:
         state_dict: Callable[[], dict[str, Any]],
         load_state_dict: Callable[[dict[str, Any]], None],
         step: int = 0,
+        length: int = 1,
     ) -> None:
         self._config = config
+        self._quorum_timeout = config.quorum_timeout * length
         _quieten()
         for other in list(_OPEN):
             # The lighthouse would wait for a member of this process that nobody drives any more.
             other.close()
-        timeout = timedelta(seconds=config.timeout)
+        timeout = timedelta(seconds=config.timeout * length)
         gpu = process.device.type == "cuda"
         self._groups = ProcessGroupNCCL(timeout=timeout) if gpu else ProcessGroupGloo(timeout=timeout)
         host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         self._store, port = _store(process, host)
         lighthouse = lighthouse_of(config)
         try:
-            self._manager = Manager(
+            self._manager = _ReplicaManager(
                 pg=self._groups,
                 state_dict=state_dict,
                 load_state_dict=load_state_dict,
@@ -97,7 +130,7 @@ class Quorum:
                 # The members of a step have to be known before its samples are drawn.
                 use_async_quorum=False,
                 timeout=timeout,
-                quorum_timeout=timedelta(seconds=config.quorum_timeout),
+                quorum_timeout=timedelta(seconds=self._quorum_timeout),
                 connect_timeout=timedelta(seconds=config.quorum_timeout),
                 rank=process.rank,
                 world_size=process.world_size,
@@ -152,7 +185,7 @@ class Quorum:
 
     def _agree(self) -> None:
         try:
-            self._manager.start_quorum()
+            self._manager.agree()
         except (RuntimeError, TimeoutError) as error:
             raise self._no_quorum(error) from error
 
@@ -161,7 +194,7 @@ class Quorum:
         return CollectiveError(
             f"Cannot begin step {self.step} of the run.",
             f"The lighthouse {lighthouse_of(config)} brought no quorum of at least {config.min_replicas} replica(s) "
-            f"within {config.quorum_timeout:g} s: {str(error).strip()}",
+            f"within {self._quorum_timeout:g} s: {str(error).strip()}",
             "See whether the lighthouse and the other replicas live, or raise --torchft_quorum_timeout.",
         )
 
@@ -169,9 +202,6 @@ class Quorum:
         """Replace flat tensors by their means over the members; what fails is remembered until `commit`."""
         for work in [self._manager.allreduce(tensor) for tensor in tensors]:
             work.wait()
-        if self._manager.errored() is not None:
-            # Members that wait for this one in the same exchange would notice only after the timeout.
-            self._groups.abort()
 
     def commit(self) -> bool:
         """Whether the step counts: no member was lost while it was made.
@@ -179,18 +209,19 @@ class Quorum:
         Raises:
             CollectiveError: too many steps in a row did not count.
         """
-        try:
-            counts = bool(self._manager.should_commit())
-        except (RuntimeError, TimeoutError) as error:
-            raise CollectiveError(
-                f"Cannot end step {self.step} of the run.",
-                str(error).strip(),
-                "See in the output of the other replicas what ends them.",
-            ) from error
-        if counts and not self._has_joined:
+        counts = self._manager.should_commit()
+        if counts:
+            self.note_joined()
+        return counts
+
+    def note_joined(self) -> None:
+        """Let the launcher see that this replica has taken part in a step; a repeated call changes nothing."""
+        if not self._has_joined:
             self._has_joined = True
             self._note("")
-        return counts
+            if self._joined:
+                # An earlier quorum of this process may have left it.
+                Path(self._joined + LEFT).unlink(missing_ok=True)
 
     def _note(self, suffix: str) -> None:
         """Let the launcher see how far this replica is."""

@@ -7,7 +7,7 @@ processes of a replica travel as the parts that these hold.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
 from accel_torchft.gradients import local_shard
 
-__all__ = ("ReplicaState",)
+__all__ = ("ReplicaState", "local_shards", "spread_like_parameters")
 
 T = TypeVar("T")
 
@@ -60,11 +60,16 @@ class ReplicaState:
         """Schedulers, without what wraps them."""
         return _living(self._schedulers)
 
+    @property
+    def trained(self) -> list[Tensor]:
+        """What the optimizers train, in their order."""
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
     def state_dict(self) -> dict[str, Any]:
         """The state; its tensors are the living ones, except for buffers, which forward passes change."""
         return {
             "models": [_tensors_of(model) for model in self.models],
-            "optimizers": [_mapped(optimizer.state_dict(), local_shard) for optimizer in self.optimizers],
+            "optimizers": [local_shards(optimizer.state_dict()) for optimizer in self.optimizers],
             "schedulers": self.schedules(),
             "precision": self._context.precision.state_dict(),
         }
@@ -74,7 +79,7 @@ class ReplicaState:
         for model, tensors in zip(self.models, state["models"], strict=True):
             _take(model, tensors)
         for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
-            _take_optimizer(optimizer, held)
+            optimizer.load_state_dict(spread_like_parameters(held, optimizer))
         self.load_schedules(state["schedulers"])
         if state["precision"]:
             self._context.precision.load_state_dict(state["precision"])
@@ -87,6 +92,13 @@ class ReplicaState:
         """Take the state of the schedulers of another process."""
         for scheduler, state in zip(self.schedulers, states, strict=True):
             scheduler.load_state_dict(state)
+
+    def keep_only(self, bundle: Bundle) -> None:
+        """Let the state be that of the optimizers of a bundle, and of what belongs to these."""
+        optimizers = [getattr(given, "optimizer", given) for given in bundle.optimizers]
+        trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        strangers = [model for model in self.models if not any(id(p) in trained for p in model.parameters())]
+        self.forget(strangers, [one for one in self.optimizers if not _among(one, optimizers)])
 
     def forget(self, models: list[Any], optimizers: list[Any]) -> None:
         """Keep nothing of models and optimizers, nor of what schedules these."""
@@ -119,25 +131,25 @@ def _take(model: Module, tensors: Mapping[str, Tensor]) -> None:
             local_shard(tensor).copy_(tensors[name])
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nesting of dicts and lists with its tensors changed."""
+def local_shards(value: Any) -> Any:
+    """A nesting of dicts and lists with the local parts of its tensors."""
     if isinstance(value, Tensor):
-        return change(value)
+        return local_shard(value)
     if isinstance(value, dict):
-        return {name: _mapped(item, change) for name, item in value.items()}
+        return {name: local_shards(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)(local_shards(item) for item in value)
     return value
 
 
-def _take_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state whose tensors are the local parts of those of spread parameters."""
+def spread_like_parameters(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer from local parts: tensors of spread parameters are spread like these."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     spread = {
         number: {name: _spread(value, parameters[number]) for name, value in held.items()}
         for number, held in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": spread})
+    return {**state, "state": spread}
 
 
 def _spread(value: Any, parameter: Tensor) -> Any:

@@ -27,7 +27,7 @@ from accel_torchft.replica_state import ReplicaState
 if TYPE_CHECKING:
     from accel_plugins.precision.base import Closure
 
-__all__ = ("Replicated", "TorchFTFSDP2Strategy", "TorchFTStrategy")
+__all__ = ("OneProcess", "Replicated", "TorchFTFSDP2Strategy", "TorchFTStrategy", "refuse_closure")
 
 _MIB = 2**20
 
@@ -81,16 +81,14 @@ class Replicated(Strategy):
             self.replicas.replica_groups * inside.count,
         )
 
+    def _open(self) -> Quorum:
+        """Join the replicas of the run."""
+        return Quorum(self.context.process, self.replicas, self._state.state_dict, self._take_state, self._first_step)
+
     def _begin(self) -> QuorumMembers:
         """The members of the next step; asked again before that step was made, they are the same."""
         if self._quorum is None:
-            self._quorum = Quorum(
-                self.context.process,
-                self.replicas,
-                self._state.state_dict,
-                self._take_state,
-                self._first_step,
-            )
+            self._quorum = self._open()
         if self._members is None:
             self._members = self._quorum.begin()
         elif self._healed_schedules is not None:
@@ -116,12 +114,7 @@ class Replicated(Strategy):
             buckets.write_back()
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        if closure is not None:
-            raise NotOffered(
-                "Cannot step with a closure (backend 'torchft').",
-                "It computes gradients again after the replicas have averaged them.",
-                "Call step() without a closure.",
-            )
+        refuse_closure(closure)
         self.finalize_gradients(optimizer)
         self._averaged, self._members = False, None
         if self._quorum is None or not self._quorum.commit():
@@ -164,29 +157,43 @@ class Replicated(Strategy):
         super().close()
 
 
+def refuse_closure(closure: Closure | None) -> None:
+    """Refuse a closure for the step of an optimizer."""
+    if closure is not None:
+        raise NotOffered(
+            "Cannot step with a closure (accel-torchft).",
+            "It computes gradients again after the replicas have agreed on the step.",
+            "Call step() without a closure.",
+        )
+
+
 def _check_optimizers(count: int) -> None:
     if count > 1:
         raise NotOffered(
-            "Cannot train with several optimizers (backend 'torchft').",
+            "Cannot train with several optimizers (accel-torchft).",
             "Whether a step counts is decided once for all that it changes.",
             "Give all parameters to one optimizer, in groups of their own.",
         )
 
 
-class TorchFTStrategy(Replicated, Strategy):
-    """Every replica is one process, with the whole model."""
-
-    config: TorchFTConfig
+class OneProcess(Strategy):
+    """The strategy inside a replica of one process, with the whole model."""
 
     def check(self, bundle: Bundle) -> None:
         processes = self.context.process.world_size
         if processes > 1:
             raise Conflict(
-                "Cannot use the backend 'torchft'.",
-                f"Each of its replicas is one process, and this one has {processes}.",
+                "Cannot use the replicas of accel-torchft with this backend.",
+                f"Each replica is one process, and this one has {processes}.",
                 "Launch with --num_processes 1, or divide the model with the backend 'torchft-fsdp2'.",
             )
         super().check(bundle)
+
+
+class TorchFTStrategy(Replicated, OneProcess):
+    """Every replica is one process, with the whole model."""
+
+    config: TorchFTConfig
 
 
 class TorchFTFSDP2Strategy(Replicated, FSDP2Strategy):

@@ -1,0 +1,347 @@
+"""Replicas that train apart and meet every few steps: LocalSGD and DiLoCo, by the classes of torchft.
+
+A round is `sync_every` optimizer steps of each replica. Its members are agreed on before its first samples are drawn,
+and torchft exchanges weights at its end. Where a member is lost in between, the round counts on none of the others:
+they go back to the weights it began with and draw its samples again.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ParameterList
+from torch.optim import SGD, Optimizer
+from torchft.local_sgd import DiLoCo, LocalSGD
+
+from accel_plugins import Bundle, Context, StepShards
+from accel_plugins.fsdp.fsdp2 import FSDP2Strategy
+from accel_state.errors import NotReady
+from accel_torchft.gradients import local_shard
+from accel_torchft.quorum import Quorum, QuorumMembers
+from accel_torchft.replica_state import local_shards, spread_like_parameters
+from accel_torchft.strategy import OneProcess, Replicated, refuse_closure
+
+if TYPE_CHECKING:
+    from accel_plugins.precision.base import Closure
+
+__all__ = (
+    "DiLoCoFSDP2Strategy",
+    "DiLoCoStrategy",
+    "LocalSGDFSDP2Strategy",
+    "LocalSGDStrategy",
+    "LocalSteps",
+)
+
+_FIELDS = ("local_steps", "members", "outer_optimizer", "round")
+
+
+class LocalSteps(Replicated):
+    """What both ways have in common; comes before the strategy inside a replica."""
+
+    def __init__(self, context: Context, config: Any) -> None:
+        super().__init__(context, config)
+        self._engine: LocalSGD | DiLoCo | None = None
+        self._local = 0
+        """Steps of the round so far."""
+        self._who: list[int] = []
+        """How many members the round has, and which of them this replica is."""
+        self._schedule: dict[str, Any] = {}
+        """Schedulers and options of the optimizers when the round began."""
+        self._resumed: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def _exchange_by(self, quorum: Quorum, trained: ParameterList, optimizer: Optimizer) -> LocalSGD | DiLoCo:
+        """The class of torchft that exchanges weights; it hooks into the steps of the optimizer."""
+
+    @abstractmethod
+    def _begin_round(self) -> None:
+        """Keep the weights, from which all members begin a round."""
+
+    @abstractmethod
+    def _weights_of_round(self) -> Sequence[Tensor]:
+        """The weights with which the round began: the local part of each trained parameter, in their order."""
+
+    def _take_weights_of_round(self, weights: Sequence[Tensor]) -> None:
+        """Let a round have begun with these weights, which a checkpoint held."""
+        for kept, weight in zip(self._weights_of_round(), weights, strict=True):
+            kept.copy_(weight)
+
+    def setup(self, bundle: Bundle) -> Bundle:
+        bundle = super().setup(bundle)
+        if self._engine is not None and bundle.optimizers:
+            # Another Accelerator of this process trains from here on.
+            self._leave()
+            self._state.keep_only(bundle)
+        return bundle
+
+    # ------------------------------------------------------------------ rounds
+
+    def begin_step(self) -> StepShards:
+        shards = super().begin_step()
+        number = shards.number * self.replicas.sync_every + self._local
+        return StepShards(shards.count, shards.index, number, shards.batches)
+
+    def _open(self) -> Quorum:
+        quorum = Quorum(
+            self.context.process,
+            self.replicas,
+            self._state_of_round,
+            self._take_state,
+            self._first_step,
+            self.replicas.sync_every,
+        )
+        optimizer = self._inner_optimizer()
+        self._engine = self._exchange_by(quorum, ParameterList(self._state.trained), optimizer)
+        self._engine.__enter__()
+        self._begin_round()
+        self._resume(self._resumed)
+        return quorum
+
+    def _inner_optimizer(self) -> Optimizer:
+        for optimizer in self._state.optimizers:
+            return optimizer
+        raise NotReady(
+            "Cannot begin a round of local steps (accel-torchft).",
+            "No optimizer was prepared, and replicas exchange what it trains.",
+            "Give the optimizer to accelerator.prepare() before the loop.",
+        )
+
+    def _begin(self) -> QuorumMembers:
+        if self._members is not None:
+            return super()._begin()
+        members = super()._begin()
+        who = [members.count, members.index]
+        if self._local and who != self._who:
+            # The samples of the steps before the checkpoint were shared among others.
+            self._rewind()
+        self._resumed, self._who = {}, who
+        if not self._local:
+            self._begin_round()
+            self._schedule = self._current_schedule()
+        return members
+
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        super(Replicated, self).finalize_gradients(optimizer)
+        if self._members is None:
+            # A loop over other batches than those of a prepared loader begins its rounds here.
+            self._begin()
+
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        refuse_closure(closure)
+        self.finalize_gradients(optimizer)
+        quorum = self._quorum
+        assert quorum is not None
+        rounds = quorum.step
+        if not super(Replicated, self).step(optimizer):
+            return False
+        quorum.note_joined()
+        self._healed_schedules = None
+        self._local += 1
+        if self._local < self.replicas.sync_every:
+            return True
+        self._local, self._members = 0, None
+        if quorum.step == rounds:
+            self._rewind()
+            return False
+        return True
+
+    def _current_schedule(self) -> dict[str, Any]:
+        """Schedulers, and options of the optimizer that they change."""
+        options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for optimizer in self._state.optimizers
+            for group in optimizer.param_groups
+        ]
+        return copy.deepcopy({"schedulers": self._state.schedules(), "options": options})
+
+    def _rewind(self) -> None:
+        """Go back to where the round began; what the inner optimizer has gathered stays."""
+        self._local = 0
+        if self._engine is not None:
+            self._engine._local_step = 0
+        _copy(self._weights_of_round(), self._state.trained)
+        schedule = copy.deepcopy(self._schedule)
+        self._state.load_schedules(schedule["schedulers"])
+        groups = (group for optimizer in self._state.optimizers for group in optimizer.param_groups)
+        for group, options in zip(groups, schedule["options"], strict=True):
+            group.update(options)
+
+    # ------------------------------------------------------------------ what others get
+
+    def _state_of_round(self) -> dict[str, Any]:
+        """The state for a replica that joins: as the round began, since this one trains on while it is sent."""
+        state = self._state.state_dict()
+        kept = dict(zip(map(_place, self._state.trained), self._weights_of_round(), strict=True))
+        state["models"] = [
+            {name: kept.get(_place(tensor), tensor) for name, tensor in tensors.items()} for tensors in state["models"]
+        ]
+        return {**state, "optimizers": copy.deepcopy(state["optimizers"])}
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        super()._take_state(state)
+        self._local = 0
+        if self._engine is not None:
+            self._engine._local_step = 0
+
+    @contextmanager
+    def global_weights(self, model: Module) -> Iterator[None]:
+        """The weights of the newest exchange, which all replicas have."""
+        trained = self._state.trained if self._local else []
+        own = [local_shard(parameter).detach().clone() for parameter in trained]
+        if trained:
+            _copy(self._weights_of_round(), trained)
+        try:
+            yield
+        finally:
+            _copy(own, trained)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def extra_state(self) -> Mapping[str, Any]:
+        if self._engine is None and self._resumed:
+            return {**super().extra_state(), **self._resumed}
+        weights = [weight.clone() for weight in self._weights_of_round()] if self._local else []
+        return {
+            **super().extra_state(),
+            "local_steps": self._local,
+            "members": self._who if self._local else [],
+            "outer_optimizer": self._outer_state(),
+            "round": {"weights": weights, **self._schedule} if self._local else {},
+        }
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        super().load_extra_state({name: value for name, value in state.items() if name not in _FIELDS})
+        self._resumed = {name: state[name] for name in _FIELDS}
+        self._members = None
+        if self._engine is not None:
+            self._begin_round()
+            self._resume(self._resumed)
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Go on inside the round in which a checkpoint was saved."""
+        assert self._engine is not None
+        self._local = self._engine._local_step = state.get("local_steps", 0)
+        if self._local:
+            kept, self._who = state["round"], list(state["members"])
+            self._take_weights_of_round(kept["weights"])
+            self._schedule = {"schedulers": kept["schedulers"], "options": kept["options"]}
+        if state.get("outer_optimizer"):
+            self._load_outer_state(state["outer_optimizer"])
+
+    def _outer_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_outer_state(self, state: dict[str, Any]) -> None:
+        """Restore what `_outer_state` gave."""
+
+    # ------------------------------------------------------------------ the end
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        super().release(models, optimizers)
+        if self._engine is not None and not self._state.optimizers:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Leave the replicas: their manager keeps what it exchanges."""
+        if self._engine is not None:
+            self._engine.__exit__(None, None, None)
+        self._engine, self._local, self._members = None, 0, None
+        if self._quorum is not None:
+            self._first_step = self._quorum.step
+            self._quorum.close()
+            self._quorum = None
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.__exit__(None, None, None)
+        self._members = None
+        super().close()
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Where the local part of a tensor is in memory."""
+    part = local_shard(tensor)
+    return part.data_ptr(), part.shape
+
+
+@torch.no_grad()
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        local_shard(target).copy_(source)
+
+
+class Averaging(LocalSteps):
+    """LocalSGD: a round ends with the mean of the weights."""
+
+    _kept: Sequence[Tensor] = ()
+
+    def _exchange_by(self, quorum: Quorum, trained: ParameterList, optimizer: Optimizer) -> LocalSGD | DiLoCo:
+        return LocalSGD(quorum.manager, trained, optimizer, self.replicas.sync_every)
+
+    def _begin_round(self) -> None:
+        self._kept = [local_shard(parameter).detach().to("cpu", copy=True) for parameter in self._state.trained]
+
+    def _weights_of_round(self) -> Sequence[Tensor]:
+        return self._kept
+
+
+class OuterSGD(SGD):
+    """The outer optimizer; its state travels as the local parts of spread tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = local_shards(super().state_dict())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(spread_like_parameters(state_dict, self))
+
+
+class Outer(LocalSteps):
+    """DiLoCo: a round ends with a step of an outer optimizer over the mean of what the members changed."""
+
+    _outer: OuterSGD
+
+    def _exchange_by(self, quorum: Quorum, trained: ParameterList, optimizer: Optimizer) -> LocalSGD | DiLoCo:
+        replicas = self.replicas
+        momentum = replicas.outer_momentum
+        self._outer = OuterSGD(trained.parameters(), replicas.outer_lr, momentum, nesterov=momentum > 0)
+        return DiLoCo(quorum.manager, [trained], optimizer, self._outer, replicas.sync_every)
+
+    def _begin_round(self) -> None:
+        self._fragment.save_parameters()
+
+    def _weights_of_round(self) -> Sequence[Tensor]:
+        return list(self._fragment.original_parameters.values())
+
+    @property
+    def _fragment(self) -> Any:
+        assert isinstance(self._engine, DiLoCo)
+        return self._engine._fragments[0]
+
+    def _outer_state(self) -> dict[str, Any]:
+        return {} if self._engine is None else self._outer.state_dict()
+
+    def _load_outer_state(self, state: dict[str, Any]) -> None:
+        self._outer.load_state_dict(state)
+
+
+class LocalSGDStrategy(Averaging, OneProcess):
+    """Every replica is one process, with the whole model."""
+
+
+class LocalSGDFSDP2Strategy(Averaging, FSDP2Strategy):
+    """The processes of a replica divide the model by FSDP 2."""
+
+
+class DiLoCoStrategy(Outer, OneProcess):
+    """Every replica is one process, with the whole model."""
+
+
+class DiLoCoFSDP2Strategy(Outer, FSDP2Strategy):
+    """The processes of a replica divide the model by FSDP 2."""
