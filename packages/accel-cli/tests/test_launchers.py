@@ -110,3 +110,21 @@ def test_no_module_of_the_doctor_is_loaded_without_preflight(script, preflight):
     done = run_command([sys.executable, "-c", program, "launch", *switch, str(job)])
     assert done.returncode == 0, done.stderr
     assert (int(done.stdout) > 0) == preflight
+
+
+LATER = ("glob", "json", "logging", "shutil", "tempfile", "traceback", "urllib.parse", "accel_cli.launch.hangs")
+
+STARTED_AFTER = """
+import sys
+loaded = []
+sys.addaudithook(lambda event, _: event == "subprocess.Popen" and loaded.append(set(sys.modules)))
+from accel_cli.main import main
+assert main(sys.argv[2:]) == 0
+print(len(loaded), *(name for name in sys.argv[1].split() if name in loaded[0]))
+"""
+
+
+def test_processes_start_before_the_launcher_imports_what_they_do_not_need(script):
+    launch = ("launch", "--cpu", "--num_processes", "2", str(script("")))
+    done = run_command([sys.executable, "-c", STARTED_AFTER, " ".join(LATER), *launch])
+    assert done.stdout.split() == ["2"], done.stderr

@@ -293,3 +293,12 @@ def test_a_parent_that_has_died_before_takes_the_process_with_it(script, tmp_pat
     script("print('ran')")
     ours = python(RUNNER, "script", "job.py", cwd=tmp_path, env={"ACCEL_LAUNCHER_PID": "1"})
     assert (ours.stdout, ours.returncode) == ("", 137)
+
+
+def test_a_script_begins_with_few_further_modules(script, tmp_path):
+    script("import sys; print(*sorted(sys.modules))")
+    script("import ctypes, faulthandler, sys; print(*sorted(sys.modules))", "plain.py")
+    env = {"ACCEL_LAUNCHER_PID": str(os.getpid()), "ACCEL_STATUS_FOLDER": str(tmp_path)}
+    plain, ours = python("plain.py", cwd=tmp_path), python(RUNNER, "script", "job.py", cwd=tmp_path, env=env)
+    assert set(ours.stdout.split()) - set(plain.stdout.split()) == {"__future__"}
+    assert list(tmp_path.glob("rank0.*.stack"))

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -279,6 +281,29 @@ def test_no_process_outlives_a_killed_launcher(start, script, gone, count, body)
     background.process.kill()
     assert all(map(gone, pids))
     assert background.end().returncode == -9
+
+
+def announced(temporary, pid, timeout=60.0):
+    """The folder of a launcher, once it names the launcher."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for file in Path(temporary).glob("accel-launch-*/status/run.json"):
+            if f'"pid": {pid},' in file.read_text(encoding="utf-8"):
+                return file.parents[1]
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} has announced no run")
+
+
+def test_the_next_launch_removes_the_folders_of_killed_launchers_alone(accel, start, script, gone):
+    waits = script("import time; time.sleep(600)", "waits.py")
+    killed, living = (start("launch", "--cpu", waits) for _ in range(2))
+    left, kept = (announced(os.environ["TMPDIR"], launch.process.pid) for launch in (killed, living))
+    killed.process.kill()
+    assert gone(killed.process.pid)
+    assert left.exists()
+    assert accel("launch", "--cpu", script("")).returncode == 0
+    assert (left.exists(), kept.exists()) == (False, True)
+    assert os.listdir(os.environ["TMPDIR"]) == [kept.name]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends the children of a killed process")

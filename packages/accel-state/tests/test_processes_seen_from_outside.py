@@ -27,7 +27,8 @@ from accel_state.hang_report.rank_status import (
 )
 from accel_state.proc import process_info, state_of, system_call
 from accel_state.process import wait_for_everyone
-from accel_state.run_status.find import PREFIX, announce_run, find_run, running_runs
+from accel_state.run_status.find import find_run, running_runs
+from accel_state.run_status.folder import PREFIX, announce_run
 from accel_state.run_status.stacks import (
     Frame,
     frames_of_main_thread,
@@ -194,8 +195,8 @@ Current thread 0x00007f406e404b80 [python] (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/__init__.py", line 12 in <module>
   File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
   File "/runs/of me/train.py", line 3 in <module>
-  File "/venv/lib/python3.11/site-packages/accel_cli/launch/runner.py", line 55 in main
-  File "/venv/lib/python3.11/site-packages/accel_cli/launch/runner.py", line 304 in <module>
+  File "/venv/lib/python3.11/site-packages/accel_cli/launch/run_script.py", line 55 in main
+  File "/venv/lib/python3.11/site-packages/accel_cli/launch/runner.py", line 29 in <module>
 """
 
 

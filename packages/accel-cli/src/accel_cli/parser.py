@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accel_cli.terminal import width
@@ -28,6 +29,27 @@ class Parser(ArgumentParser):
         kwargs.setdefault("description", about)
         super().__init__(prog, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
         self._manual = manual
+        self._declared: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
+
+    def declare(self, *names: str, **options: Any) -> None:
+        """Add an option as `add_argument` does, once it is on the command line: argparse takes long for each."""
+        self._declared.update(dict.fromkeys(names, (names, options)))
+
+    def add_declared(self, words: Sequence[str] | None = None) -> None:
+        """Add the declared options that a command line may have; by default all."""
+        for word in list(self._declared) if words is None else words:
+            flag = word.partition("=")[0] if word.startswith("--") else word[:2]
+            if flag in self._declared:
+                names, options = self._declared[flag]
+                for name in names:
+                    del self._declared[name]
+                self.add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As that of argparse, with the declared options."""
+        words = sys.argv[1:] if args is None else list(args)
+        self.add_declared(words)
+        return super().parse_known_args(words, namespace)
 
     def format_help(self) -> str:
         """The help text."""
@@ -52,7 +74,7 @@ class Parser(ArgumentParser):
     def _remedy(self, message: str) -> str:
         from accel_state.settings.schema import closest
 
-        known = self._option_string_actions
+        known = (*self._option_string_actions, *self._declared)
         for word in message.split():
             flag = word.partition("=")[0]
             near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None

@@ -11,9 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from accel_state.settings.installed import importable
-from accel_state.untrusted import printable
-
 __all__ = ("coloured", "columns", "in_colour", "render", "width")
 
 _LEFT: Final = 30
@@ -86,6 +83,8 @@ def coloured(text: str) -> str:
 
 def in_colour(text: str, colour: str) -> str:
     """A text in a colour such as "#4269d0", where rich is installed and a terminal has colours; otherwise as it is."""
+    from accel_state.settings.installed import importable
+
     if not (text and sys.stdout.isatty() and importable("rich")):
         return text
     from rich.console import Console
@@ -112,6 +111,9 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[object]], status: str =
         >>> columns(["name", "value"], [["cpu", True], ["port", 29500]])
         ['name  value', 'cpu   True', 'port  29500']
     """
+    from accel_state.settings.installed import importable
+    from accel_state.untrusted import printable
+
     if sys.stdout.isatty() and importable("rich"):
         return _drawn(head, rows, status)
     texts = [[printable(cell) for cell in row] for row in (head, *rows)]
@@ -124,6 +126,8 @@ def _drawn(head: Sequence[str], rows: Sequence[Sequence[object]], status: str) -
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from accel_state.untrusted import printable
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, name in enumerate(head):

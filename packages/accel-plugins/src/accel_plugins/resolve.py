@@ -9,7 +9,6 @@ module loads neither torch nor any backend.
 from __future__ import annotations
 
 import importlib
-import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -75,6 +74,8 @@ def _look_at(extension: Any) -> Found:
     try:
         manifest = extension.load()
     except Exception:
+        import traceback
+
         return Found(extension.name, extension.origin, failure=traceback.format_exc())
     failure = ""
     if not isinstance(manifest, Manifest):

@@ -16,7 +16,7 @@ from typing import IO, Any, Final, NamedTuple
 
 from accel_cli.launch.launcher import RUNNER
 from accel_cli.launch.report import read_record
-from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_state.network import get_free_port
 
 __all__ = ("Place", "ProcessUpdate", "RankProcess")
@@ -65,7 +65,7 @@ class RankProcess:
     """Starts one process of a run, and keeps its output and its exit code for the launcher.
 
     The process dies when its actor dies: the thread that starts it lives as long as it does, because Linux signals the
-    end of that thread (`accel_cli.launch.runner`).
+    end of that thread (`accel_cli.launch.run_script`).
     """
 
     def __init__(self) -> None:

@@ -139,7 +139,7 @@ def oom_kills() -> int:
 def numbers_of(path: str) -> dict[str, int]:
     """The lines of a file of the system that hold a name and a number; empty where it cannot be read."""
     try:
-        with open(path, encoding="ascii") as file:
+        with open(path, encoding="utf-8") as file:
             words = [line.split() for line in file]
     except (OSError, ValueError):
         return {}

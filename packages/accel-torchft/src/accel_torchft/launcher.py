@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from accel_cli.launch.launcher import RUNNER, LaunchPlan, LaunchRequest
 from accel_cli.launch.local import ENDING, Inbox, Relay
 from accel_cli.launch.report import ending, shell_code
-from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_cli.launch.run_script import PARENT_VARIABLE
 from accel_cli.launch.settings import SupervisionSettings
 from accel_plugins.manifest import Ability
 from accel_state.errors import LaunchError

@@ -41,12 +41,13 @@ def whole_parser(prog: str, loaded: str | None) -> ArgumentParser:
     return parser
 
 
-def _add_arguments(name: str, parser: ArgumentParser) -> None:
+def _add_arguments(name: str, parser: Parser) -> None:
     try:
         find_command(name).add_arguments(parser)
     except AccelError:
         # A command that cannot be loaded says so when it is run.
         return
+    parser.add_declared()
     for action in parser._actions:
         choices = _choices(action.dest)
         if choices:

@@ -41,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.run import main as run
 
     from accel_cli.launch.report import Failure, first_failure, report, shell_code
-    from accel_cli.launch.runner import PARENT_VARIABLE
+    from accel_cli.launch.run_script import PARENT_VARIABLE
     from accel_state.exit_codes import NOTICE_VARIABLE, RESUME
     from accel_state.network import SECRET_VARIABLE, new_secret
-    from accel_state.run_status.find import PREFIX
+    from accel_state.run_status.folder import PREFIX
 
     if "--nnodes=1" in arguments:
         os.environ[SECRET_VARIABLE] = new_secret()

@@ -6,7 +6,6 @@ launcher tells of it.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -143,6 +142,8 @@ def _with_settings(found: Found) -> OfferedBackend:
     try:
         settings: Any = Extension(GROUP, found.name, target, found.origin).load()
     except Exception:
+        import traceback
+
         return OfferedBackend(found.name, found.origin, found.manifest, failure=traceback.format_exc())
     return OfferedBackend(found.name, found.origin, found.manifest, settings if _has_settings(settings) else None)
 

@@ -6,7 +6,6 @@ there, a process with torch is asked, because only torch knows what it can use.
 
 from __future__ import annotations
 
-import glob
 import os
 import sys
 from collections.abc import Mapping
@@ -109,4 +108,6 @@ def _may_have_devices() -> bool:
         return True
     if not sys.platform.startswith("linux"):
         return True
+    import glob
+
     return any(glob.glob(pattern) for pattern in _DEVICE_FILES)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import IO, Any, Final, NamedTuple
 
+from accel_cli.launch.failure_record import folded
 from accel_cli.launch.report import meaning
-from accel_cli.launch.runner import PARENT_VARIABLE, folded, follow_parent
+from accel_cli.launch.run_script import PARENT_VARIABLE, follow_parent
 from accel_state.errors import LaunchError, NotOffered
 from accel_state.settings.environ import publish
 

@@ -19,7 +19,7 @@ from accel_state.hang_report.call_log import IMPORT
 from accel_state.hang_report.rank_status import STATUS_FOLDER, RankStatus, read_statuses, request_stacks
 from accel_state.hang_report.report import describe_ranks
 from accel_state.proc import process_info, state_of
-from accel_state.run_status.find import announce_run
+from accel_state.run_status.folder import announce_run
 
 __all__ = ("HangWatch",)
 

@@ -11,35 +11,31 @@ import itertools
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from accel_cli.launch.check import check_own_launcher
-from accel_cli.launch.hangs import HangWatch
 from accel_cli.launch.kinds import check_devices_of_kind, kind_of
 from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
 from accel_cli.launch.rendezvous import Port
 from accel_cli.launch.report import PORT_TAKEN, Failure, first_failure, read_record, report, shell_code
-from accel_cli.launch.runner import PARENT_VARIABLE
+from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
-from accel_state.hang_report.rank_status import read_run_step, read_samples, read_statuses
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
 from accel_state.proc import oom_kills
-from accel_state.run_status.find import PREFIX
+from accel_state.run_status.folder import make_launch_folder, make_status_folder, remove_abandoned_folders
 
 if TYPE_CHECKING:
+    from accel_cli.launch.hangs import HangWatch
     from accel_cli.launch.restarts import Cause, Restarts
     from accel_state.goodput.summary import LauncherLines
 
@@ -85,7 +81,7 @@ class Supervisor:
         """
         base = {name: value for name, value in plan.inherited.items() if name not in plan.removed}
         base.update(plan.environment)
-        folder = tempfile.mkdtemp(prefix=PREFIX)
+        folder = make_launch_folder()
         try:
             if plan.environment_file:
                 base[plan.environment_file] = _environment_file(folder, plan.environment)
@@ -95,6 +91,8 @@ class Supervisor:
                     self.stop()
                 return self._attempts(plan, base, folder, inbox)
         finally:
+            import shutil
+
             self._inbox = None
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -255,17 +253,19 @@ def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}={value}{os.linesep}"
 
 
-@dataclass
 class _Process:
     """One started process."""
 
-    rank: int
-    popen: subprocess.Popen[bytes]
-    error_file: str
-    grouped: bool
-    relay: Relay | None = None
-    told_to_end: bool = False
-    ended: float | None = None
+    def __init__(
+        self, rank: int, popen: subprocess.Popen[bytes], error_file: str, grouped: bool, relay: Relay | None
+    ) -> None:
+        self.rank = rank
+        self.popen = popen
+        self.error_file = error_file
+        self.grouped = grouped
+        self.relay = relay
+        self.told_to_end = False
+        self.ended: float | None = None
 
     @property
     def alive(self) -> bool:
@@ -318,25 +318,34 @@ class _Processes:
         self._first: Failure | None = None
         self._hung = False
         self._held_up_by: list[int] = []
-        # Another starter has processes of its own, maybe on several machines.
-        known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
-        self._watch_hangs = HangWatch(folder, plan.hang_report_after, plan.hang_timeout, *known)
+        self._status_folder = make_status_folder(folder)
 
     def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
         """Start the processes and stay until the last has ended."""
         try:
             for rank in range(self._count):
                 self._processes.append(self._start(rank, store))
+            # What else there is to do, and to import, does not hold the processes up.
+            self._watch_hangs = self._hang_watch()
+            remove_abandoned_folders(self._folder)
             self._watch(inbox)
         finally:
             self._kill()
         self._finish_output()
         return self._result()
 
+    def _hang_watch(self) -> HangWatch:
+        from accel_cli.launch.hangs import HangWatch
+
+        plan = self._plan
+        # Another starter has processes of its own, maybe on several machines.
+        known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
+        return HangWatch(self._folder, plan.hang_report_after, plan.hang_timeout, *known)
+
     def _start(self, rank: int, store: Mapping[str, str]) -> _Process:
         plan = self._plan
         error_file = os.path.join(self._folder, f"{rank}.json")
-        place = {"TORCHELASTIC_ERROR_FILE": error_file, **self._watch_hangs.variables, **store}
+        place = {"TORCHELASTIC_ERROR_FILE": error_file, STATUS_FOLDER_VARIABLE: self._status_folder, **store}
         if plan.starts_ranks:
             place[PARENT_VARIABLE] = str(os.getpid())
         if self._count > 1:
@@ -444,7 +453,9 @@ class _Processes:
 
         ranks = range(len(self._processes))
         codes = {one.rank: None if one.told_to_end else one.popen.poll() for one in self._processes}
-        folder = self._watch_hangs.folder
+        from accel_state.hang_report.rank_status import read_run_step, read_samples
+
+        folder = self._status_folder
         steps = {rank: read_run_step(folder, rank) for rank in ranks}
         samples = {rank: read_samples(folder, rank) for rank in ranks}
         hang = self._watch_hangs.ended if self._hung else ""
@@ -458,7 +469,9 @@ class _Processes:
 
     def folder_of_run(self) -> str:
         """Where the run keeps its output, as its processes know it; empty where they say nothing."""
-        statuses = read_statuses(self._watch_hangs.folder)
+        from accel_state.hang_report.rank_status import read_statuses
+
+        statuses = read_statuses(self._status_folder)
         return next((one.folder for _, one in sorted(statuses.items()) if one.folder), "")
 
     def forget(self) -> None:
@@ -466,7 +479,7 @@ class _Processes:
         for process in self._processes:
             with contextlib.suppress(OSError):
                 os.unlink(process.error_file)
-        for entry in os.scandir(self._watch_hangs.folder):
+        for entry in os.scandir(self._status_folder):
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
 

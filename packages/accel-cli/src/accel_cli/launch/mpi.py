@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess as subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from shutil import which
 from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
@@ -104,6 +103,8 @@ def find_mpi() -> str:
         NotFound: `mpirun` is not on the path.
         SettingError: it does not say what it is.
     """
+    from shutil import which
+
     if which("mpirun") is None:
         remedy = "Install one, for example with: conda install -c conda-forge openmpi"
         raise NotFound(_ASKED, "`mpirun` is not on the path.", remedy)

@@ -8,7 +8,7 @@ settings have one flag, it sets both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.command import spelled
@@ -44,15 +44,17 @@ _PREFIX: Final = "setting:"
 
 def add_settings(parser: ArgumentParser, classes: Iterable[type]) -> None:
     """Add the flags of every setting of some classes."""
+    # One of this package adds those alone that are on the command line.
+    add: Callable[..., object] = getattr(parser, "declare", parser.add_argument)
     for flag, known in settings_by_flag(classes).items():
         names = _names(known)
         to = destination(flag)
         if not is_switch(known):
-            parser.add_argument(*names, dest=to, action=_action(known))
+            add(*names, dest=to, action=_action(known))
             continue
-        parser.add_argument(*names, dest=to, action="store_const", const="true")
+        add(*names, dest=to, action="store_const", const="true")
         opposites = spelled(f"--no_{flag.removeprefix('--')}")
-        parser.add_argument(*opposites, dest=to, action="store_const", const="false")
+        add(*opposites, dest=to, action="store_const", const="false")
 
 
 def flag_rows(classes: Iterable[type]) -> dict[str, list[tuple[str, str]]]:

@@ -6,8 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from accel_state.exit_codes import RESUME
 from accel_state.untrusted import parse_json, read_limited
@@ -66,8 +65,7 @@ _RESUMABLE: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """How one process ended that did not end well.
 
     Args:

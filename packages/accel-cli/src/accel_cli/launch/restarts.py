@@ -1,9 +1,9 @@
 """Why a run failed, and whether it is started again: the first cause, its fingerprint, and the restart policy.
 
-The processes record their errors (`accel_cli.launch.runner`). The launcher finds the one that the others follow from
-and compares it with the failures before. A failure that came again without progress, or with the same samples, would
-come a third time, so the policy stops there. What does not depend on the script, such as a killed process, a lost node
-or a port that is taken, is worth another attempt, within the budget of restarts and after a pause that grows.
+The processes record their errors (`accel_cli.launch.failure_record`). The launcher finds the one that the others follow
+from and compares it with the failures before. A failure that came again without progress, or with the same samples,
+would come a third time, so the policy stops there. What does not depend on the script, such as a killed process, a
+lost node or a port that is taken, is worth another attempt, within the budget of restarts and after a pause that grows.
 """
 
 from __future__ import annotations

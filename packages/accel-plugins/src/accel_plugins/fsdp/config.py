@@ -7,7 +7,6 @@ Fields that take objects of torch keep plain values, and give the objects when t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -288,7 +287,6 @@ def _check_policy(settings: Any, kept: Any) -> None:
 
 # ---------------------------------------------------------------------- the settings
 
-_logger: Final = logging.getLogger(__name__)
 _GROUP: Final = "FSDP"
 _DEFAULTS: Final[dict[str, Any]] = {
     "fsdp_version": 1,
@@ -493,7 +491,9 @@ class FullyShardedDataParallelPlugin:
             given = [*given, "backward_prefetch"]
         unused = [name for name in _ONLY_FIRST if name in given]
         if unused:
-            _logger.warning(
+            import logging
+
+            logging.getLogger(__name__).warning(
                 "%s: only version 1 of FSDP has %s; version 2 leaves it out.",
                 type(self).__name__,
                 ", ".join(unused),

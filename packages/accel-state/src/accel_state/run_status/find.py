@@ -1,32 +1,25 @@
 """Which runs of `accel launch` there are on this machine, and which one a pid or a folder means.
 
-A launcher keeps a folder that only its user can read, in the folder for temporary files. The folder names the launcher,
-and its processes write their statuses there (`accel_state.hang_report.rank_status`). A launcher removes its folder when
-it ends. The folder of a killed launcher stays; readers recognise it by the pid and the start time that it names.
+The folder of a launcher (`accel_state.run_status.folder`) names it, and its processes write their statuses there
+(`accel_state.hang_report.rank_status`). The folder of a killed launcher stays for a while; readers recognise it by the
+pid and the start time that it names.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from accel_state.errors import NoAccess, NotFound, SettingError
 from accel_state.hang_report.rank_status import STATUS_FOLDER, read_statuses
 from accel_state.proc import environment_of, process_info, state_of
+from accel_state.run_status.folder import PREFIX, RUN_FILE, STATUS, is_private
 from accel_state.untrusted import integer, number, read_json, record, text
 
-__all__ = ("PREFIX", "LaunchedRun", "announce_run", "find_run", "running_runs")
+__all__ = ("LaunchedRun", "find_run", "running_runs")
 
-PREFIX: Final = "accel-launch-"
-"""Prefix of the name of a launcher's folder."""
-
-_STATUS: Final = "status"
-_RUN: Final = "run.json"
 _SHAPE: Final = record({"pid": integer(), "started": integer(), "folder": text(), "time": number()})
 _MOST_BYTES: Final = 64 * 1024
 _LIST: Final = "`accel runs status` without an argument shows every run of this user on this machine"
@@ -51,21 +44,6 @@ class LaunchedRun(NamedTuple):
         """Where the run keeps its output, as its processes know it; else where it was started."""
         statuses = read_statuses(self.status_folder)
         return next((one.folder for _, one in sorted(statuses.items()) if one.folder), self.working_folder)
-
-
-def announce_run(folder: str) -> str:
-    """Record in the folder of a launcher that this process is the launcher; return the folder for its processes.
-
-    Args:
-        folder: a folder that only this user can enter, in that for temporary files; its name begins with `PREFIX`.
-    """
-    status = os.path.join(folder, _STATUS)
-    os.makedirs(status, mode=0o700, exist_ok=True)
-    info = process_info(os.getpid())
-    launcher = {"pid": os.getpid(), "started": info.started if info else 0, "folder": os.getcwd(), "time": time.time()}
-    with open(os.path.join(status, _RUN), "w", encoding="utf-8") as file:
-        json.dump(launcher, file)
-    return status
 
 
 def running_runs() -> list[LaunchedRun]:
@@ -98,17 +76,17 @@ def _runs_in(folder: str) -> Iterator[LaunchedRun]:
         return
     for name in names:
         if name.startswith(PREFIX):
-            run = _read(os.path.join(folder, name, _STATUS))
+            run = _read(os.path.join(folder, name, STATUS))
             if run is not None:
                 yield run
 
 
 def _read(status: str) -> LaunchedRun | None:
     """The run whose processes write into a folder; None where it is not this user's, or is over."""
-    if not _is_private(os.path.dirname(status)):
+    if not is_private(os.path.dirname(status)):
         return None
     try:
-        launcher = read_json(os.path.join(status, _RUN), _SHAPE, limit=_MOST_BYTES)
+        launcher = read_json(os.path.join(status, RUN_FILE), _SHAPE, limit=_MOST_BYTES)
     except (OSError, ValueError):
         return None
     info = process_info(launcher["pid"])
@@ -116,16 +94,6 @@ def _read(status: str) -> LaunchedRun | None:
     if another or state_of(launcher["pid"]) == "ended":
         return None
     return LaunchedRun(launcher["pid"], status, launcher["folder"], launcher["time"])
-
-
-def _is_private(folder: str) -> bool:
-    """Whether a folder belongs to this user, and no other user can enter it."""
-    try:
-        found = os.lstat(folder)
-    except OSError:
-        return False
-    mine = getattr(os, "geteuid", lambda: found.st_uid)() == found.st_uid
-    return mine and stat.S_ISDIR(found.st_mode) and (os.name != "posix" or stat.S_IMODE(found.st_mode) & 0o077 == 0)
 
 
 def _of_process(pid: int) -> LaunchedRun:

@@ -3,7 +3,7 @@
 py-spy needs nothing of a process, but the system may not permit it to read another process. The processes of a launch
 can write their stacks by themselves, also while native code in them holds the lock of Python: at SIGURG, which nobody
 else uses and which processes without a handler ignore, `faulthandler` writes them to a file of the launch
-(`accel_cli.launch.runner`). A stopped process writes none; py-spy can read it.
+(`accel_cli.launch.run_script`). A stopped process writes none; py-spy can read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PACKAGES: Final = re.compile(
     r"[\\/](site|dist)-packages[\\/]|[\\/]accel_(state|ops|data|bigmodel|tracking|plugins|cli|torch)[\\/]"
 )
 _IMPORTING: Final = "<frozen importlib"
-_RUNNER: Final = os.path.join("accel_cli", "launch", "runner.py")
+_RUNNER: Final = os.path.join("accel_cli", "launch", "run_script.py")
 
 
 class Frame(NamedTuple):

@@ -7,6 +7,7 @@ Only `publish` writes into the environment of this process.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
@@ -38,6 +39,9 @@ class Given(NamedTuple):
 
 DEFAULT: Final = "default"
 
+_PLAIN: Final = re.compile(r"[ -$&-+\--9;-~]*")
+"""What separates the parts of `ORIGINS` needs quoting, and what is not ASCII."""
+
 ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
 """Variable in which a launcher passes on where the user gave each value: the flag, or the line of a file."""
 
@@ -68,19 +72,32 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
         >>> origins_text({("ACCEL_BACKEND", "fsdp2"): "--backend"})
         'ACCEL_BACKEND:fsdp2:--backend'
     """
+    rows = ((variable, text, origin) for (variable, text), origin in sorted(origins.items()))
+    return ",".join(":".join(map(_quoted, row)) for row in rows)
+
+
+def _quoted(text: str) -> str:
+    """A text without the separators; few texts have any, and the import of what replaces them takes long."""
+    if _PLAIN.fullmatch(text):
+        return text
     from urllib.parse import quote
 
-    rows = ((variable, text, origin) for (variable, text), origin in sorted(origins.items()))
-    return ",".join(":".join(quote(part, safe="", errors="surrogatepass") for part in row) for row in rows)
+    return quote(text, safe="", errors="surrogatepass")
+
+
+def _unquoted(text: str) -> str:
+    if "%" not in text:
+        return text
+    from urllib.parse import unquote
+
+    return unquote(text, errors="surrogatepass")
 
 
 @lru_cache(maxsize=4)
 def _origins(text: str) -> Mapping[tuple[str, str], str]:
     if not text:
         return {}
-    from urllib.parse import unquote
-
-    rows = (tuple(unquote(part, errors="surrogatepass") for part in row.split(":")) for row in text.split(","))
+    rows = (tuple(map(_unquoted, row.split(":"))) for row in text.split(","))
     return {(row[0], row[1]): row[2] for row in rows if len(row) == 3}
 
 

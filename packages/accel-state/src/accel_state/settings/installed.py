@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from functools import cache
 from typing import NamedTuple
@@ -15,6 +14,8 @@ __all__ = ("Requirement", "importable", "installed_version", "look_again")
 
 @cache
 def _found(module: str) -> bool:
+    import importlib.util
+
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError, AttributeError):

@@ -11,7 +11,7 @@ import os
 import sys
 
 _PARENT = "ACCEL_LAUNCHER_PID"
-"""Number of the launcher that this process has to die with, see `accel_cli.launch.runner`."""
+"""Number of the launcher that this process has to die with, see `accel_cli.launch.run_script`."""
 
 
 _MODULES = ("torch.distributed.run",)

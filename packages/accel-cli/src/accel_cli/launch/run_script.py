@@ -1,0 +1,228 @@
+"""Runs a script inside a started process as `python script.py` would, and records its error for the launcher.
+
+The script runs in the real `__main__`, so that pickling, spawned processes, threads and exit handlers find it there as
+usual. This file imports nothing but the standard library, and little of that: the script's process stays as it would be
+without us, and begins as soon.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The same class as that of `importlib.machinery`, which imports further modules.
+from _frozen_importlib_external import SourceFileLoader
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType, TracebackType
+
+__all__ = ("PARENT_VARIABLE", "STATUS_FOLDER_VARIABLE", "LastHook", "follow_parent", "main")
+
+PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
+"""Number of the process that started this one, so that it can tell whether that one has died already."""
+
+# By `accel_state.hang_report.rank_status` and `accel_state.run_status.stacks`, which look for these.
+STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+_SET_PARENT_DEATH_SIGNAL = 1
+_KILL = 9
+
+
+def main() -> None:
+    """Run what the arguments name."""
+    how, target, *arguments = sys.argv[1:]
+    # The folder of this file came first; nothing may be imported from there by accident.
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+    follow_parent()
+    _show_stack_when_asked()
+    if how == "program":
+        _replace(target, arguments)
+    _prepare_streams()
+    last_hook = LastHook()
+    sys.argv = [target, *arguments]
+    try:
+        code, names = _load_module(target) if how == "module" else _load_script(target)
+        _execute(code, names)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        last_hook.ended_with(error)
+    else:
+        return
+    # Only here the error and what its frames hold has been let go.
+    sys.exit(1)
+
+
+class LastHook:
+    """The end of the chain of `sys.excepthook`: leaves the traceback to the launcher, which shows it once and last.
+
+    A hook that somebody installs later, such as torch's for process groups or a prettier one, comes first, and passes
+    on to this one or shows the error by itself.
+    """
+
+    def __init__(self) -> None:
+        self._default = sys.excepthook
+        self._pid = os.getpid()
+        self._reached = False
+        sys.excepthook = self
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """As the interpreter calls it; a forked process shows its own errors, and an interrupt is nobody's error."""
+        if os.getpid() != self._pid:
+            self._default(kind, error, trace)
+        elif kind is not KeyboardInterrupt:
+            self._reached = True
+
+    def ended_with(self, error: BaseException) -> None:
+        """Let the hooks see an error that ended the script, and record it for the launcher."""
+        sys.excepthook(type(error), error, error.__traceback__)
+        if os.getpid() != self._pid:
+            return
+        # Hooks may wait for the user, so the launcher hears of the error after them.
+        shows_itself = not self._reached or _will_be_restarted()
+        recorded = _failure_record().record_error(error, shows_itself)
+        if self._reached and (shows_itself or not recorded):
+            self._default(type(error), error, error.__traceback__)
+
+
+def _failure_record() -> ModuleType:
+    """The module beside this one, loaded by its path: the script may have changed where modules are found."""
+    path = os.path.join(os.path.dirname(__file__), "failure_record.py")
+    module = type(sys)("accel_cli.launch.failure_record")
+    module.__file__ = path
+    SourceFileLoader(module.__name__, path).exec_module(module)
+    return module
+
+
+def _will_be_restarted() -> bool:
+    """Whether torch.distributed.run starts the processes again, so that nobody shows this attempt's error later."""
+    limit, count = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return int(count) < int(limit)
+
+
+def follow_parent() -> None:
+    """Die with the process that started this one (Linux), however that one ends."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if not parent or not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, _KILL)
+    if os.getppid() != int(parent):
+        os._exit(128 + _KILL)
+
+
+def _show_stack_when_asked() -> None:
+    """Leave a file that says which process this is, and write the stacks of its threads there at SIGURG.
+
+    No other signal is ignored by a process that has no handler for it, and is used by nobody: a program that takes this
+    process over gets none of its handlers.
+    """
+    folder = os.environ.get(STATUS_FOLDER_VARIABLE)
+    if not folder:
+        return
+    import faulthandler
+
+    # The numbers of the module `signal`, which makes enums of all of them.
+    from _signal import SIGURG  # type: ignore[import-not-found, unused-ignore]
+
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
+    try:
+        path = os.path.join(folder, f"rank{rank}.{os.getpid()}.stack")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(SIGURG, file)
+    except (OSError, AttributeError):
+        # Another machine, as under mpirun, or a system without that signal.
+        return
+
+
+def _prepare_streams() -> None:
+    """Whole lines at once, since processes share the terminal; a crash in native code shows its Python lines."""
+    import faulthandler
+    import io
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # torch.distributed.run starts Python unbuffered, so that a line would be written in pieces.
+        sys.stdout.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
+    try:
+        faulthandler.enable()
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        # There is no standard error to write to.
+        pass
+
+
+def _replace(program: str, arguments: list[str]) -> None:
+    """Let a program that is not Python take this process over."""
+    try:
+        os.execvp(program, [program, *arguments])
+    except OSError as error:
+        print(f"accel launch: {program} could not be started: {error}", file=sys.stderr)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _load_script(target: str) -> tuple[CodeType, dict[str, object]]:
+    """Code and names of `__main__` for a path: a file, or a folder or zip file with a `__main__` module."""
+    # As the interpreter does it: made absolute, and not otherwise tidied up.
+    path = os.path.join(os.getcwd(), target)
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        from importlib import machinery
+
+        sys.path.insert(0, path)
+        spec = machinery.PathFinder.find_spec("__main__", [path])
+        if spec is None:
+            raise ImportError(f"can't find '__main__' module in {path!r}")
+        return _from_spec(spec)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = SourceFileLoader("__main__", path)
+    code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    return code, {"__file__": path, "__loader__": loader, "__package__": None, "__spec__": None, "__cached__": None}
+
+
+def _load_module(target: str) -> tuple[CodeType, dict[str, object]]:
+    """Code and names of `__main__` for a module, or for the `__main__` module of a package."""
+    import importlib.util
+
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(target + ".__main__")
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {target}", name=target)
+    code, names = _from_spec(spec)
+    sys.argv[0] = str(spec.origin)
+    return code, names
+
+
+def _from_spec(spec: ModuleSpec) -> tuple[CodeType, dict[str, object]]:
+    code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+    if code is None:
+        raise ImportError(f"No code object available for {spec.name}", name=spec.name)
+    names = {"__file__": spec.origin, "__loader__": spec.loader, "__package__": spec.parent, "__spec__": spec}
+    return code, {**names, "__cached__": spec.cached}
+
+
+def _execute(code: CodeType, names: dict[str, object]) -> None:
+    """Run code as `__main__`, whose dictionary this file's own `__main__` gives up."""
+    namespace = sys.modules["__main__"].__dict__
+    kept = [(name, namespace[name]) for name in ("__builtins__", "__annotations__") if name in namespace]
+    namespace.clear()
+    namespace.update(kept)
+    namespace.update({"__name__": "__main__", "__doc__": None, **names})
+    exec(code, namespace)
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on."""
+    importlib = os.path.join(os.path.dirname(os.__file__), "importlib", "")
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if filename != __file__ and not filename.startswith(("<frozen importlib", "<frozen zipimport", importlib)):
+            return trace
+        trace = trace.tb_next
+    return None
