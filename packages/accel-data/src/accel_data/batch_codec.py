@@ -8,6 +8,7 @@ again only when it changes.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,12 +25,12 @@ __all__ = (
     "FAILURE",
     "Announcement",
     "BatchSpec",
+    "Message",
     "PackedBatch",
     "cut",
     "join",
     "pack",
     "samples_in",
-    "unpack",
 )
 
 # ------------------------------------------------------------------ samples of a batch
@@ -143,8 +144,8 @@ END: Final = 0
 BATCH: Final = 1
 FAILURE: Final = 2
 
-_WORDS: Final = 8
-ANNOUNCED: Final = 8 * _WORDS
+_WORDS: Final = struct.Struct("<8q")
+ANNOUNCED: Final = _WORDS.size
 """Bytes of the announcement at the beginning of a message."""
 
 
@@ -170,16 +171,15 @@ class Announcement:
     single: bool = False
     objects: int = 0
 
-    def to_bytes(self) -> torch.Tensor:
-        """The first bytes of a message, as uint8."""
+    def to_bytes(self) -> bytes:
+        """The first bytes of a message."""
         words = (self.kind, self.nbytes, self.new_spec, self.total, self.batch_size, self.single, self.objects, 0)
-        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+        return _WORDS.pack(*words)
 
     @classmethod
-    def of(cls, message: torch.Tensor) -> Announcement:
-        """The announcement at the beginning of a message."""
-        words = message[:ANNOUNCED].view(torch.int64).tolist()
-        kind, nbytes, new_spec, total, batch_size, single, objects, _ = words
+    def of(cls, data: bytes | memoryview) -> Announcement:
+        """The announcement in the first bytes of a message."""
+        kind, nbytes, new_spec, total, batch_size, single, objects, _ = _WORDS.unpack(data)
         return cls(kind, nbytes, bool(new_spec), total, batch_size, bool(single), objects)
 
 
@@ -248,15 +248,6 @@ class PackedBatch:
         """Length of its message."""
         return ANNOUNCED + self.spec.packing.nbytes + len(self.objects)
 
-    def write(self, announcement: torch.Tensor, message: torch.Tensor) -> None:
-        """Put an announcement and the contents into a message, uint8 of at least `nbytes` elements."""
-        packing = self.spec.packing
-        message[:ANNOUNCED] = announcement
-        packing.write(self.tensors, packing.parts(message[ANNOUNCED : ANNOUNCED + packing.nbytes]))
-        if self.objects:
-            at = ANNOUNCED + packing.nbytes
-            message[at : at + len(self.objects)] = torch.frombuffer(bytearray(self.objects), dtype=torch.uint8)
-
 
 def pack(batch: Any) -> PackedBatch:
     """A batch, taken apart into structure, tensors and other objects."""
@@ -279,20 +270,53 @@ def pack(batch: Any) -> PackedBatch:
     return PackedBatch(spec, tensors, pickle.dumps(objects) if objects else b"")
 
 
-def unpack(spec: BatchSpec, message: torch.Tensor, objects: int) -> Any:
-    """The batch in a message; every tensor has memory of its own.
+class Message:
+    """A buffer for messages, with the views of it that the announcement and the tensors of each need.
 
     Args:
-        spec: its structure.
-        message: as received, uint8.
-        objects: length of the pickled objects.
+        data: uint8 of shape (bytes,), at least as many as its messages have.
     """
-    packing = spec.packing
-    tensors = iter(packing.split(packing.parts(message[ANNOUNCED : ANNOUNCED + packing.nbytes])))
-    at = ANNOUNCED + packing.nbytes
-    others = iter(pickle.loads(message[at : at + objects].cpu().numpy().tobytes()) if objects else ())
-    return recursively_apply(
-        lambda leaf: next(tensors) if leaf.tensor else next(others),
-        spec.tree,
-        test_type=lambda value: isinstance(value, _Leaf),
-    )
+
+    __slots__ = ("_data", "_head", "_parts", "_spec")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._head = memoryview(data[:ANNOUNCED].numpy().data) if data.is_cpu else None
+        self._spec: BatchSpec | None = None
+        self._parts: list[torch.Tensor] = []
+
+    def announcement(self) -> Announcement:
+        """The announcement at the beginning."""
+        return Announcement.of(bytes(self._data[:ANNOUNCED].tolist()) if self._head is None else self._head)
+
+    def write(self, announcement: bytes, batch: PackedBatch) -> None:
+        """Put in an announcement and the contents of a batch; into a buffer of the CPU."""
+        assert self._head is not None
+        self._head[:] = announcement
+        batch.spec.packing.write(batch.tensors, self._tensors_of(batch.spec))
+        if batch.objects:
+            at = ANNOUNCED + batch.spec.packing.nbytes
+            objects = torch.frombuffer(bytearray(batch.objects), dtype=torch.uint8)
+            self._data[at : at + len(batch.objects)] = objects
+
+    def unpack(self, spec: BatchSpec, objects: int) -> Any:
+        """The batch in the message; every tensor has memory of its own.
+
+        Args:
+            spec: its structure.
+            objects: length of the pickled objects.
+        """
+        tensors = iter(spec.packing.split(self._tensors_of(spec)))
+        at = ANNOUNCED + spec.packing.nbytes
+        others = iter(pickle.loads(self._data[at : at + objects].cpu().numpy().tobytes()) if objects else ())
+        return recursively_apply(
+            lambda leaf: next(tensors) if leaf.tensor else next(others),
+            spec.tree,
+            test_type=lambda value: isinstance(value, _Leaf),
+        )
+
+    def _tensors_of(self, spec: BatchSpec) -> list[torch.Tensor]:
+        if self._spec is not spec:
+            self._spec = spec
+            self._parts = spec.packing.parts(self._data[ANNOUNCED : ANNOUNCED + spec.packing.nbytes])
+        return self._parts

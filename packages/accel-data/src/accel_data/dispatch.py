@@ -20,12 +20,12 @@ from accel_data.batch_codec import (
     FAILURE,
     Announcement,
     BatchSpec,
+    Message,
     PackedBatch,
     cut,
     join,
     pack,
     samples_in,
-    unpack,
 )
 from accel_data.loader import NO_BATCH, LoaderOptions, PreparedLoader, source_of, transferred
 from accel_data.mesh import coordinates
@@ -35,7 +35,7 @@ from accel_data.sharding import Padding, shortage
 from accel_data.source import Source, WrappedSource, first_batches
 from accel_ops.conversion import send_to_device
 from accel_ops.objects import broadcast_object_list, gather_object
-from accel_ops.pending import PendingScatter, async_scatter, begin_scatters, transport_device
+from accel_ops.pending import ScatterStream, open_scatter_stream
 from accel_ops.tree import recursively_apply
 from accel_state import current
 from accel_state.errors import DataError
@@ -44,7 +44,7 @@ from accel_state.gradient import GradientState
 __all__ = ("DataLoaderDispatcher", "DispatchedSource", "GlobalStep", "ReceivedBatch", "global_steps")
 
 _MAIN: Final = 0
-_NEXT: Final = "DataLoader.__next__"
+_CALLS: Final = ("DataLoader.__iter__", "DataLoader.__next__")
 
 SliceFunction = Callable[..., Any]
 """`f(batch, slice, process_index=, num_processes=)` gives the samples of a slice."""
@@ -440,26 +440,23 @@ def _send(steps: Iterator[GlobalStep], shard_of_rank: Sequence[int]) -> Iterator
     """The main process's own batches, while it sends the others theirs."""
     sender = _Sender(steps, shard_of_rank)
     outgoing, following = sender.read(), None
-    begin_scatters(_announced(outgoing).to_bytes().numpy().tobytes(), "DataLoader.__iter__")
-    scatter: PendingScatter | None = None
+    _, stream = open_scatter_stream(_announced(outgoing).to_bytes(), *_CALLS, Message, _MAIN)
     try:
+        if isinstance(outgoing, _OutgoingStep):
+            following = sender.read()
+            sender.send(outgoing, following, stream)
         while isinstance(outgoing, _OutgoingStep):
-            if scatter is None:
-                following = sender.read()
-                scatter = sender.post(outgoing, following)
-            pending, scatter = scatter, None
-            pending.wait()
+            stream.wait()
             step, outgoing = outgoing.step, following
             if isinstance(outgoing, _OutgoingStep):
                 following = sender.read()
-                scatter = sender.post(outgoing, following)
+                sender.send(outgoing, following, stream)
             yield ReceivedBatch(step.batches[shard_of_rank[_MAIN]], step.padding, outgoing is None, step.base)
         if outgoing is not None:
             broadcast_object_list([f"{type(outgoing).__name__}: {outgoing}"], _MAIN)
             raise outgoing
     finally:
-        if scatter is not None:
-            scatter.wait()
+        stream.close()
 
 
 class _OutgoingStep:
@@ -499,9 +496,6 @@ class _Sender:
         self.steps = steps
         self.shard_of_rank = shard_of_rank
         self.specs: list[BatchSpec] | None = None
-        # Two sets in turn: one may still be under way. The main process's own message carries nothing and does not
-        # travel, but all messages must have one length.
-        self.buffers: list[list[torch.Tensor]] = [[], []]
 
     def read(self) -> _Upcoming:
         """The next step; an error is kept until its turn comes."""
@@ -515,27 +509,18 @@ class _Sender:
         self.specs = outgoing.specs
         return outgoing
 
-    def post(self, outgoing: _OutgoingStep, following: _Upcoming) -> PendingScatter:
+    def send(self, outgoing: _OutgoingStep, following: _Upcoming, stream: ScatterStream) -> None:
         """Start to send a step."""
         if outgoing.new_spec:
             broadcast_object_list([outgoing.specs], _MAIN)
-        own, *messages = self._messages(outgoing.nbytes)
         announced = _with_padding(_announced(following), outgoing.step.padding)
         header, objects = announced.to_bytes(), announced.objects
-        for message, batch in zip(messages, outgoing.packed, strict=True):
+        for message, batch in zip(stream.buffers(outgoing.nbytes), outgoing.packed, strict=True):
             if len(batch.objects) != objects:
                 objects = len(batch.objects)
                 header = dataclasses.replace(announced, objects=objects).to_bytes()
-            batch.write(header, message)
-        device = transport_device()
-        own = own.to(device)
-        return async_scatter(own, [own, *(message.to(device) for message in messages)], _NEXT, _MAIN)
-
-    def _messages(self, nbytes: int) -> list[torch.Tensor]:
-        self.buffers.reverse()
-        if not self.buffers[0] or self.buffers[0][0].numel() != nbytes:
-            self.buffers[0] = [torch.empty(nbytes, dtype=torch.uint8) for _ in self.shard_of_rank]
-        return self.buffers[0]
+            message.write(header, batch)
+        stream.send()
 
 
 def _receive(rank: int, processes: int) -> Iterator[ReceivedBatch]:
@@ -549,22 +534,19 @@ def _receive(rank: int, processes: int) -> Iterator[ReceivedBatch]:
         CollectiveError: the main process is gone.
         DataError: the main process could not read.
     """
-    receiver = _Receiver(rank)
-    everyones = begin_scatters(b"", "DataLoader.__iter__")
-    announced = Announcement.of(torch.frombuffer(bytearray(everyones[_MAIN]), dtype=torch.uint8))
-    message, scatter = receiver.post_recv(announced)
+    said, stream = open_scatter_stream(b"", *_CALLS, Message, _MAIN)
+    announced, spec = Announcement.of(said), BatchSpec(None, ())
+    upcoming = _expected(announced, spec, rank, stream)
     try:
-        while scatter is not None:
-            pending, scatter = scatter, None
-            pending.wait()
-            spec, arrived = receiver.spec, message
-            announced = Announcement.of(arrived)
-            message, scatter = receiver.post_recv(announced)
-            batch = unpack(spec, arrived, announced.objects)
+        while announced.kind == BATCH:
+            message, spec = stream.wait(), upcoming
+            announced = message.announcement()
+            upcoming = _expected(announced, spec, rank, stream)
+            batch = message.unpack(spec, announced.objects)
+            stream.release()
             yield ReceivedBatch(batch, _announced_padding(announced, processes), announced.kind == END)
     finally:
-        if scatter is not None:
-            scatter.wait()
+        stream.close()
     if announced.kind == FAILURE:
         reason = [""]
         broadcast_object_list(reason, _MAIN)
@@ -575,25 +557,16 @@ def _receive(rank: int, processes: int) -> Iterator[ReceivedBatch]:
         )
 
 
-class _Receiver:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.device = transport_device()
-        self.spec = BatchSpec(None, ())
-        self.buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(2)]
-
-    def post_recv(self, announced: Announcement) -> tuple[torch.Tensor, PendingScatter | None]:
-        """Start to receive the message that was announced, if one was."""
-        if announced.kind != BATCH:
-            return self.buffers[0], None
-        if announced.new_spec:
-            specs: list[Any] = [None]
-            broadcast_object_list(specs, _MAIN)
-            self.spec = specs[0][0 if len(specs[0]) == 1 else self.rank - 1]
-        self.buffers.reverse()
-        if self.buffers[0].numel() != announced.nbytes:
-            self.buffers[0] = torch.empty(announced.nbytes, dtype=torch.uint8, device=self.device)
-        return self.buffers[0], async_scatter(self.buffers[0], None, _NEXT, _MAIN)
+def _expected(announced: Announcement, spec: BatchSpec, rank: int, stream: ScatterStream) -> BatchSpec:
+    """Start to receive the message that was announced, if one was; the structure of its batch."""
+    if announced.kind != BATCH:
+        return spec
+    if announced.new_spec:
+        specs: list[Any] = [None]
+        broadcast_object_list(specs, _MAIN)
+        spec = specs[0][0 if len(specs[0]) == 1 else rank - 1]
+    stream.expect(announced.nbytes)
+    return spec
 
 
 def _announced(following: _Upcoming) -> Announcement:

@@ -4,35 +4,27 @@
     ...                                                             # computes meanwhile
     everyones = pending.wait()                                      # the bytes of all processes, by rank
 
+A stream of messages from one process to the others is such a collective in each step, or needs none on one machine.
+
 A process that calls something else meanwhile gets the same error as all others. On one process nothing travels, so
 these functions expect a run of several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 
+from accel_ops.shared_memory import Handshake
 from accel_state import current
 from accel_state.errors import AccelError, CollectiveError
 from accel_state.protocol import HeaderCall, PendingCall, start_all_gather_bytes
-from accel_state.transport.base import Transport
+from accel_state.transport.base import Transport, Work
 
-__all__ = (
-    "PendingCall",
-    "PendingScatter",
-    "async_all_gather_bytes",
-    "async_scatter",
-    "begin_scatters",
-    "transport_device",
-)
-
-
-def transport_device() -> torch.device:
-    """The device of the tensors that travel between processes."""
-    return current.process_or_start().transport.device
+__all__ = ("PendingCall", "ScatterStream", "async_all_gather_bytes", "open_scatter_stream")
 
 
 def async_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
@@ -45,19 +37,56 @@ def async_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
     return start_all_gather_bytes(current.process_or_start().transport, operation, data)
 
 
+class ScatterStream(Protocol):
+    """Messages from one process to each of the others, in steps of one message to each.
+
+    The source: `buffers`, `send`, `wait`. The others: `expect`, `wait`, `release`. All of them complete as many steps,
+    and know the length of a message before it comes. A message may be sent before the step before is complete.
+    """
+
+    def buffers(self, nbytes: int) -> Sequence[Any]:
+        """Where the source writes the next messages: one for each of the others, of at least so many bytes."""
+
+    def send(self) -> None:
+        """Start to send what was written."""
+
+    def expect(self, nbytes: int) -> None:
+        """Start to receive the next message, of so many bytes."""
+
+    def wait(self) -> Any:
+        """Complete a step, and return the message; the source may send another one.
+
+        Raises:
+            ShapeMismatch: on every process, when one of them called something else.
+            CollectiveError: a process is gone or did not come in time.
+        """
+
+    def release(self) -> None:
+        """Let the source overwrite the message that `wait` returned."""
+
+    def close(self) -> None:
+        """Take part no longer, at the end or before it."""
+
+
 _broken: WeakSet[Transport] = WeakSet()
 """Transports on which a scatter failed, so that a message may still be under way."""
 
 
-def begin_scatters(data: bytes, operation: str) -> list[bytes]:
-    """Gather bytes of all processes that are about to exchange several scatters.
+def open_scatter_stream(
+    data: bytes, operation: str, step: str, wrap: Callable[[torch.Tensor], Any], src: int = 0
+) -> tuple[bytes, ScatterStream]:
+    """Begin to send messages from one process to all others: over shared memory on one machine, else by scatters.
 
     Args:
-        data: of this process; lengths may differ.
+        data: what the source says first.
         operation: name of the function that the user called, for error messages.
+        step: name of the one that the user calls at each step.
+        wrap: makes of a tensor, uint8 of shape (nbytes,), what `buffers` and `wait` of the stream give out. It is
+            called once for memory that is used again and again.
+        src: the process that sends.
 
     Returns:
-        The bytes of all processes, by rank.
+        What the source said, and the stream.
 
     Raises:
         ShapeMismatch: on every process, when one of them called something else.
@@ -65,48 +94,84 @@ def begin_scatters(data: bytes, operation: str) -> list[bytes]:
             message could be taken for the next one.
     """
     transport = current.process_or_start().transport
-    with HeaderCall(transport, operation) as call:
-        if transport in _broken:
-            raise CollectiveError(
-                f"Cannot begin {operation}.",
-                "Some processes left an earlier one before its end, and its messages could be taken for those of this.",
-                "Start the run anew, and let all processes iterate loaders to the same step.",
-            )
-        everyones: list[bytes] = call.all_gather_bytes(data)
-    return everyones
+    handshake = Handshake(transport, src)
+    try:
+        with HeaderCall(transport, operation) as call:
+            if transport in _broken:
+                raise CollectiveError(
+                    f"Cannot begin {operation}.",
+                    "Some processes left an earlier one before its end, and its messages could be taken for those of "
+                    "this.",
+                    "Start the run anew, and let all processes iterate loaders to the same step.",
+                )
+            if transport.rank == src:
+                handshake.listen()
+            everyones = call.all_gather_bytes(bytes([len(handshake.address)]) + handshake.address + data)
+            length = 1 + everyones[src][0]
+            address, said = everyones[src][1:length], everyones[src][length:]
+            if address and all(call.all_gather_bytes(b"1" if handshake.connect(address) else b"")):
+                return said, handshake.stream(step, wrap)
+    finally:
+        handshake.end()
+    return said, _ScatteredStream(transport, step, wrap, src)
 
 
-def async_scatter(
-    output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, operation: str, src: int = 0
-) -> PendingScatter:
-    """Start to send each process its own tensor out of those of one process.
+class _ScatteredStream:
+    """A stream in which each step is a scatter, behind the checked header of all collectives."""
 
-    Args:
-        output: receives this process's tensor; of the same size on all processes.
-        inputs: the tensors of all processes, by rank, on process `src`; None on the others.
-        operation: name of the function that the user called, for error messages.
-        src: the process that sends.
-    """
-    return PendingScatter(output, inputs, operation, src)
+    def __init__(self, transport: Transport, step: str, wrap: Callable[[torch.Tensor], Any], src: int) -> None:
+        self._transport = transport
+        self._step = step
+        self._wrap = wrap
+        self._src = src
+        # Two sets in turn: one may still be under way. The source's own message carries nothing and does not travel,
+        # but all messages must have one length.
+        self._sets: list[list[torch.Tensor]] = [[], []]
+        self._wrapped: list[list[Any]] = [[], []]
+        self._pending: tuple[PendingCall, Work] | None = None
 
+    def buffers(self, nbytes: int) -> Sequence[Any]:
+        """See `ScatterStream`."""
+        self._turn(nbytes, torch.device("cpu"), self._transport.world_size)
+        return self._wrapped[0][1:]
 
-class PendingScatter:
-    """A scatter that was started; see `async_scatter`."""
+    def send(self) -> None:
+        """See `ScatterStream`."""
+        own, *messages = (message.to(self._transport.device) for message in self._sets[0])
+        messages.insert(self._src, own)
+        self._start(own, messages)
 
-    def __init__(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, operation: str, src: int) -> None:
-        self._transport = current.process_or_start().transport
-        self._header = start_all_gather_bytes(self._transport, operation, b"")
-        self._work = self._transport.scatter(output, inputs, src)
+    def expect(self, nbytes: int) -> None:
+        """See `ScatterStream`."""
+        self._turn(nbytes, self._transport.device, 1)
+        self._start(self._sets[0][0], None)
 
-    def wait(self) -> None:
-        """Return when the data have arrived.
-
-        Raises:
-            ShapeMismatch: on every process, when one of them called something else.
-            CollectiveError: a process is gone or did not come in time.
-        """
+    def wait(self) -> Any:
+        """See `ScatterStream`."""
+        assert self._pending is not None
+        (header, work), self._pending = self._pending, None
         try:
-            self._header.wait((self._work,))
+            header.wait((work,))
         except AccelError:
             _broken.add(self._transport)
             raise
+        return self._wrapped[0][0]
+
+    def release(self) -> None:
+        """Nothing to do: the source has buffers of its own."""
+
+    def close(self) -> None:
+        """Wait for what was started; the others started it too."""
+        if self._pending is not None:
+            self.wait()
+
+    def _turn(self, nbytes: int, device: torch.device, count: int) -> None:
+        self._sets.reverse()
+        self._wrapped.reverse()
+        if not self._sets[0] or self._sets[0][0].numel() != nbytes:
+            self._sets[0] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
+            self._wrapped[0] = [self._wrap(message) for message in self._sets[0]]
+
+    def _start(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None) -> None:
+        header = start_all_gather_bytes(self._transport, self._step, b"")
+        self._pending = header, self._transport.scatter(output, inputs, self._src)

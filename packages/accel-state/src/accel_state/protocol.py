@@ -11,6 +11,8 @@ every process first sends an eager header, whose size depends on the number of p
 about, and carries as much of the data as fits. Processes that call different things see so in the headers, and all of
 them raise the same error. A process that fails before it sends its header sends a refusal in place of it, so that the
 others raise too instead of waiting. All further messages have sizes that the headers have shown to be equal.
+
+The steps of a stream of messages travel without headers. Each process counts them, and every header has the count.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from types import TracebackType
@@ -197,6 +199,7 @@ class CallDescription(NamedTuple):
         location: the line of the user's code.
         refusal: why the process could not take part, in the three parts of an error; None when it could.
         group: what messages call the processes of the call; empty when they are all of the run.
+        messages: steps of streams of messages that the process has completed.
     """
 
     operation: str
@@ -205,6 +208,7 @@ class CallDescription(NamedTuple):
     location: str = ""
     refusal: tuple[str, str, str] | None = None
     group: str = ""
+    messages: int = 0
 
     def to_json(self) -> bytes:
         """The description as it travels."""
@@ -237,6 +241,7 @@ def mismatch_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]
     return (
         _refusal_error(descriptions, ranks)
         or _operation_error(descriptions, ranks)
+        or _step_error(descriptions, ranks)
         or _argument_error(descriptions, ranks)
         or _leaf_error(descriptions, ranks)
         or ShapeMismatch(
@@ -268,6 +273,17 @@ def _operation_error(descriptions: Sequence[CallDescription], ranks: Sequence[in
         return None
     called = _by_rank([_call_text(call) for call in descriptions], ranks)
     return ShapeMismatch("The processes called different collectives at the same time.", f"{called}.", _SAME_CALL)
+
+
+def _step_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
+    steps = [str(call.messages) for call in descriptions]
+    if len(set(steps)) == 1:
+        return None
+    return ShapeMismatch(
+        f"Cannot run {_call_text(descriptions[0])}: the processes are at different steps of a loader.",
+        f"The batches received from the process that reads for all are {_by_rank(steps, ranks)}.",
+        "Let every process take the same number of batches and leave the loop at the same step.",
+    )
 
 
 def _argument_error(descriptions: Sequence[CallDescription], ranks: Sequence[int]) -> ShapeMismatch | None:
@@ -335,6 +351,7 @@ class ProtocolState:
         sites: what upper layers keep of the last call of each line of the user's code.
         pending: calls that were started and not waited for, in their order.
         spare_headers: headers of pending calls that have ended, for the next ones.
+        listeners: called whenever this process begins to wait for headers, with `log.exchanges`.
         world_size: number of processes of the run.
     """
 
@@ -342,6 +359,7 @@ class ProtocolState:
         "__weakref__",
         "header",
         "header_only",
+        "listeners",
         "lock",
         "log",
         "monitor",
@@ -360,6 +378,7 @@ class ProtocolState:
         self.sites: dict[Hashable, Any] = {}
         self.spare_headers: list[EagerHeader] = []
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
+        self.listeners: list[Callable[[int], None]] = like.listeners if like else []
         self.lock: threading.RLock = like.lock if like else threading.RLock()
         self.log: CallLog
         self.monitor: HangMonitor
@@ -422,6 +441,9 @@ _NO_FINGERPRINT: Final = 0
 _REFUSES: Final = 1
 _DESCRIBES: Final = 2
 """Flags of a header: its process refuses to take part, or sends its description."""
+
+_FLAG_BITS: Final = 8
+"""Above these bits, a header without flags has the number of steps of streams that its process has completed."""
 
 _MOST_KEPT: Final = 1024
 
@@ -555,13 +577,20 @@ class HeaderCall:
         while pending:
             pending[0].complete()
         log.fingerprint = fingerprint
-        self._wait_in_slices(header.all_gather(self._transport, HeaderFields(fingerprint, flags, length, log.number)))
+        fields = HeaderFields(fingerprint, flags or log.messages << _FLAG_BITS, length, log.number)
+        self._wait_in_slices(header.all_gather(self._transport, fields))
         if not header.are_equal():
             raise self._mismatch(description)
 
     def _mismatch(self, description: CallDescription) -> AccelError:
         """How the calls of the processes differ; called only after all have seen that they do."""
-        described = description._replace(location=str(self._location_of_call() or ""), group=self._transport.group)
+        described = description._replace(
+            location=str(self._location_of_call() or ""),
+            group=self._transport.group,
+            messages=self._state.log.messages,
+        )
+        # All processes are here, and count anew.
+        self._state.log.messages = 0
         rows = self._all_gather_bytes(_NO_FINGERPRINT, described, described.to_json(), _DESCRIBES)
         return mismatch_error([CallDescription.from_json(row) for row in rows], self._transport.ranks)
 
@@ -582,7 +611,10 @@ class HeaderCall:
             return
 
     def _wait_in_slices(self, work: Work) -> None:
-        deadline = time.monotonic() + self._transport.timeout.total_seconds() + _GRACE
+        log, deadline = self._state.log, time.monotonic() + self._transport.timeout.total_seconds() + _GRACE
+        log.exchanges += 1
+        for listener in self._state.listeners:
+            listener(log.exchanges)
         completed = False
         while True:
             try:
@@ -626,7 +658,8 @@ class PendingCall(HeaderCall):
             # Calls that begin while this one is on its way use the header of the state.
             self._header = state.spare_headers.pop() if state.spare_headers else EagerHeader(transport.world_size)
             self._header.write(data)
-            fields = HeaderFields(self._header_only()[0], 0, len(data), state.log.number)
+            flags = state.log.messages << _FLAG_BITS
+            fields = HeaderFields(self._header_only()[0], flags, len(data), state.log.number)
             self._work: Work | None = self._header.all_gather(transport, fields)
             state.pending.append(self)
 

@@ -86,9 +86,14 @@ class CallLog:
         length: how many completed calls are kept.
         world: the log of the whole run.
         group: what messages call the group.
+
+    Attributes:
+        number: calls that were begun.
+        messages: steps of streams of messages that were completed; equal on processes that are at the same step.
+        exchanges: exchanges of headers that this process has begun to wait for.
     """
 
-    __slots__ = ("_active", "_group", "_ring", "fingerprint", "number")
+    __slots__ = ("_active", "_group", "_ring", "exchanges", "fingerprint", "messages", "number")
 
     def __init__(self, length: int = 128, world: CallLog | None = None, group: str = "") -> None:
         self._ring: deque[tuple[int, str, int, CodeType, int, float, str]]
@@ -98,6 +103,8 @@ class CallLog:
         self._group = group
         self.number = 0
         self.fingerprint = 0
+        self.messages = 0
+        self.exchanges = 0
 
     def enter(self, operation: str) -> tuple[CodeType, int]:
         """Begin a call; returns the code of the user, and the line in it, that called."""
