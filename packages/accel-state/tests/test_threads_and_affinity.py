@@ -129,3 +129,14 @@ def test_a_process_is_bound_to_the_node_of_its_device_not_of_its_local_rank(
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", given)
     start.start_process()
     assert bound_to == [node]
+
+
+def test_no_device_is_counted_for_a_process_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(CPU):
+        """A family whose devices are opened when they are counted, after which they cannot be arranged."""
+
+        def count(self) -> int:
+            raise AssertionError("the devices were counted")
+
+    monkeypatch.setattr(start, "wanted_family", lambda settings: Counted())
+    assert start.start_process().topology.world_size == 1

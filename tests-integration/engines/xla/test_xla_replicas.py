@@ -111,7 +111,6 @@ def strategy_of_this_replica() -> Iterator[Any]:
         process = Process(Topology(rank=rank, world_size=REPLICAS), device, family, way, DistributedType.XLA)
         gradient = GradientState.of(GradientAccumulationPlugin())
         yield XLAStrategy(Context(process, gradient, choose("no", family)), XLAPlugin())
-        way.close()
 
 
 def replica(micro: int | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "full precision": ({"downcast_bf16": True}, ("Conflict", "downcast_bf16", "mixed_precision='bf16'")),
     "downcasting late": ({"downcast_bf16": True, "precision": "bf16"}, ("NotReady", "was used before", "XLA_DOWNCAST")),
     "sharding late": ({"fsdp": True}, ("NotReady", "was used before", "ACCEL_XLA_FSDP=true")),
-    "several processes": ({"variables": ELSEWHERE}, ("NotOffered", "Several processes", "XLAPlugin(fsdp=True)")),
+    "several processes": ({"variables": ELSEWHERE}, ("NotOffered", "several processes", "XLAPlugin(fsdp=True)")),
     "on the CPU": ({"variables": {"ACCEL_BACKEND": "xla", "ACCELERATE_USE_CPU": "1"}}, ("Conflict", "PJRT_DEVICE")),
     "torch's FSDP": ({"variables": {"ACCELERATE_USE_FSDP": "true"}}, ("Conflict", "FSDP", "accel launch")),
     "reading": ({"workers": 1, "failing": True}, ("ValueError", "the fourth sample is broken")),

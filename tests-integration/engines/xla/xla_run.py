@@ -148,12 +148,13 @@ def attempt(told: dict[str, Any]) -> dict[str, Any]:
     except (AccelError, ValueError) as error:
         return {"error": type(error).__name__, "text": str(error)}
     finally:
+        # The end of a run puts back the variables that it found.
+        current.clear()
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        current.clear()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ means whoever drives the strategy; the conformance kit drives it by a short loop
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,12 @@ class Strategy:
     Args:
         context: the context of the run; read-only, and complete before the strategy is made.
         config: an instance of the settings class that the backend's manifest names, or None when it names none.
+    """
+
+    on_gradients: Callable[[Module], None] | None = None
+    """Set by whoever looks at gradients, where the engine of a strategy steps within `backward`.
+
+    Such a strategy calls it on every process before a step, with the model whose `gradients` it gives at that moment.
     """
 
     def __init__(self, context: Context, config: Any = None) -> None:
@@ -316,7 +322,8 @@ class Strategy:
     def gradients(self, model: Module) -> dict[str, Tensor]:
         """Complete gradients of a model under the names of the user's model, of those parameters that have one.
 
-        Called on every process, by whoever looks at gradients; never on the way of training.
+        Called on every process, by whoever looks at gradients; never on the way of training. None has one outside of
+        `on_gradients` where an engine steps within `backward`.
         """
         return {
             canonical_name(name): _complete(parameter.grad)

@@ -47,7 +47,7 @@ def start_process(cpu: bool = False, **options: Any) -> Process:
     launched = family.runtime_topology(read_topology())
     if launched.distributed:
         publish(launched.variables())
-    topology = launched if launched.distributed else topology_of_group(max(family.count(), 1)) or launched
+    topology = launched if launched.distributed else topology_of_group(family.count) or launched
     device = _device(settings, family, topology)
     family.configure(launched)
     if settings.cpu_affinity:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import deepspeed
@@ -13,11 +13,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import safe_get_full_grad
 from torch.nn import Module
 
 from accel_ops import recursively_apply
 from accel_plugins.deepspeed.ds_config import AUTO_ENTRY, OFFLOADING, AutoValue, fill_auto, refuse_auto
 from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler, map_pytorch_optim_to_deepspeed
+from accel_plugins.parameters import canonical_name
 from accel_state.errors import Conflict, SettingError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = (
     "Started",
     "batch_values",
+    "before_each_update",
     "check_placeholders",
     "dtype_of",
     "end",
@@ -38,6 +41,7 @@ __all__ = (
     "parameters_behind",
     "start",
     "trains_in_fp16",
+    "whole_gradients",
 )
 
 _WARM_UP: Final = "scheduler.params.warmup_num_steps"
@@ -130,6 +134,31 @@ def start(
     _cast_inputs(engine, context.precision)
     moved = [given for given in bundle.schedulers if _moves_by_engine(given)]
     return Started(engine, optimizer, scheduler if moved else None)
+
+
+def before_each_update(engine: DeepSpeedEngine, notify: Callable[[DeepSpeedEngine], None]) -> None:
+    """Call a function before each step of an engine that changes parameters; gradients are reduced then."""
+    step = engine.step
+
+    def announced(*arguments: Any, **named: Any) -> Any:
+        if engine.is_gradient_accumulation_boundary():
+            notify(engine)
+        return step(*arguments, **named)
+
+    engine.step = announced
+
+
+def whole_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The gradients that an engine steps with, before it clips them; called on every process, between its two halves.
+
+    Those of parameters that forward did not reach are zeros.
+    """
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
+        if gradient is not None:
+            found[canonical_name(name)] = gradient.detach().clone()
+    return found
 
 
 def end(engine: DeepSpeedEngine) -> None:

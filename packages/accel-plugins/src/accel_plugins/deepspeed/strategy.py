@@ -56,6 +56,7 @@ class DeepSpeedStrategy(Strategy):
         self._plugins = tuple(config.values()) if isinstance(config, Mapping) else (config,)
         self._engines: list[DeepSpeedEngineWrapper] = []
         self._forwarded: set[int] = set()
+        self._stepping: Module | None = None
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._division: Ulysses | None = None
         current.publish_for_run({"ACCELERATE_USE_DEEPSPEED": "true"})
@@ -143,6 +144,7 @@ class DeepSpeedStrategy(Strategy):
         sizes = batch_values(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
         made = engines.start(plugin, self.context, bundle, sizes, division)
         made.engine.register_forward_hook(lambda *_: self._forwarded.add(id(made.engine)))
+        engines.before_each_update(made.engine, self._announce_gradients)
         self._engines.append(DeepSpeedEngineWrapper(made.engine))
         if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
             # Also a model that was built whole is divided now: transformers lets its processes generate in step.
@@ -199,6 +201,20 @@ class DeepSpeedStrategy(Strategy):
             if training
             else "Give model and optimizer to prepare() in one call.",
         )
+
+    def _announce_gradients(self, engine: Module) -> None:
+        if self.on_gradients is not None:
+            self._stepping = engine
+            try:
+                self.on_gradients(engine)
+            finally:
+                self._stepping = None
+
+    def gradients(self, model: Module) -> dict[str, Tensor]:
+        if not engines.is_engine(model):
+            return super().gradients(model)
+        # Before backward there are none, and the step takes them away.
+        return engines.whole_gradients(model) if model is self._stepping else {}
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
         listed = list(parameters)

@@ -60,19 +60,20 @@ def process_group_backend(family: DeviceFamily, requested: str | None) -> str:
     return requested
 
 
-def topology_of_group(devices: int) -> Topology | None:
+def topology_of_group(count_devices: Callable[[], int]) -> Topology | None:
     """The place of this process in the default group of torch.distributed; None before there is one.
 
     For a process whose launcher left no trace. This assumes that ranks follow each other on each machine.
 
     Args:
-        devices: of this machine. With several, this assumes that as many processes are on each machine; with one,
-            which all share, that all of them are.
+        count_devices: of this machine. With several, this assumes that as many processes are on each machine; with one
+            or none, that all of them are. Counting may open a device, so it waits until the group is there.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_world_size = world_size if devices == 1 else min(devices, world_size)
+    devices = count_devices()
+    local_world_size = world_size if devices <= 1 else min(devices, world_size)
     node, local = divmod(rank, local_world_size)
     return Topology(rank, world_size, local, local_world_size, node, scheme="process group")
 

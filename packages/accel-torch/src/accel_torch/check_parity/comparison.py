@@ -118,7 +118,8 @@ class _Comparison:
         yield from gradients
         norms = list(self._norms(step, expected, found))
         yield from norms
-        clipped = expected.clipped
+        # An engine that clips while it steps shows the norm alone.
+        clipped = expected.clipped if any(note.clipped for note in found) else {}
         scaled = self._gradients(step, "clipped gradient", clipped, [note.clipped for note in found], norms)
         if clipped and not gradients:
             yield from scaled

@@ -84,6 +84,7 @@ class ParityRecorder(RunObserver):
         """Note a new Accelerator, and take part in what it does."""
         self._accelerator = weakref.ref(accelerator)
         strategy = accelerator._backend.strategy
+        strategy.on_gradients = self._engine_steps
         planned = RunNotes(Path(self._task.plan)).ranks[0] if self._task.is_reference else None
         if planned is not None and planned.reads_loader:
             own = Shards(planned.data_count, 0)
@@ -108,7 +109,7 @@ class ParityRecorder(RunObserver):
 
         def noted_clip(*arguments: Any, **options: Any) -> Any:
             unscale_gradients(accelerator)
-            self._note.gradients = self._gradients()
+            self._before_clipping()
             self._clipping = True
             try:
                 norm = clip(*arguments, **options)
@@ -286,6 +287,20 @@ class ParityRecorder(RunObserver):
         self._write()
         self._continue_from_plan()
 
+    def _before_clipping(self) -> None:
+        # An engine that has stepped within backward has taken them away.
+        self._note.gradients = self._gradients() or self._note.gradients
+
+    def _engine_steps(self, model: nn.Module) -> None:
+        """Note the gradients of an engine that steps within backward."""
+        if self._begun and self._step < self._task.steps:
+            gradients = self._gradients()
+            self._note.gradients |= gradients
+            self._note_used(gradients)
+
+    def _note_used(self, gradients: dict[str, Tensor]) -> None:
+        self._used |= {name for name, gradient in gradients.items() if bool(gradient.any())}
+
     def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         if self._step >= self._task.steps:
             self._note.masks = self._dropout.masks
@@ -304,7 +319,7 @@ class ParityRecorder(RunObserver):
             for name, parameter in self._strategy.unwrap(model).named_parameters():
                 if parameter.requires_grad:
                     self._held.add(prefix + canonical_name(name))
-        self._used |= {name for name, gradient in gradients.items() if bool(gradient.any())}
+        self._note_used(gradients)
 
     def _after_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._stepped = self._begun
@@ -372,7 +387,7 @@ class ParityRecorder(RunObserver):
         def noted(parameters: Any, *arguments: Any, **options: Any) -> Any:
             outside = not self._clipping and self._begun
             if outside:
-                self._note.gradients = self._gradients()
+                self._before_clipping()
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             norm = clip(parameters, *arguments, **options)
             if outside:
