@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from accel_plugins.checkpoint.shards import SavePlans, read_metadata, read_whole, write_shards
+from accel_plugins.checkpoint.sharded_save import SavePlans, neighbours, write_shards
+from accel_plugins.checkpoint.shards import read_metadata, read_whole
 from accel_state import PartialState
 from accel_state.testing.processes import Processes
 
@@ -77,6 +78,48 @@ def test_four_processes_write_each_tensor_once_and_share_the_bytes(
         found = read_whole(folder)["model"]
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 1000, 1024])
+def test_no_process_receives_plans_from_more_than_the_logarithm_of_all(size: int) -> None:
+    tree = {rank: neighbours(rank, size) for rank in range(size)}
+    assert max(len(below) for _, below in tree.values()) <= (size - 1).bit_length()
+    assert sorted(rank for _, below in tree.values() for rank in below) == list(range(1, size))
+    assert all(rank in tree[above][1] for rank, (above, _) in tree.items() if above is not None)
+    depths = [0] * size
+    for rank in range(1, size):
+        depths[rank] = depths[tree[rank][0] or 0] + 1
+    assert max(depths) <= (size - 1).bit_length()
+
+
+def messages_of_a_save(folder: str) -> list[tuple[int, int]]:
+    """How many objects this process sends and receives for each of three saves; the last has another layout."""
+    PartialState(cpu=True)
+    plans, counts = SavePlans(), []
+    moved = {"send_object_list": 0, "recv_object_list": 0}
+
+    def counted(name: str) -> Any:
+        real = getattr(torch.distributed, name)
+
+        def move(*given: Any, **options: Any) -> Any:
+            moved[name] += 1
+            return real(*given, **options)
+
+        return move
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in moved:
+            patch.setattr(torch.distributed, name, counted(name))
+        for turn, replicated in enumerate((3, 3, 4)):
+            before = dict(moved)
+            write_shards({"model": tensors(replicated)}, Path(folder) / f"{turn}", plans)
+            counts.append(tuple(moved[name] - before[name] for name in moved))
+    return counts
+
+
+def test_a_save_takes_two_exchanges_along_a_tree(four: Processes, tmp_path: Path) -> None:
+    # Up and down, twice: the first process has two below it, the third has one.
+    assert four.run(messages_of_a_save, str(tmp_path)) == [[(4, 4)] * 3, [(2, 2)] * 3, [(4, 4)] * 3, [(2, 2)] * 3]
 
 
 def fail_once_on_four(folder: str) -> list[str]:

@@ -145,8 +145,10 @@ def test_every_file_reaches_the_disk_before_the_manifest_unless_told_otherwise(
     finalizer = CheckpointFinalizer() if flushes else CheckpointFinalizer(fsync=False)
     finalizer.begin(tmp_path / "begun.bin")
     finalizer.finalize(tmp_path)
-    expected = ["begun.bin", "found.bin", MANIFEST_NAME, tmp_path.name] if flushes else []
-    assert flushed == expected
+    # Several threads wait for the disk.
+    first, last = ({"begun.bin", "found.bin"}, {MANIFEST_NAME, tmp_path.name}) if flushes else (set(), set())
+    assert (set(flushed[:2]), set(flushed[2:])) == (first, last)
+    assert len(flushed) == len(first) + len(last)
 
 
 @pytest.mark.usefixtures("cpu_state")

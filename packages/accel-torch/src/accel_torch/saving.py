@@ -220,7 +220,9 @@ def _save_behind(
     def work() -> None:
         with staged:
             torn.extend(copied() if early is None else early)
-            snapshot.captured.write(folder, strategy, safe_serialization=request.safe_serialization)
+            snapshot.captured.write(
+                folder, strategy, safe_serialization=request.safe_serialization, written=finalizer.begin
+            )
         _after_commit(accelerator, request.target, finalizer)
 
     with ExitStack() as stack:

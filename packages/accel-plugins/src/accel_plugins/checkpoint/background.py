@@ -176,6 +176,7 @@ class Snapshot:
             {part: self._tree(states, (part,)) for part, states in taken.objects.items()},
             self._tree(taken.files, ("files",)),
             self._tree(taken.gradients, ("gradients",)),
+            taken.rank,
         )
         self._samples = samples_of([pending.source for pending in self._pending])
 

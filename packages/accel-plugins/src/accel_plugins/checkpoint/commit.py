@@ -372,7 +372,8 @@ class CheckpointFinalizer:
     def __init__(self, fsync: bool = True) -> None:
         self._fsync = fsync
         self._hashes = _Worker(record_of)
-        self._flushes = _Worker(_flushed)
+        # The file system commits what several threads wait for at once.
+        self._flushes = _Worker(_flushed, threads=4)
         self._finalized: CheckpointManifest | None = None
         self.committed: Committed | None = None
 
@@ -470,9 +471,9 @@ class CheckpointFinalizer:
         target = folder / MANIFEST_NAME
         target.write_text(manifest.text(), encoding="utf-8")
         if self._fsync:
-            fsync_path(target)
-            for directory in sorted(directories, reverse=True):
-                fsync_path(directory)
+            for path in (target, *directories):
+                self._flushes.add(path)
+            self._flushes.results([target, *directories])
 
     def close(self) -> None:
         """Stop; for a folder that will not be finalized."""
@@ -490,23 +491,24 @@ def _incomplete(folder: Path, error: OSError) -> CheckpointError:
 
 @dataclass
 class _Worker:
-    """A thread that does one thing with each path it is given; a file that changed afterwards is done again.
+    """Threads that do one thing with each path they are given; a file that changed afterwards is done again.
 
     From Python 3.12 on no thread can be started while the program ends; the one that saves then does the work itself.
     """
 
     work: Any
+    threads: int = 1
     _waiting: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
     _asked: dict[Path, _Stamp] = field(default_factory=dict)
     _done: dict[Path, Any] = field(default_factory=dict)
-    _thread: threading.Thread | None = None
+    _started: list[threading.Thread] = field(default_factory=list)
 
     def add(self, path: Path) -> None:
         stamp = _Stamp.of(path)
         if self._asked.get(path) == stamp:
             return
         self._asked[path] = stamp
-        if self._thread is not None or self._has_started():
+        if self._has_thread():
             self._waiting.put(path)
         else:
             self._do(path)
@@ -524,14 +526,14 @@ class _Worker:
         """What a file looked like when it was handed over last."""
         return self._asked.get(path)
 
-    def _has_started(self) -> bool:
-        thread = threading.Thread(target=self._run, name="accel-finalize", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            return False
-        self._thread = thread
-        return True
+    def _has_thread(self) -> bool:
+        """Start one more, up to as many as there may be; False where there is none."""
+        if len(self._started) < min(self.threads, len(self._asked)):
+            thread = threading.Thread(target=self._run, name="accel-finalize", daemon=True)
+            with suppress(RuntimeError):
+                thread.start()
+                self._started.append(thread)
+        return bool(self._started)
 
     def _run(self) -> None:
         while (path := self._waiting.get()) is not None:
@@ -556,10 +558,11 @@ class _Worker:
         return self._done
 
     def close(self) -> None:
-        if self._thread is not None:
+        for _ in self._started:
             self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+        for thread in self._started:
+            thread.join()
+        self._started.clear()
 
 
 def _flushed(path: Path) -> bool:

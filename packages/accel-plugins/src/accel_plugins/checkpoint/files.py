@@ -5,13 +5,20 @@ The index counts objects of one kind from 0 in the order of `prepare`; index 0 h
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_bigmodel.weight_files.names import weights_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = (
     "FSDP_MODEL_NAME",
@@ -21,6 +28,7 @@ __all__ = (
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "FlushedWhileWritten",
     "custom_name",
     "extra_state_name",
     "fsync_path",
@@ -127,6 +135,40 @@ def walk(folder: Path) -> Iterator[Path]:
     for root, directories, names in os.walk(folder):
         directories.sort()
         yield from (Path(root, name) for name in sorted(names))
+
+
+_AT_ONCE: Final = 1 << 24
+"""Bytes of a file that the disk is given together."""
+_SYNC_FILE_RANGE_WRITE: Final = 2
+
+
+class FlushedWhileWritten(FileIO):
+    """A file that the disk begins to hold while it is written from start to end; `fsync_path` then waits for the rest.
+
+    The kernel would begin after seconds, or when somebody waits.
+    """
+
+    _given = _written = 0
+
+    def write(self, data: Buffer) -> int:
+        """Write bytes, and return how many."""
+        count = super().write(data)
+        self._written += count
+        if self._written - self._given >= _AT_ONCE and (call := _sync_file_range()) is not None:
+            # Whatever goes wrong, whoever flushes the file hears of it.
+            call(self.fileno(), self._given, self._written - self._given, _SYNC_FILE_RANGE_WRITE)
+            self._given = self._written
+        return count
+
+
+@cache
+def _sync_file_range() -> Any | None:
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
 
 
 def fsync_path(path: Path) -> None:

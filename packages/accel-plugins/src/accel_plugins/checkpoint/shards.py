@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
@@ -22,19 +22,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_bigmodel.failed_load import LoadGuard
 from accel_bigmodel.tied import memory_of
@@ -47,16 +45,12 @@ from accel_state.errors import AccelError, CheckpointError
 from accel_state.untrusted import open_regular
 
 __all__ = (
-    "BalancedSavePlanner",
-    "PortableWriter",
-    "SavePlans",
     "check_objects",
     "metadata_rules",
     "names_in",
     "read_into",
     "read_metadata",
     "read_whole",
-    "write_shards",
 )
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
@@ -278,128 +272,6 @@ def read_metadata(path: Path) -> Metadata:
             f"{path.name} is damaged or holds more than descriptions of tensors: {error}",
             "Load an older checkpoint, one that you trust.",
         ) from error
-
-
-class PortableWriter(FileSystemWriter):
-    """Stores the paths of shards as text, because another system or Python may not read a pickled path."""
-
-    def storage_meta(self) -> StorageMeta | None:
-        """What stands in the `.metadata` besides the tensors."""
-        meta = super().storage_meta()
-        if meta is not None:
-            meta.checkpoint_id = str(meta.checkpoint_id)
-        return meta
-
-
-@dataclasses.dataclass
-class SavePlans:
-    """What the processes planned for the last save of some tensors, for the next one of the same layout.
-
-    Args:
-        local: what this process had to offer.
-        final: what it wrote of that.
-        known: what each process had to offer; on the first one.
-        metadata: the description of all; on the first one.
-    """
-
-    local: SavePlan | None = None
-    final: SavePlan | None = None
-    known: list[SavePlan] | None = None
-    metadata: Metadata | None = None
-
-    def forget(self) -> None:
-        """Plan anew next time, because others may not know what this process knows."""
-        self.local = self.final = self.known = self.metadata = None
-
-
-class BalancedSavePlanner(DefaultSavePlanner):
-    """Lets processes write about the same number of bytes, and plans once for all saves of the same layout.
-
-    What one process alone holds it writes itself. What several hold, as replicated tensors, is written once: the
-    largest first, each by the process that has least to write. Where nothing has changed since the last save, processes
-    send empty plans and the first one repeats what it planned; each process then only compares its own plans.
-
-    Args:
-        plans: those of the last save, which this one replaces.
-    """
-
-    def __init__(self, plans: SavePlans) -> None:
-        super().__init__()
-        self._plans = plans
-        self._local: SavePlan | None = None
-
-    def create_local_plan(self) -> SavePlan:
-        """What this process could write; empty where the others know it."""
-        self._local = super().create_local_plan()
-        return SavePlan([], usable=False) if self._local == self._plans.local else self._local
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what, and its description; on the first process."""
-        plans, changed = self._plans, any(plan.usable for plan in all_plans)
-        if plans.metadata is not None and not changed:
-            return [SavePlan([], usable=False) for _ in all_plans], dataclasses.replace(plans.metadata)
-        earlier: Sequence[SavePlan | None] = plans.known or [None] * len(all_plans)
-        offered = [new if new.usable else old for new, old in zip(all_plans, earlier, strict=True)]
-        known = [plan for plan in offered if plan is not None]
-        if len(known) < len(all_plans):
-            raise ValueError("some processes send no plan, because they know of a save that this one does not know of")
-        planned, metadata = super().create_global_plan(_balanced(known))
-        plans.known, plans.metadata = known, metadata
-        return planned, dataclasses.replace(metadata)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this process writes."""
-        final = new_plan if new_plan.usable else self._plans.final
-        if final is None:
-            raise ValueError("the first process knows of a save that this one does not know of")
-        self._plans.local, self._plans.final = self._local, final
-        self.plan = final
-        return final
-
-
-def _balanced(plans: list[SavePlan]) -> list[SavePlan]:
-    """Plans without what another process writes; the largest of what several could write is assigned first."""
-    holders: dict[MetadataIndex, list[int]] = {}
-    sizes: dict[MetadataIndex, int] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            holders.setdefault(item.index, []).append(rank)
-            sizes[item.index] = _bytes_of(item)
-    writers, load = dict[MetadataIndex, int](), [0] * len(plans)
-    # Those with a single holder come first.
-    for index in sorted(holders, key=lambda index: (len(holders[index]) > 1, -sizes[index])):
-        writers[index] = min(holders[index], key=lambda rank: (load[rank], rank))
-        load[writers[index]] += sizes[index]
-    return [
-        dataclasses.replace(plan, items=[item for item in plan.items if writers[item.index] == rank])
-        for rank, plan in enumerate(plans)
-    ]
-
-
-def _bytes_of(item: WriteItem) -> int:
-    """Bytes of what is written; of an object, whose size is not known yet, one."""
-    data = item.tensor_data
-    return 1 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def write_shards(state: dict[str, Any], target: Path, plans: SavePlans, group: Any = None) -> None:
-    """Write the shards of a state; called on every process.
-
-    Args:
-        state: nested, with tensors that are sharded or the same on all processes.
-        target: the folder of shards.
-        plans: those of the last save of this state.
-        group: on which processes agree about shards, apart from training's.
-
-    Raises:
-        CheckpointException: this or another process cannot write.
-    """
-    planner = BalancedSavePlanner(plans)
-    try:
-        save(state, storage_writer=PortableWriter(target), planner=planner, process_group=group)
-    except BaseException:
-        plans.forget()
-        raise
 
 
 class _Record(io.RawIOBase):

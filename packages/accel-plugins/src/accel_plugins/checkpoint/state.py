@@ -34,6 +34,7 @@ from accel_plugins.checkpoint.files import (
     gradients_name,
     loader_name,
     random_states_name,
+    shards_of,
 )
 from accel_plugins.layers import strategy_model
 from accel_plugins.manifest import Part, Traits
@@ -143,11 +144,13 @@ class CheckpointState:
         objects: by kind, of models, optimizers and schedulers, in order; empty where another process writes them.
         files: whatever else is written, by file name.
         gradients: of an unfinished accumulation window, by file name.
+        rank: of the process.
     """
 
     objects: dict[Part, list[Any]] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    rank: int = 0
 
     def write(
         self,
@@ -164,23 +167,30 @@ class CheckpointState:
             folder: where to write.
             strategy: knows how models, optimizers and schedulers are written.
             safe_serialization: safetensors for weights; False writes with `torch.save`.
-            written: called with each file that is complete, so that it can be flushed while the next is written.
+            written: called with each file of this process that is complete, so that it can be flushed while the next
+                is written.
             model_options: further ones of the strategy for models, of its `save_options`.
 
         Raises:
             CheckpointError: something cannot be written.
         """
+        written = written or (lambda path: None)
         before = set(folder.iterdir())
         for part, states in self.objects.items():
             options = dict(model_options or {}) if part is Part.MODEL else {}
             for index, state in enumerate(states):
                 strategy.save(part, state, folder, index, safe_serialization=safe_serialization, **options)
-                if written is not None and not strategy.traits.collective_save:
+                if not strategy.traits.collective_save:
                     before = _tell_new(folder, before, written)
+                # Other files there may be incomplete: those of other processes.
+                for shard in shards_of(folder, self.rank) if strategy.traits.collective_save else ():
+                    written(shard)
         for name, tensors in self.gradients.items():
             save_weights_file(tensors, folder / name)
+            written(folder / name)
         for name, state in self.files.items():
             pickled.write(state, folder / name)
+            written(folder / name)
 
 
 def _tell_new(folder: Path, before: set[Path], written: Written) -> set[Path]:
@@ -221,7 +231,7 @@ def capture(
     shown: list[Any] = [] if strategy.traits.collective_save else collected.get(Part.MODEL, [])
     for hook in hooks:
         hook(contents.models, shown, str(folder))
-    taken = CheckpointState(collected if writes or strategy.traits.collective_save else {})
+    taken = CheckpointState(collected if writes or strategy.traits.collective_save else {}, rank=process.rank)
     if in_window:
         models = [strategy.unwrap(model) for model in contents.for_strategy(Part.MODEL)]
         taken.gradients[gradients_name(process.rank)] = held_gradients(models)

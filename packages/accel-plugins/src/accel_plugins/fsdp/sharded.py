@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.blocks import repeated_blocks
 from accel_plugins.bundle import Bundle
-from accel_plugins.checkpoint.shards import SavePlans
+from accel_plugins.checkpoint.sharded_save import SavePlans
 from accel_plugins.context import Context
 from accel_plugins.fsdp import loading, weights
 from accel_plugins.fsdp.building import arrives_sharded

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,7 +40,8 @@ from accel_plugins.checkpoint.files import (
     shards_name,
     weights_name,
 )
-from accel_plugins.checkpoint.shards import SavePlans, names_in, read_into, read_whole, write_shards
+from accel_plugins.checkpoint.sharded_save import SavePlans, write_shards
+from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
 from accel_plugins.fsdp import loading
 from accel_plugins.manifest import Part
 from accel_plugins.parameters import by_name, names_parameters, restart, unstepped, with_tied_names
@@ -144,14 +144,7 @@ def write(
         if first:
             pickled.write(state, folder / _full_name(part, index))
         return
-    try:
-        write_shards({part.value: state}, folder / shards_name(_STEMS[part], index), plans, group)
-    except (Exception, CheckpointException) as error:  # whatever another process met comes wrapped
-        raise CheckpointError(
-            f"Cannot save {part.value} {index} in {folder}.",
-            str(error).strip().splitlines()[-1],
-            "Check the free space and the permissions of the folder.",
-        ) from error
+    write_shards({part.value: state}, folder / shards_name(_STEMS[part], index), plans, group)
 
 
 def load_model(model: Module, folder: Path, index: int, *, strict: bool = True) -> None:
