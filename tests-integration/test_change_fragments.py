@@ -9,8 +9,7 @@ from packaging.version import Version
 
 import release
 from releasing.fragments import KINDS, faults
-from releasing.versions import Step, next_version, series_end, short
-from releasing.workspace import read_workspace
+from releasing.workspace import Step, next_version, read_workspace, series_end, short
 
 ROOT = Path(__file__).resolve().parents[1]
 

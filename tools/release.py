@@ -20,11 +20,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from releasing import apply as writing
-from releasing.errors import ReleaseError
 from releasing.fragments import fragment_problems
-from releasing.history import History
 from releasing.plan import Planner
-from releasing.workspace import Package, named, read_workspace
+from releasing.workspace import History, Package, ReleaseError, named, read_workspace
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,8 +105,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         part.add_argument("packages", nargs="+" if name == "apply" else "*", metavar="PACKAGE")
     given = parser.parse_args(arguments)
     try:
-        with History(root) as history:
-            return COMMANDS[given.command](Request(read_workspace(root), history, given.packages))
+        return COMMANDS[given.command](Request(read_workspace(root), History(root), given.packages))
     except ReleaseError as error:
         print(error, file=sys.stderr)
         return 2

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import griffe
 import tomli
+from packaging.version import Version
 
-from releasing.errors import ReleaseError
 from releasing.fragments import WAIVERS
-from releasing.workspace import Package
+from releasing.workspace import History, Package, ReleaseError, tag_name
 
 KEYS = {"path", "kind", "reason", "breaks"}
 
@@ -121,27 +120,18 @@ def described(breakage: griffe.Breakage) -> Break:
     return Break(breakage.obj.path, breakage.kind.value, detail)
 
 
-def load_all(packages: Iterable[Package]) -> dict[str, griffe.Module]:
-    """Reads all packages as they are now, by name; each finds the others."""
-    given = tuple(packages)
-    loader = griffe.GriffeLoader(search_paths=[str(package.source) for package in given], allow_inspection=False)
-    modules = {package.name: loader.load(package.module) for package in given}
-    loader.resolve_aliases(external=False)
-    return {name: module for name, module in modules.items() if isinstance(module, griffe.Module)}
-
-
-def load(package: Package, source: Path, beside: Iterable[Package]) -> griffe.Module:
-    """Reads a package from a source folder; what it takes from its siblings is found beside it, as it is now."""
-    siblings = [str(other.source) for other in beside if other.name != package.name]
-    loader = griffe.GriffeLoader(search_paths=[str(source), *siblings], allow_inspection=False)
-    module = loader.load(package.module)
-    for other in beside:
-        if other.name != package.name:
-            loader.load(other.module)
-    loader.resolve_aliases(external=False)
-    if not isinstance(module, griffe.Module):
-        raise ReleaseError(f"the names of {package.name}", f"{source} holds no module {package.module}", "add it")
-    return module
+def load(package: Package, beside: Iterable[Package], history: History, version: Version | None) -> griffe.Module:
+    """Reads the names of a package and of all beside it, as they were released with a version or, for None, as now."""
+    paths = [str(other.source.relative_to(history.root)) for other in beside]
+    how: dict[str, Any] = {"allow_inspection": False, "resolve_aliases": True, "resolve_external": True}
+    if version is None:
+        found = griffe.load(package.module, search_paths=[history.root / path for path in paths], **how)
+    else:
+        ref = tag_name(package.name, version)
+        found = griffe.load_git(package.module, ref=ref, repo=history.root, search_paths=paths, **how)
+    if not isinstance(found, griffe.Module):
+        raise ReleaseError(f"the names of {package.name}", f"{package.module} is no module", "add its source folder")
+    return found
 
 
 def read_waivers(package: Package) -> tuple[Waiver, ...]:

@@ -13,12 +13,10 @@ import tomlkit
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from releasing.bounds import Bound, in_order
-from releasing.errors import ReleaseError
 from releasing.fragments import UNTOLD, WAIVERS
-from releasing.history import History, tag_name
 from releasing.plan import Entry, Planner
-from releasing.workspace import Package, named
+from releasing.ranges import Bound, in_order
+from releasing.workspace import History, Package, ReleaseError, named, tag_name
 
 VERSION_LINE = re.compile(r'^__version__ = "[^"]*"$', re.MULTILINE)
 

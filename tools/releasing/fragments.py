@@ -17,8 +17,7 @@ from typing import Any
 
 import tomli
 
-from releasing.versions import Step
-from releasing.workspace import Package
+from releasing.workspace import Package, Step
 
 KINDS = {
     "breaking": Step.BREAKING,

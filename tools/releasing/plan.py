@@ -9,11 +9,9 @@ import griffe
 from packaging.version import Version
 
 from releasing import api
-from releasing.bounds import Bound, Sibling, Unreleased, needed
 from releasing.fragments import Fragment, fragment_problems, read_fragments
-from releasing.history import History, tag_name
-from releasing.versions import Step, next_version
-from releasing.workspace import Package
+from releasing.ranges import Bound, Sibling, Unreleased, needed
+from releasing.workspace import History, Package, Step, next_version, tag_name
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,8 @@ class Planner:
 
     def names(self, package: Package, version: Version | None) -> griffe.Module:
         """The names of a released version, or those of the current files."""
-        if (package.name, None) not in self._names:
-            self._names.update({(name, None): module for name, module in api.load_all(self.workspace).items()})
         if (package.name, version) not in self._names:
-            source = self.history.source(package, version) if version else package.source
-            self._names[package.name, version] = api.load(package, source, self.workspace)
+            self._names[package.name, version] = api.load(package, self.workspace, self.history, version)
         return self._names[package.name, version]
 
 
