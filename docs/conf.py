@@ -12,14 +12,32 @@ project = "accel"
 project_copyright = "the accel contributors"
 pygments_style = "friendly"
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
-extensions = ["myst_parser", "sphinx_design", "bars"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "bars",
+    "docstrings",
+]
 exclude_patterns = ["extensions"]
 
 # A link may name a heading, as it may where the repository is read.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 
-# The pages of the interface name types with their full address, so that each leads to the right one.
+# The interface, from docstrings; what only signatures import for type checkers stays as it is written.
+default_role = "code"
+autodoc_default_options = {
+    "member-order": "bysource",
+    "special-members": "__call__, __enter__",
+}
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+autosummary_generate = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 

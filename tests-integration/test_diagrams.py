@@ -8,9 +8,8 @@ import grimp
 import pytest
 
 import draw_diagrams
-from reference.diagrams import diagrams
+from reference.diagrams import diagrams, package_edges, reduced, supported
 from reference.drawing import Arrow, Blocked, Box, drawn
-from reference.imports import package_edges, reduced, supported
 
 A = Box("a", "the first", 0, 0, 1)
 B = Box("b", "the second", 1, 0, 0)

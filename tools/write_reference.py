@@ -2,8 +2,9 @@
 
     python tools/write_reference.py [folder]     write them, to docs/reference/generated when no folder is given
 
-They are made whenever the site is built, and not kept: nothing can make them stale. Everything is read from docstrings,
-definitions of settings, parsers, raising statements and the drop-in's table of names; torch is not imported.
+They are made whenever the site is built, and not kept: nothing can make them stale. The pages of the interface hold
+directives, for which autodoc reads the docstrings; the others are read from the definitions of settings, parsers,
+raising statements and the drop-in's table of names.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ PLACE = ROOT / "docs" / "reference" / "generated"
 
 def pages() -> dict[str, str]:
     """File name to content, of every page."""
-    library = read_library()
-    links = all_links(library)
+    modules = read_library()
+    links = all_links(modules)
     return {
-        **api_pages(library, links),
-        **error_pages(library, links),
+        **api_pages(modules, links),
+        **error_pages(modules, links),
         "commands.md": commands_page(),
         "dropin.md": dropin_page(links),
-        "settings.md": settings_page(library, links),
+        "settings.md": settings_page(modules, links),
     }
 
 

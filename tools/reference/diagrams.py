@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import NamedTuple
 
 import grimp
 
 from accelerate.names import NAMES
+from reference.docstrings import opening
 from reference.drawing import Arrow, Box, drawn
-from reference.imports import package_edges, read_graph, reduced, supported
-from reference.published import ROOT, Library, read_library
+from reference.published import LIBRARY, ROOT
 
-__all__ = ("DIAGRAMS", "Unsupported", "diagrams")
+__all__ = ("DIAGRAMS", "Unsupported", "diagrams", "package_edges", "reduced", "supported")
 
 DIAGRAMS = ROOT / "docs" / "reference" / "diagrams"
+
+Edges = frozenset[tuple[str, str]]
 
 _LAYERS = {
     # package: row, first and last column
@@ -86,22 +89,22 @@ class Unsupported(ValueError):
 
 def diagrams() -> dict[str, str]:
     """File name to picture."""
-    library, graph = read_library(), read_graph()
-    return {"layers.svg": _layers(library, graph), "batch.svg": _batch(library, graph)}
+    graph = grimp.build_graph(*LIBRARY, cache_dir=None)
+    return {"layers.svg": _layers(graph), "batch.svg": _batch(graph)}
 
 
-def _layers(library: Library, graph: grimp.ImportGraph) -> str:
+def _layers(graph: grimp.ImportGraph) -> str:
     # The finder of `accelerate` imports the owners of its names by the table.
     owners = {source.partition(".")[0] for sources in NAMES.values() for source in sources}
     edges = reduced(package_edges(graph) | {("accelerate", owner) for owner in owners - {"accelerate"}})
-    boxes = [Box(name, _said(library, name), *place) for name, place in _LAYERS.items()]
+    boxes = [Box(name, _said(name), *place) for name, place in _LAYERS.items()]
     about = "Arrows lead from a package to those it imports; an arrow that a longer way makes needless is left out."
     arrows = [Arrow(*edge) for edge in sorted(edges, key=lambda edge: (_LAYERS[edge[0]], _LAYERS[edge[1]]))]
     return drawn("The layers of accel", about, boxes, arrows)
 
 
-def _batch(library: Library, graph: grimp.ImportGraph) -> str:
-    boxes = [Box(name, _said(library, name), *place, outside=name == _SCRIPT) for name, place in _PATH.items()]
+def _batch(graph: grimp.ImportGraph) -> str:
+    boxes = [Box(name, _said(name), *place, outside=name == _SCRIPT) for name, place in _PATH.items()]
     about = "On the left each process reads its own samples; on the right the main process reads for all."
     return drawn("The way of a batch", about, boxes, [*_checked(graph), *_OF_THE_SCRIPT])
 
@@ -113,11 +116,59 @@ def _checked(graph: grimp.ImportGraph) -> Iterator[Arrow]:
         yield Arrow(step.source, step.target)
 
 
-def _said(library: Library, name: str) -> str:
+def _said(name: str) -> str:
     """The first sentence of a docstring, as a caption."""
     if name == _SCRIPT:
         return "for batch in loader: loss = model(batch), accelerator.backward(loss), optimizer.step()"
-    package, _, rest = name.partition(".")
-    module = library[package][rest] if rest else library[package]
-    assert module.docstring is not None, name
-    return " ".join(module.docstring.value.partition("\n\n")[0].replace("`", "").split())
+    return " ".join(opening(import_module(name)).partition("\n\n")[0].replace("`", "").split())
+
+
+def package_edges(graph: grimp.ImportGraph) -> Edges:
+    """Which package imports which; what only a package's test kit imports is an extra, and left out."""
+    found = set()
+    for module in graph.modules:
+        if ".testing" not in module:
+            for imported in graph.find_modules_directly_imported_by(module):
+                found.add((module.partition(".")[0], imported.partition(".")[0]))
+    return frozenset((upper, lower) for upper, lower in found if upper != lower)
+
+
+def reduced(edges: Edges) -> Edges:
+    """Without edges that a longer way goes too."""
+    return frozenset(edge for edge in edges if not _reaches(*edge, edges - {edge}))
+
+
+def _reaches(source: str, target: str, edges: Edges) -> bool:
+    seen: set[str] = set()
+    waiting = [source]
+    while waiting:
+        here = waiting.pop()
+        if here == target:
+            return True
+        following = {lower for upper, lower in edges if upper == here} - seen
+        seen |= following
+        waiting += sorted(following)
+    return False
+
+
+def supported(graph: grimp.ImportGraph, one: str, other: str, by: str, between: frozenset[str]) -> bool:
+    """Whether two modules or packages know of each other.
+
+    Args:
+        graph: the imports.
+        one: a module or package.
+        other: another one.
+        by: where the two meet: one of them, which imports the other, or a third, which imports both.
+        between: modules through one of which an import may go.
+    """
+    if by in (one, other):
+        return _imports(graph, by, other if by == one else one, between)
+    return all(_imports(graph, by, end, between) for end in (one, other))
+
+
+def _imports(graph: grimp.ImportGraph, importer: str, imported: str, between: frozenset[str]) -> bool:
+    """Whether a module imports another or something below it, directly or through one of some modules."""
+    wanted = {imported, *graph.find_descendants(imported)}
+    reached = graph.find_modules_directly_imported_by(importer)
+    through = (graph.find_modules_directly_imported_by(step) for step in reached & between)
+    return bool(wanted & reached) or any(wanted & further for further in through)

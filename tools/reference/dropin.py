@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelerate.names import NAMES, NOT_PROVIDED, REMOVED, VERSION, Owner, owners
-from reference.links import Links
 from reference.markdown import code, page, prose, table
+from reference.published import Links
 
 __all__ = ("dropin_page",)
 

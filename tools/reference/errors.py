@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import griffe
-
+from accel_state.errors import AccelError
 from reference.api import published_in
-from reference.described import described
-from reference.links import Links
+from reference.docstrings import first_sentence, opening
 from reference.markdown import code, fence, page, prose, table
-from reference.objects import is_exception
-from reference.published import Entry, Library
+from reference.published import Entry, Links, Modules
 from reference.raised import Site, sites
 
 __all__ = ("error_pages", "errors_of")
 
-_BASE = "accel_state.errors.AccelError"
 _ABOUT = """Every error that is raised on purpose is a child of `AccelError` and of the builtin that fits it, so
 `except ValueError` keeps working. A message has three parts: what failed, what stands in the way, and what to do.
 The page of each class has every message, so that the site's search finds the text of one; ‹...› stands for what is
 filled in."""
 
 
-def error_pages(library: Library, links: Links) -> dict[str, str]:
+def error_pages(modules: Modules, links: Links) -> dict[str, str]:
     """File name to page: an overview, and one page for each class."""
-    entries = errors_of(library)
+    entries = errors_of(modules)
     found: dict[str, list[Site]] = {entry.name: [] for entry in entries}
     for site in sites(frozenset(found)):
         found[site.error].append(site)
@@ -33,7 +29,7 @@ def error_pages(library: Library, links: Links) -> dict[str, str]:
         (
             f"[{entry.name}]({entry.name}.md)",
             ", ".join(_builtins(entry)),
-            _when(entry, links),
+            first_sentence(entry.item, links.link),
             str(len(found[entry.name])),
         )
         for entry in entries
@@ -41,7 +37,8 @@ def error_pages(library: Library, links: Links) -> dict[str, str]:
     toc = ["```{toctree}", ":hidden:", "", *(entry.name for entry in entries), "```"]
     head = ("class", "child of", "when", "places")
     others = [
-        (links.link(entry.address), ", ".join(_builtins(entry)), _when(entry, links)) for entry in _others(library)
+        (links.link(entry.address), ", ".join(_builtins(entry)), first_sentence(entry.item, links.link))
+        for entry in _others(modules)
     ]
     apart = ["## Outside of this tree", "", *table(head[:3], others), ""]
     pages = {"errors/index.md": page(["# Errors", "", prose(_ABOUT), "", *table(head, rows), "", *apart, *toc])}
@@ -49,35 +46,34 @@ def error_pages(library: Library, links: Links) -> dict[str, str]:
     return pages
 
 
-def errors_of(library: Library) -> list[Entry]:
+def errors_of(modules: Modules) -> list[Entry]:
     """Every published class of errors, the base first, then as they are defined from the lowest package upward."""
-    return [entry for entry in _classes(library) if _in_the_tree(entry.item)]
+    return [entry for entry in _exceptions(modules) if issubclass(entry.item, AccelError)]
 
 
-def _others(library: Library) -> list[Entry]:
+def _others(modules: Modules) -> list[Entry]:
     """Published errors and warnings that are not children of the base."""
-    return [entry for entry in _classes(library) if is_exception(entry.item) and not _in_the_tree(entry.item)]
+    return [entry for entry in _exceptions(modules) if not issubclass(entry.item, AccelError)]
 
 
-def _classes(library: Library) -> Iterator[Entry]:
-    for published in published_in(library).values():
-        yield from (entry for entry in published if isinstance(entry.item, griffe.Class))
-
-
-def _in_the_tree(item: griffe.Object) -> bool:
-    return isinstance(item, griffe.Class) and _BASE in (item.path, *(base.path for base in item.mro()))
+def _exceptions(modules: Modules) -> Iterator[Entry]:
+    for published in published_in(modules).values():
+        yield from (entry for entry in published if entry.kind == "exception")
 
 
 def _builtins(entry: Entry) -> list[str]:
-    return [code(str(base)) for base in entry.item.bases] if isinstance(entry.item, griffe.Class) else []
-
-
-def _when(entry: Entry, links: Links) -> str:
-    return described(entry.item, links.link)[0] if entry.item.docstring else ""
+    return [code(base.__name__) for base in entry.item.__bases__]
 
 
 def _page(entry: Entry, found: Sequence[Site], links: Links) -> str:
-    lines = [f"# {entry.name}", "", *described(entry.item, links.link), f"Defined as {links.link(entry.address)}.", ""]
+    lines = [
+        f"# {entry.name}",
+        "",
+        prose(opening(entry.item), links.link),
+        "",
+        f"Defined as {links.link(entry.address)}.",
+        "",
+    ]
     whole = (site for site in found if len(site.parts) == 3)
     example = min(whole, key=lambda site: (site.blanks, -sum(map(len, site.parts))), default=None)
     if example is not None:

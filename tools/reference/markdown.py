@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ("cell", "code", "directive", "fence", "page", "prose", "table")
+__all__ = ("cell", "code", "fence", "page", "prose", "table")
 
 _CODE = re.compile(r"(`[^`]*`)")
 _ADDRESS = re.compile(r"(https?://[^\s)]*[^\s).,])")
@@ -76,20 +76,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def fence(text: str, language: str = "text") -> list[str]:
     """Lines of a block of code."""
     return [f"```{language}", *text.splitlines(), "```"]
-
-
-def directive(
-    name: str, argument: str, options: Iterable[tuple[str, str]], body: Sequence[str], depth: int
-) -> list[str]:
-    """Lines of a directive; `depth` is 0 where nothing is nested in it."""
-    marks = "`" * (depth + 4)
-    given = [f":{key}: {_quoted(value)}".rstrip() for key, value in options]
-    return [f"{marks}{{{name}}} {argument}", *given, "", *body, marks, ""]
-
-
-def _quoted(value: str) -> str:
-    """The value of an option, which is read as YAML."""
-    return value if re.fullmatch(r"[\w.]*", value) else "'" + value.replace("'", "''") + "'"
 
 
 def page(lines: Iterable[str]) -> str:

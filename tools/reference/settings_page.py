@@ -6,28 +6,28 @@ Taken from the definitions themselves, so the classes are imported; none of them
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
+import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import griffe
-
 from accel_cli.launch.options import launch_classes
 from accel_state.settings.schema import Setting, plain_value, settings_of
+from accel_torch import Accelerator
 from reference.api import published_in
-from reference.described import first_sentence
-from reference.fields import fields_only_in_scripts
-from reference.links import Links
+from reference.docstrings import argument_meanings, first_sentence
 from reference.markdown import code, page, prose, table
-from reference.published import ROOT, Library
+from reference.published import ROOT, Entry, Links, Modules
 
 __all__ = ("classes_with_settings", "settings_page")
 
 _HEAD = ("setting", "meaning", "type", "default", "flag", "variable", "key in the file", "argument")
+_CLASS_OF_SETTINGS = re.compile(r"(Plugin|Kwargs|Config|Configuration)$")
 _DEFINES = re.compile(r"\b(?:setting|taken)\(")
 _NONE = "–"
 _OF_EVERY_RUN = "accel_state.settings.run"
@@ -39,20 +39,18 @@ switch has an opposite, `--no_...`. A dash stands for what there is none of."""
 _IN_SCRIPTS = "What no flag, variable or file can say, because it is an object or belongs to one call."
 
 
-def settings_page(library: Library, links: Links) -> str:
+def settings_page(modules: Modules, links: Links) -> str:
     """The page."""
-    accelerator = library["accel_torch"]["accelerator.Accelerator"]
-    arguments = {parameter.name for parameter in accelerator.parameters}
+    arguments = set(inspect.signature(Accelerator).parameters)
     lines = ["# Settings", "", prose(_ABOUT), ""]
     classes = classes_with_settings()
     for cls in classes:
-        item = library[cls.__module__.partition(".")[0]][f"{cls.__module__}.{cls.__qualname__}".partition(".")[2]]
-        lines += [f"## {cls.__qualname__}", "", first_sentence(item, links.link), ""]
-        lines += [f"In {links.link(item.path)}.", "", *table(_HEAD, _rows(cls, item, arguments)), ""]
-    published = [entry for found in published_in(library).values() for entry in found if "legacy" not in entry.home]
-    return page(
-        [*lines, "## Given in scripts only", "", _IN_SCRIPTS, "", *fields_only_in_scripts(published, classes, links)]
-    )
+        lines += [f"## {cls.__qualname__}", "", first_sentence(cls, links.link), ""]
+        place = links.link(f"{cls.__module__}.{cls.__qualname__}")
+        lines += [f"In {place}.", "", *table(_HEAD, _rows(cls, arguments)), ""]
+    published = [entry for found in published_in(modules).values() for entry in found if "legacy" not in entry.home]
+    lines += ["## Given in scripts only", "", _IN_SCRIPTS, ""]
+    return page([*lines, *_only_in_scripts(published, classes, links)])
 
 
 def classes_with_settings(root: Path = ROOT) -> list[type]:
@@ -83,7 +81,7 @@ def _settings(cls: type) -> Mapping[str, Setting]:
         return {}
 
 
-def _rows(cls: type, item: griffe.Object, arguments: set[str]) -> Iterator[tuple[str, ...]]:
+def _rows(cls: type, arguments: set[str]) -> Iterator[tuple[str, ...]]:
     usual = _usual(cls)
     for name, known in settings_of(cls).items():
         yield (
@@ -138,3 +136,40 @@ def _no_variables() -> Iterator[None]:
         yield
     finally:
         os.environ.update(kept)
+
+
+def _only_in_scripts(published: Iterable[Entry], known: Iterable[type], links: Links) -> Iterator[str]:
+    """A table for each class of settings that has fields without flag, variable or key."""
+    for entry in published:
+        if (
+            isinstance(entry.item, type)
+            and dataclasses.is_dataclass(entry.item)
+            and _CLASS_OF_SETTINGS.search(entry.name)
+        ):
+            rows = list(_fields(entry.item, settings_of(entry.item) if entry.item in known else (), links))
+            if rows:
+                said = first_sentence(entry.item, links.link)
+                yield from (f"### {entry.name} in scripts", "", said, "", f"In {links.link(entry.address)}.", "")
+                yield from (*table(("argument", "meaning", "type", "default"), rows), "")
+
+
+def _fields(cls: Any, declared: Iterable[str], links: Links) -> Iterator[tuple[str, ...]]:
+    meanings: dict[str, str] = {}
+    for source in reversed(cls.__mro__):
+        meanings |= argument_meanings(source, links.link)
+    for name, one in inspect.signature(cls).parameters.items():
+        if name not in declared and not name.startswith("_"):
+            yield code(name), meanings.get(name, ""), code(str(one.annotation)), _given(cls, one)
+
+
+def _given(cls: Any, one: inspect.Parameter) -> str:
+    """The default of an argument, as a script would write it."""
+    field = cls.__dataclass_fields__.get(one.name)
+    if one.kind is inspect.Parameter.VAR_KEYWORD:
+        return code("{}")
+    if one.default is inspect.Parameter.empty:
+        return "needed"
+    if field is not None and field.default_factory is not dataclasses.MISSING:
+        return code(f"{field.default_factory.__name__}()")
+    value = one.default
+    return code(f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value))

@@ -1,11 +1,13 @@
 """The machines of a run meet before it: the main one collects what all say and tells everybody the verdict.
 
-main machine                              every other machine
-listens on the port of the run     <--    hello: rank, host, versions, settings, port of its own
-its time                           -->    how far the clocks are apart
-who is where, token of the folder  -->    connects to all others, looks into the shared folder
-                                   <--    what it found
-findings                           -->    the same report everywhere
+Their messages, in order:
+
+    main machine                              every other machine
+    listens on the port of the run     <--    hello: rank, host, versions, settings, port of its own
+    its time                           -->    how far the clocks are apart
+    who is where, token of the folder  -->    connects to all others, looks into the shared folder
+                                       <--    what it found
+    findings                           -->    the same report everywhere
 """
 
 from __future__ import annotations

@@ -51,11 +51,13 @@ class _SwitchesOfDevices:
 
 def _kind_settings() -> type:
     of_backends = {name: field_of(users[0].switch._replace(group=_GROUP)) for name, users in switches().items()}
-    return settings_class(type("KindSettings", (), {"multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends}))
+    own = {"__doc__": "Switches that choose the kind of run; at most one of them.", "__module__": __name__}
+    return settings_class(
+        type("KindSettings", (), {**own, "multi_gpu": vars(_SwitchesOfDevices)["multi_gpu"], **of_backends})
+    )
 
 
 KindSettings: Final = _kind_settings()
-"""Switches that choose the kind of run; at most one of them."""
 
 
 class Kind(NamedTuple):

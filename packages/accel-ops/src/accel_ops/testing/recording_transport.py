@@ -1,8 +1,10 @@
 """A transport that records which collectives are started, for tests that count them.
 
-with recording() as records:
-    gather(batch)
-assert [record.operation for record in records] == ["all_gather"]
+For example:
+
+    with recording() as records:
+        gather(batch)
+    assert [record.operation for record in records] == ["all_gather"]
 """
 
 from __future__ import annotations
