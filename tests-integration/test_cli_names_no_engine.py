@@ -23,13 +23,10 @@ EXCEPTIONS = {
     "launch/tpu_runner.py": ({"xla"}, "what that launcher runs"),
     "launch/notebook.py": ({"xla"}, "a notebook beside a TPU, whose processes torch_xla starts"),
     "launch/manual.py": ({"fsdp", "deepspeed"}, "flags of the short help text, in the order of how many need them"),
-    "launch/mpi.py": ({"deepspeed"}, "whose hostfiles have the same form"),
-    "commands/env.py": ({"xla"}, "prefixes of variables that torch_xla reads"),
     "config/file.py": (
         {"deepspeed", "fsdp", "megatron"},
         "keys of files of Accelerate, whether anything reads them or not",
     ),
-    "config/write.py": ({"fsdp"}, "an example of a nested key"),
 }
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
 
-from accel_cli.distributions import versions
+from accel_cli.commands.env import describe
+from accel_cli.distributions import requirements, versions
+from accel_cli.launch.options import launch_classes
+from accel_state.settings.schema import settings_of
 
 
 def test_versions_are_those_of_the_installed_distributions():
@@ -75,3 +79,15 @@ def test_a_broken_config_file_is_shown_and_a_missing_one_refused(accel, tmp_path
     finished = accel("env", "--light", "--config-file", tmp_path / "none.yaml")
     assert finished.returncode == 2
     assert "There is no such file" in finished.stderr
+
+
+def test_the_variables_of_all_settings_are_shown_without_loading_them():
+    known = {known.variable for one in launch_classes() for known in settings_of(one).values() if known.variable}
+    assert set(describe(dict.fromkeys(known, "1"), None, light=True)["variables"]) == known
+
+
+def test_requirements_are_those_of_the_metadata():
+    for name in ("accel-cli", "accel-plugins", "pytest"):
+        given = {re.match("[A-Za-z0-9._-]+", line)[0] for line in metadata.requires(name) or ()}
+        assert set(requirements(name)) == given
+    assert requirements("no-such-distribution") == []

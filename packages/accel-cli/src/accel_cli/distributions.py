@@ -1,18 +1,20 @@
-"""Versions of installed distributions, read from the names of their metadata folders."""
+"""Installed distributions: versions, from the names of their metadata folders, and what they require.
+
+`importlib.metadata` would read and parse all of their metadata, which takes longer than a command that lists them.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 
-__all__ = ("installed", "versions")
+__all__ = ("installed", "requirements", "versions")
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Version of each distribution that is installed, in the order of `names`.
-
-    `importlib.metadata` would read all of their metadata; the folder's name says enough.
 
     Example:
         >>> "pyyaml" in versions(["pyyaml", "no-such-distribution"])
@@ -30,6 +32,26 @@ def installed() -> dict[str, str]:
             name, _, version = entry.rpartition(".")[0].partition("-")
             found.setdefault(name.replace("_", "-"), version.partition("-")[0])
     return found
+
+
+def requirements(distribution: str) -> list[str]:
+    """Names of what an installed distribution requires, or takes as an extra.
+
+    Example:
+        >>> "torch" in requirements("accel-cli")
+        True
+    """
+    for folder in sys.path:
+        for entry in _entries(folder or os.curdir):
+            if _normal(entry.partition("-")[0]) != _normal(distribution):
+                continue
+            for name in ("METADATA", "PKG-INFO"):
+                try:
+                    with open(os.path.join(folder, entry, name), encoding="utf-8", errors="replace") as file:
+                        return re.findall(r"^Requires-Dist: *([A-Za-z0-9._-]+)", file.read(), re.MULTILINE)
+                except OSError:
+                    continue
+    return []
 
 
 def _entries(folder: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import Final
 
@@ -37,6 +36,8 @@ def new_secret() -> str:
 
 def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that bind gloo to the loopback interface, unless the user has chosen an interface."""
+    import socket
+
     interfaces = {name for _index, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
     return {} if loopback is None or environ.get(_GLOO_INTERFACE) else {_GLOO_INTERFACE: loopback}
@@ -44,6 +45,8 @@ def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def get_free_port() -> int:
     """A TCP port that no program used a moment ago."""
+    import socket
+
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -55,6 +58,8 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     Raises:
         SettingError: there is no such port.
     """
+    import socket
+
     try:
         number = DEFAULT_PORT if port is None else int(port)
     except ValueError:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.metadata import requires
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.command import spelled
 from accel_cli.config.file import default_path
-from accel_cli.distributions import installed, versions
+from accel_cli.distributions import installed, requirements, versions
 from accel_state.errors import AccelError, SettingError
 from accel_state.settings.extension import extensions
 
@@ -25,7 +23,6 @@ _OURS: Final = "accel"
 """What the names of the distributions of this project and of its plugins begin with."""
 
 _CLIENTS: Final = ("datasets", "transformers", "peft", "trl", "diffusers")
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _VARIABLES: Final = (
     "ACCEL",
     "CUDA_",
@@ -35,16 +32,17 @@ _VARIABLES: Final = (
     "LOCAL_",
     "MASTER_",
     "NCCL_",
+    "NUM_REPLICA_",
     "OMP_",
     "PARALLELISM_CONFIG_",
     "PET_",
     "PJRT_",
     "PYTORCH_",
+    "REPLICA_",
     "SLURM_",
     "TORCH",
-    "XLA_",
 )
-_EXACT: Final = ("HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
+_EXACT: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORLD_SIZE", "XDG_CACHE_HOME")
 
 
 class Env:
@@ -93,7 +91,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
 def _packages() -> list[str]:
     """The packages of this project and of its plugins, then what these require or take as extras, then clients."""
     own = sorted(name for name in installed() if name.startswith(_OURS))
-    needed = {match[0] for name in own for line in requires(name) or () if (match := _NAME.match(line))}
+    needed = {name for one in own for name in requirements(one)}
     return list(dict.fromkeys((*own, *sorted(needed, key=str.lower), *_CLIENTS)))
 
 
@@ -140,17 +138,14 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
 
 
 def _concerns_us(name: str) -> bool:
-    return name.startswith(_VARIABLES) or name in _EXACT or name in _of_settings()
+    return name.startswith((*_VARIABLES, *_of_extensions())) or name in _EXACT
 
 
 @lru_cache(maxsize=1)
-def _of_settings() -> frozenset[str]:
-    """Variables of every setting of a launch."""
-    from accel_cli.launch.options import launch_classes
-    from accel_state.settings.schema import settings_of
-
-    known = (known for one in launch_classes() for known in settings_of(one).values())
-    return frozenset(known.variable for known in known if known.variable is not None)
+def _of_extensions() -> tuple[str, ...]:
+    """What variables of backends and launchers begin with: their names, without a version; no setting is loaded."""
+    offered = (*extensions("accel.backends"), *extensions("accel.launchers"))
+    return tuple({extension.name.rstrip("0123456789").upper() for extension in offered})
 
 
 def _masked(name: str, value: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -33,10 +31,9 @@ class Launch:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Flags grown from the settings of the launcher and the backends, then the script and what is its own."""
-        with _without_collections():
-            from accel_cli.launch.options import add_launch_arguments
+        from accel_cli.launch.options import add_launch_arguments
 
-            add_launch_arguments(parser)
+        add_launch_arguments(parser)
         parser.add_argument("--help-all", "--help_all", action="store_true")
         parser.set_defaults(prog=parser.prog)
 
@@ -47,8 +44,7 @@ class Launch:
 
             print(launch_manual(arguments.prog, everything=True), end="")
             return 0
-        with _without_collections():
-            launcher, plan = self._planned(arguments)
+        launcher, plan = self._planned(arguments)
         return _become(plan) if plan.replaces and os.name == "posix" else launcher.run(plan)
 
     def _planned(self, arguments: Namespace) -> tuple[Launcher, LaunchPlan]:
@@ -78,21 +74,6 @@ class Launch:
             for note in (*notes(request), *_lost_place(plan, request.environ)):
                 print(f"accel launch: {note}", file=sys.stderr, flush=True)
         return launcher, plan
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Import without garbage collections, which find nothing: what is imported stays."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        # The next collection would go through all of it while the processes are started.
-        gc.freeze()
-        gc.enable()
 
 
 def launch_request(request: Request, script: Script) -> LaunchRequest:

@@ -25,8 +25,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key as tables within tables; lists and plain values only.
 
     Example:
-        >>> nested({"num_processes": 2, "fsdp_config.fsdp_version": 2})
-        {'num_processes': 2, 'fsdp_config': {'fsdp_version': 2}}
+        >>> nested({"num_processes": 2, "parallelism_config.parallelism_config_tp_size": 2})
+        {'num_processes': 2, 'parallelism_config': {'parallelism_config_tp_size': 2}}
     """
     root: dict[str, Any] = {}
     for key, value in values.items():

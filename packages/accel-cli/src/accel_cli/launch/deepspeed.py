@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
 from accel_cli.launch.check import shown
 from accel_cli.launch.kinds import kind_of
-from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest, Program
-from accel_cli.launch.local import Supervisor, one_process
-from accel_cli.launch.mpi import Host, read_hostfile
+from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest, Program, one_process
+from accel_cli.launch.launchers import Supervised
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, SettingError
 from accel_state.network import DEFAULT_PORT
 from accel_state.settings.schema import TEXT, ValueType, choice, setting, settings_class
+
+if TYPE_CHECKING:
+    from accel_cli.launch.mpi import Host
 
 __all__ = (
     "DEEPSPEED_LAUNCHERS",
@@ -88,7 +90,7 @@ _BY_MPI: Final = ("openmpi", "mvapich", "mpich")
 """Ways in which DeepSpeed takes every slot of the hostfile, and no choice of them."""
 
 
-class DeepSpeed(Supervisor):
+class DeepSpeed(Supervised):
     """Lets DeepSpeed's own launcher reach the machines; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -128,6 +130,8 @@ def check_deepspeed(resolved: ResolvedSettings) -> None:
             "Each machine starts its own processes, and lacks the address of the main machine.",
             "Give --main_process_ip and --machine_rank on each machine.",
         )
+    from accel_cli.launch.mpi import read_hostfile
+
     effect = resolved["deepspeed_config.deepspeed_hostfile"]
     hosts = read_hostfile(settings.deepspeed_hostfile, effect.origin)
     _check_hosts(hosts, settings, effect.origin)

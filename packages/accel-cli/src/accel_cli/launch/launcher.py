@@ -34,6 +34,7 @@ __all__ = (
     "Program",
     "Script",
     "common_environment",
+    "one_process",
 )
 
 GROUP: Final = "accel.launchers"
@@ -288,6 +289,18 @@ class LaunchPlan(NamedTuple):
     max_restarts: int = 0
     project_dir: str = ""
     details: Any = None
+
+
+def one_process(request: LaunchRequest, argv: tuple[str, ...], launcher: str, processes: int) -> LaunchPlan:
+    """The plan for a program that starts the processes by itself, `processes` of them on each machine."""
+    return LaunchPlan(
+        request.environment(processes),
+        argv,
+        launcher,
+        inherited=request.machine.environ,
+        grace_period=request.settings["grace_period"].value,
+        quiet=request.quiet,
+    )
 
 
 class Launcher(Protocol):

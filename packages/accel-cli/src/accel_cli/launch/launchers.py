@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings, label
 from accel_cli.launch.check import asks_for_torchrun, shown
-from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, Program
+from accel_cli.launch.launcher import GROUP, Launcher, LauncherManifest, LaunchPlan, Program
 from accel_state.errors import PluginError, SettingError
 from accel_state.labels import ComputeEnvironment
 from accel_state.settings.extension import Extension, extensions
@@ -27,6 +27,7 @@ __all__ = (
     "SLURM",
     "TORCHRUN",
     "Choice",
+    "Supervised",
     "choose_launcher",
     "find_launcher",
     "idle_settings",
@@ -253,3 +254,23 @@ def idle_settings(settings: ResolvedSettings, chosen: LauncherManifest) -> list[
                 if setting.given and known.variable is None and setting.origin.startswith("--"):
                     idle.append((label(known), setting, manifest.name))
     return idle
+
+
+class Supervised:
+    """The base class of a launcher whose plan is for this machine: it plans, and that of `local` starts and supervises.
+
+    What that one imports is imported once there is a run, and not where only the manifest is read.
+    """
+
+    def __init__(self) -> None:
+        from accel_cli.launch.local import Supervisor
+
+        self._supervisor = Supervisor()
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Start what the plan says and return the exit code of the run."""
+        return self._supervisor.run(plan)
+
+    def stop(self) -> None:
+        """End the run as SIGTERM does."""
+        self._supervisor.stop()

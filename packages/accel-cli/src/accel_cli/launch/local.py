@@ -49,7 +49,6 @@ __all__ = (
     "Supervisor",
     "environment_lines",
     "local_processes",
-    "one_process",
 )
 
 # How often error files are looked for when nothing else happens.
@@ -199,18 +198,6 @@ class Local(Supervisor):
             max_restarts=settings["max_restarts"].value,
             project_dir=os.path.abspath(folder) if (folder := settings["project_dir"].value) else "",
         )
-
-
-def one_process(request: LaunchRequest, argv: tuple[str, ...], launcher: str, processes: int) -> LaunchPlan:
-    """The plan for a program that starts the processes by itself, `processes` of them on each machine."""
-    return LaunchPlan(
-        request.environment(processes),
-        argv,
-        launcher,
-        inherited=request.machine.environ,
-        grace_period=request.settings["grace_period"].value,
-        quiet=request.quiet,
-    )
 
 
 def local_processes(request: LaunchRequest) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSettings
-from accel_cli.launch.launcher import LaunchPlan, LaunchRequest
-from accel_cli.launch.local import Supervisor, one_process
+from accel_cli.launch.launcher import LaunchPlan, LaunchRequest, one_process
+from accel_cli.launch.local import Supervisor
 from accel_cli.launch.settings import MachineSettings
 from accel_state.errors import Conflict, NotFound, SettingError
 from accel_state.network import DEFAULT_PORT
@@ -41,7 +41,7 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
     """The machines of a file, in its order.
 
     Args:
-        path: the file, as DeepSpeed, Open MPI and MPICH read it.
+        path: the file, in the form of Open MPI or of MPICH.
         origin: who named the file.
 
     Raises:

@@ -9,8 +9,8 @@ from typing import Final
 from accel_cli.config.resolved import REPEATED, ResolvedSettings
 from accel_cli.launch.check import shown
 from accel_cli.launch.kinds import kind_of
-from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest
-from accel_cli.launch.local import Supervisor, one_process
+from accel_cli.launch.launcher import LauncherManifest, LaunchPlan, LaunchRequest, one_process
+from accel_cli.launch.launchers import Supervised
 from accel_state.errors import NotOffered, SettingError
 from accel_state.settings.run import XLASettings
 from accel_state.settings.schema import BOOLEAN, field_of, setting, settings_class, settings_of
@@ -81,7 +81,7 @@ _OF_POD: Final = {"script": (), "module": ("--module",), "program": ("--no_pytho
 """Options of `accel launch` on the machines of a pod, by the way in which a target is run."""
 
 
-class Tpu(Supervisor):
+class Tpu(Supervised):
     """Lets torch_xla start the processes of a TPU or of a pod; see `Launcher`."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
